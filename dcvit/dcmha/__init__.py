@@ -1,0 +1,88 @@
+"""Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): pure functions on JAX arrays.
+
+`attention` is the one public door; `ComposeWeights` are the weights of its pre- and post-compose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from dcvit.dcmha import reference
+from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.shapes import Array, Bool, Float
+
+__all__ = ["ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
+
+IMPLEMENTATIONS = {"reference": reference.attention}
+
+
+def attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    groups: int = 1,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T H D"]:
+    """Multi-head attention whose scores and weights are composed across heads (Eqn 4 of the paper).
+
+    scores = compose(scale·q·k, pre); weights = compose(softmax(scores), post); output = weights·v.
+    With `pre` and `post` None it is plain multi-head attention.
+
+    Args:
+      q: queries of H heads of width D.
+      k: keys of K heads; K divides H, and each key head serves H/K neighbouring query heads.
+      v: values, as `k`.
+      pre: weights of the compose on attention scores, before the mask and the softmax.
+      post: weights of the compose on attention weights, after the softmax.
+      causal: query i sees only keys 0 … i.
+      window: query i sees only keys i-window+1 … i; implies `causal`.
+      mask: True where a query may see a key; the same for every head, since a composed head sees what
+        its peers see. Combined with `causal` and `window`. A query that sees nothing yields zeros.
+      groups: heads compose inside each of this many equal groups (Section 3.2).
+      scale: multiplies q·k; 1/sqrt(D) by default.
+      implementation: None picks the best one for the backend; a name from `IMPLEMENTATIONS` forces that one.
+
+    Returns:
+      The heads' outputs in q's dtype. Softmax and its statistics are float32 whatever the inputs.
+
+    Raises:
+      ValueError: shapes that do not fit each other, `groups` that does not divide the heads, a window
+        below 1, or an implementation that does not exist. The message states the sizes.
+    """
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
+    batch, queries, heads, width = q.shape
+    keys, key_heads = k.shape[1:3]
+    if heads % key_heads:
+        raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a query sees at least itself, so window >= 1")
+    if mask is not None and not (
+        mask.ndim == 4
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] == 1
+        and mask.shape[2] in (1, queries)
+        and mask.shape[3] in (1, keys)
+    ):
+        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to ({batch}, 1, {queries}, {keys})")
+    for weights in (pre, post):
+        if weights is not None:
+            check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    if key_heads != heads:
+        k, v = (jnp.repeat(x, heads // key_heads, axis=2) for x in (k, v))
+    return IMPLEMENTATIONS[implementation or "reference"](
+        q, k, v, pre, post,
+        causal=causal, window=window, mask=mask, groups=groups,
+        scale=1 / math.sqrt(width) if scale is None else scale,
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""The Compose function of DCMHA (Xiao et al., ICML 2024, Section 3, Eqn 5-8) on plain arrays.
+
+Letters: B batch, T query length, S key length, M model width (the paper's D_m), H heads, R rank of
+the dynamic projections, G groups of heads that compose among themselves, I = 2·R·H/G.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer, normal
+
+from dcvit.dcmha.shapes import Array, Float
+
+RMS_EPSILON = 1e-6
+
+
+class ComposeWeights(NamedTuple):
+    """The weights of one compose. A branch that is None is absent; the skip connection is always there.
+
+    `q1`/`q2` (and `k1`/`k2`) come in pairs. `q*` belong to the T queries, `k*` to the S keys.
+    """
+
+    q1: Float[Array, "B T R H"] | None = None  # query-wise dynamic projection, down (RMS-normed over H)
+    q2: Float[Array, "B T R H"] | None = None  # query-wise dynamic projection, up
+    qg: Float[Array, "B T H"] | None = None  # query-wise dynamic gate, after tanh
+    k1: Float[Array, "B S R H"] | None = None  # key-wise, as above
+    k2: Float[Array, "B S R H"] | None = None
+    kg: Float[Array, "B S H"] | None = None
+    static: Float[Array, "G J J"] | None = None  # static projection W_b, J = H/G
+
+
+def statistics_dtype(dtype: Any) -> Any:
+    """The dtype of softmax and norm statistics: float32, or float64 where the inputs are."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def dynamic_projection(
+    x: Float[Array, "B N M"],
+    w_1: Float[Array, "M G I"],
+    w_2: Float[Array, "G I I"],
+    *,
+    heads: int,
+) -> tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]:
+    """Projection weights of Eqn 5, down (RMS-normed over each group's heads) and up, from inputs `x`.
+
+    `w_1` and `w_2` are the paper's W_q1 and W_q2 (or W_k1 and W_k2), one block for each group.
+    """
+    groups, inner = w_2.shape[:2]
+    per_group = heads // groups
+    rank = inner // (2 * per_group)
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mgi->bngi", x, w_1))
+    both = jnp.einsum("bngi,gio->bngo", hidden, w_2)
+    both = both.reshape(*x.shape[:2], groups, 2, rank, per_group)
+    down, up = (jnp.swapaxes(both[:, :, :, half], 2, 3) for half in (0, 1))  # B N R G H/G
+    square = jnp.square(down.astype(statistics_dtype(down.dtype)))
+    scale = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + RMS_EPSILON)
+    down = down * scale.astype(down.dtype)
+    shape = (*x.shape[:2], rank, heads)
+    return down.reshape(shape), up.reshape(shape)
+
+
+def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
+    """Gate weights of Eqn 6: tanh(x·W_g)."""
+    return jnp.tanh(jnp.einsum("bnm,mh->bnh", x, w_g))
+
+
+def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:
+    """Eqn 7 for all query-key pairs at once: A' = A + A·W_b + A·w_q1·w_q2 + A⊗w_qg + A·w_k1·w_k2 + A⊗w_kg.
+
+    Heads compose only inside each of `groups` equal groups (Section 3.2). Computes in `a`'s dtype.
+
+    Raises:
+      ValueError: `groups` does not divide the heads, or a weight's shape does not fit `a`.
+    """
+    batch, heads, queries, keys = a.shape
+    check_weights(w, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
+    grouped = a.reshape(batch, groups, heads // groups, queries, keys)
+
+    def split(x: Array) -> Array:  # (…, H) -> (…, G, H/G), in a's dtype
+        return x.astype(a.dtype).reshape(*x.shape[:-1], groups, heads // groups)
+
+    out = grouped
+    if w.static is not None:
+        out = out + jnp.einsum("bghts,ghn->bgnts", grouped, w.static.astype(a.dtype))
+    if w.q1 is not None and w.q2 is not None:
+        hidden = jnp.einsum("bghts,btrgh->bgrts", grouped, split(w.q1))
+        out = out + jnp.einsum("bgrts,btrgh->bghts", hidden, split(w.q2))
+    if w.k1 is not None and w.k2 is not None:
+        hidden = jnp.einsum("bghts,bsrgh->bgrts", grouped, split(w.k1))
+        out = out + jnp.einsum("bgrts,bsrgh->bghts", hidden, split(w.k2))
+    if w.qg is not None:
+        out = out + grouped * jnp.einsum("btgh->bght", split(w.qg))[..., None]
+    if w.kg is not None:
+        out = out + grouped * jnp.einsum("bsgh->bghs", split(w.kg))[..., None, :]
+    return out.reshape(a.shape)
+
+
+def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, keys: int, groups: int) -> None:
+    """Raises ValueError, naming the weight, where `w` does not fit attention of the given sizes."""
+    if groups < 1 or heads % groups:
+        raise ValueError(f"groups={groups} does not divide {heads} heads")
+    for side, length, down, up, gate in (("q", queries, w.q1, w.q2, w.qg), ("k", keys, w.k1, w.k2, w.kg)):
+        if (down is None) != (up is None):
+            raise ValueError(f"{side}1 and {side}2 come in pairs: give both or neither")
+        for name, x in ((f"{side}1", down), (f"{side}2", up)):
+            if x is not None and (x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads)):
+                raise ValueError(f"{name} has shape {x.shape}, expected ({batch}, {length}, rank, {heads})")
+        if down is not None and up is not None and down.shape != up.shape:
+            raise ValueError(f"{side}1 and {side}2 differ in shape: {down.shape} and {up.shape}")
+        if gate is not None and gate.shape != (batch, length, heads):
+            raise ValueError(f"{side}g has shape {gate.shape}, expected {(batch, length, heads)}")
+    per_group = heads // groups
+    if w.static is not None and w.static.shape != (groups, per_group, per_group):
+        raise ValueError(f"static has shape {w.static.shape}, expected {(groups, per_group, per_group)}")
+
+
+def hidden_init(width: int, inner: int) -> Initializer:
+    """Xavier normal for W_q1 and W_k1, M×I for each group: std sqrt(2/(M+I))."""
+    return normal(math.sqrt(2 / (width + inner)))
+
+
+def projection_init(rank: int, heads_per_group: int) -> Initializer:
+    """Normal for W_q2 and W_k2: std 0.02/(sqrt(2HR)·(H+R)), Section 4 of the paper; H of one group."""
+    return normal(0.02 / (math.sqrt(2 * heads_per_group * rank) * (heads_per_group + rank)))
+
+
+def gate_init(width: int, heads_per_group: int) -> Initializer:
+    """Normal for W_qg and W_kg: std 0.05·sqrt(2/(M+H)), Section 4 of the paper; H of one group."""
+    return normal(0.05 * math.sqrt(2 / (width + heads_per_group)))
+
+
+def static_init(heads_per_group: int) -> Initializer:
+    """Normal for W_b, which comes on top of the skip connection: std 0.1·sqrt(1/H), as released; H of one group."""
+    return normal(0.1 * math.sqrt(1 / heads_per_group))

@@ -1,0 +1,67 @@
+"""Attention that materialises the H×T×S tensor: Eqn 4 as written, and the definition the others are tested against."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from dcvit.dcmha.compose import ComposeWeights, compose, statistics_dtype
+from dcvit.dcmha.shapes import Array, Bool, Float
+
+
+def visible(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Bool[Array, "#B 1 #T #S"] | None = None,
+) -> Bool[Array, "#B 1 T S"] | None:
+    """Which key each query sees, or None where every query sees every key."""
+    query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+    conditions = []
+    if causal or window is not None:
+        conditions.append((key <= query)[None, None])
+    if window is not None:
+        conditions.append((key > query - window)[None, None])
+    if mask is not None:
+        conditions.append(jnp.broadcast_to(mask, (mask.shape[0], 1, queries, keys)))
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def masked_softmax(scores: Float[Array, "B H T S"], seen: Bool[Array, "#B 1 T S"] | None) -> Float[Array, "B H T S"]:
+    """Softmax over the seen keys; unseen ones weigh exactly 0, and so does a whole row that sees nothing."""
+    if seen is not None:
+        scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
+
+
+def attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S H D"],
+    v: Float[Array, "B S H D"],
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    causal: bool,
+    window: int | None,
+    mask: Bool[Array, "#B 1 #T #S"] | None,
+    groups: int,
+    scale: float,
+) -> Float[Array, "B T H D"]:
+    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
+    wide = statistics_dtype(q.dtype)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
+    if pre is not None:
+        scores = compose(scores, pre, groups=groups)
+    seen = visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
+    weights = masked_softmax(scores, seen)
+    if post is not None:
+        weights = compose(weights, post, groups=groups)
+    out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=wide)
+    return out.astype(q.dtype)

@@ -1,0 +1,175 @@
+"""The attention module both models share: projections, optional QK-norm, then `dcvit.dcmha.attention`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+
+from dcvit import dcmha
+from dcvit.dcmha.compose import (
+    ComposeWeights,
+    dynamic_gate,
+    dynamic_projection,
+    gate_init,
+    hidden_init,
+    projection_init,
+    static_init,
+)
+from dcvit.dcmha.shapes import Array, Bool, Float
+
+COMPOSE = ("both", "pre", "post", None)
+BRANCHES = ("qk", "q", "k")
+QK_NORMS = ("layernorm", "rmsnorm", None)
+
+
+def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Applies a normalisation in float32, whatever the dtype of `x`, and returns to that dtype."""
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+class Compose(nn.Module):
+    """The parameters of one compose, θ = {W_q1, W_q2, W_qg, W_k1, W_k2, W_kg, W_b} (Section 3, Eqn 5-6)."""
+
+    heads: int
+    branches: str = "qk"
+    projection: bool = True
+    gate: bool = True
+    static: bool = False
+    rank: int = 2
+    groups: int = 1
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"]) -> ComposeWeights:
+        """Dynamic weights from the query side's and the key side's input."""
+        weights: dict[str, Array] = {}
+        for side, x in (("q", x_q), ("k", x_kv)):
+            if side in self.branches:
+                weights |= self._side(side, x)
+        if self.static:
+            per_group = self.heads // self.groups
+            shape = (self.groups, per_group, per_group)
+            weights["static"] = self.param("w_b", static_init(per_group), shape)
+        return ComposeWeights(**weights)
+
+    def _side(self, side: str, x: Array) -> dict[str, Array]:
+        """The projection and gate of one side, from that side's input."""
+        per_group = self.heads // self.groups
+        width, inner = x.shape[-1], 2 * self.rank * per_group
+        x = x.astype(self.dtype or x.dtype)
+        weights: dict[str, Array] = {}
+        if self.projection:
+            w_1 = self.param(f"w_{side}1", hidden_init(width, inner), (width, self.groups, inner))
+            w_2 = self.param(f"w_{side}2", projection_init(self.rank, per_group), (self.groups, inner, inner))
+            down, up = dynamic_projection(x, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
+            weights |= {f"{side}1": down, f"{side}2": up}
+        if self.gate:
+            w_g = self.param(f"w_{side}g", gate_init(width, per_group), (width, self.heads))
+            weights[f"{side}g"] = dynamic_gate(x, w_g.astype(x.dtype))
+        return weights
+
+
+class Attention(nn.Module):
+    """Multi-head attention with optional dynamic composition: flax's parameter tree plus `pre` and `post`.
+
+    Fields:
+      num_heads: H; divides the model width M.
+      num_key_heads: K, for grouped-query attention; H by default.
+      compose: which attention matrices are composed: "both", "pre" (scores), "post" (weights) or None.
+      branches: "qk", "q" or "k": composition driven by queries, keys or both (Table 9).
+      projection, gate, static: which of the paper's branches exist (Table 9).
+      rank: R of the dynamic projections.
+      groups: heads compose inside each of this many groups (Section 3.2).
+      qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
+      causal, window: see `dcvit.dcmha.attention`.
+      use_bias: biases on the four projections.
+      kernel_init: of the four projections.
+      dtype: of the computation; parameters are float32.
+      implementation: see `dcvit.dcmha.attention`.
+    """
+
+    num_heads: int
+    num_key_heads: int | None = None
+    compose: str | None = None
+    branches: str = "qk"
+    projection: bool = True
+    gate: bool = True
+    static: bool = False
+    rank: int = 2
+    groups: int = 1
+    qk_norm: str | None = None
+    causal: bool = False
+    window: int | None = None
+    use_bias: bool = True
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    dtype: Any = None
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x_q: Float[Array, "B T M"],
+        x_kv: Float[Array, "B S M"] | None = None,
+        mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    ) -> Float[Array, "B T M"]:
+        """Attends from `x_q` to `x_kv`, or to `x_q` itself.
+
+        Raises:
+          ValueError: a field's value is not one of those listed above, or heads, key heads, groups and
+            width do not divide as they must.
+        """
+        x_kv = x_q if x_kv is None else x_kv
+        width = x_q.shape[-1]
+        self._check(width)
+        head_width = width // self.num_heads
+
+        def project(name: str, x: Array, heads: int) -> Array:
+            return nn.DenseGeneral(
+                (heads, head_width), use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name=name
+            )(x)
+
+        key_heads = self.num_key_heads or self.num_heads
+        q = project("query", x_q, self.num_heads)
+        k = project("key", x_kv, key_heads)
+        v = project("value", x_kv, key_heads)
+        if self.qk_norm:
+            norm: Any = nn.RMSNorm if self.qk_norm == "rmsnorm" else functools.partial(nn.LayerNorm, use_bias=False)
+            q = in_float32(norm(name="query_norm"), q)
+            k = in_float32(norm(name="key_norm"), k)
+
+        def composed(where: str) -> ComposeWeights | None:
+            if self.compose not in (where, "both"):
+                return None
+            return Compose(
+                heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
+                static=self.static, rank=self.rank, groups=self.groups, dtype=self.dtype, name=where,
+            )(x_q, x_kv)  # fmt: skip
+
+        out = dcmha.attention(
+            q, k, v, composed("pre"), composed("post"),
+            causal=self.causal, window=self.window, mask=mask,
+            groups=self.groups if self.compose else 1, implementation=self.implementation,
+        )  # fmt: skip
+        return nn.DenseGeneral(
+            width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name="out"
+        )(out)
+
+    def _check(self, width: int) -> None:
+        """Raises ValueError for fields that do not go together."""
+        for name, known in (("compose", COMPOSE), ("branches", BRANCHES), ("qk_norm", QK_NORMS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}")
+        if width % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide width={width}")
+        if self.num_key_heads and self.num_heads % self.num_key_heads:
+            raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
+        if self.compose and self.num_heads % self.groups:
+            raise ValueError(f"groups={self.groups} does not divide num_heads={self.num_heads}")
+        if self.compose and self.rank < 1:
+            raise ValueError(f"rank={self.rank}: the dynamic projections need at least rank 1")
+        if self.compose and not (self.projection or self.gate or self.static):
+            raise ValueError("compose without projection, gate or static composes nothing; use compose=None")
