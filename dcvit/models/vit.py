@@ -360,11 +360,11 @@ def load(
     Raises:
       dcvit.checkpoint.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
     """
-    from dcvit import checkpoint
+    from dcvit.checkpoint import load_params, merge_params
 
-    loaded = checkpoint.load_params(init_file)
+    loaded = load_params(init_file)
     if "Transformer" in loaded:
         loaded = (stack_blocks if model_cfg.get("scan") else unstack_blocks)(loaded)
     if "pos_embedding" in loaded and "pos_embedding" in init_params:
         loaded["pos_embedding"] = resample_posemb(loaded["pos_embedding"], init_params["pos_embedding"].shape[1])
-    return checkpoint.merge_params(loaded, init_params, dont_load)
+    return merge_params(loaded, init_params, dont_load)

@@ -1,0 +1,37 @@
+"""`dcvit COMMAND …`, the same as `python -m dcvit.COMMAND …`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dcvit import cli
+from dcvit.config import ConfigError
+from input_pipeline.errors import nearest
+
+COMMANDS = {
+    "train": "train a model as a config says",
+    "evaluate": "run a config's evaluators on a checkpoint",
+    "predict": "classify image files with a trained model",
+    "plot": "draw the training curves of one or more runs",
+}
+
+
+def dispatch(argv: Sequence[str] | None) -> int:
+    """Runs the command named first."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: dcvit COMMAND [options]\n")
+        print("\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+    return int(importlib.import_module(f"dcvit.{words[0]}").main(words[1:]))
+
+
+def main() -> int:
+    """Entry point of the `dcvit` command."""
+    return cli.run(dispatch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

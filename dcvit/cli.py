@@ -1,0 +1,73 @@
+"""What the commands share: options, and one line instead of a traceback for what a user can mend."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from dcvit.checkpoint import CheckpointError
+from dcvit.config import ConfigError
+from input_pipeline import InputError
+from input_pipeline.errors import nearest
+
+FORMATS = ("table", "csv", "json")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors, and which collects `--config.KEY=VALUE` overrides."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and the overrides as "KEY=VALUE"."""
+        args, rest = self.parse_known_args(argv)
+        overrides = []
+        while rest:
+            word = rest.pop(0)
+            if not word.startswith("--config."):
+                known = [o for action in self._actions for o in action.option_strings]
+                raise ConfigError(f"unknown option {word}; {nearest(word.partition('=')[0], known)}")
+            if "=" not in word and rest:
+                word = f"{word}={rest.pop(0)}"
+            overrides.append(word.removeprefix("--config."))
+        return args, overrides
+
+
+def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
+    """The exit status of `main`: its own; 2, with one line on stderr, for an expected error; 130 for Ctrl-C."""
+    try:
+        return main(argv)
+    except (ConfigError, CheckpointError, InputError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def show(rows: Sequence[Mapping[str, Any]], form: str, *, title: str | None = None) -> None:
+    """Prints rows of equal keys as a table, as CSV or as JSON."""
+    if form == "json":
+        print(json.dumps(list(rows), indent=2))
+    elif form == "csv":
+        writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        table = Table(title=title, title_justify="left")
+        for i, name in enumerate(rows[0] if rows else ()):
+            table.add_column(name, justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+        Console().print(table)

@@ -1,0 +1,286 @@
+"""Configs: finding, loading, overriding and checking them before anything compiles.
+
+A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections
+ConfigDict. Loading it runs its code. What may stand in it: the keys of `DEFAULTS`, and the durations
+`total`, `log` and `ckpt`, each as `X_steps`, `X_epochs`, `X_examples` or `X_percent`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from input_pipeline.errors import InputError, check_arguments, has_type, nearest
+
+UNITS = ("steps", "epochs", "examples", "percent")
+DURATIONS = ("total", "log", "ckpt")
+PACKAGE = Path(__file__).parent
+
+# Every key that a config may hold, with its type and the value it has when a config leaves it out.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "seed": (int, 0),
+    "input": (dict, {}),  # data: arguments of open_source; batch_size; pp
+    "num_classes": (int, 0),
+    "model_name": (str, "vit"),
+    "model": (dict, {}),  # arguments of dcvit.models.<model_name>.Model
+    "model_init": (str | None, None),  # a checkpoint to start from
+    "model_load": (dict, {}),  # further arguments of the model's load()
+    "loss": (str, "softmax_xent"),
+    "label_smoothing": (float, 0.0),
+    "mixup": (float, 0.0),  # α of Beta(α, α); 0 is off
+    "optax_name": (str, "scale_by_adam"),
+    "optax": (dict, {}),
+    "lr": (float, 1e-3),
+    "schedule": (dict, {}),
+    "wd": (float, 0.0),
+    "wd_times_lr": (bool, False),
+    "wd_mults": (Sequence, ((".*/kernel", 1.0),)),
+    "lr_mults": (Sequence, ()),
+    "frozen": (Sequence, ()),
+    "grad_clip_norm": (float | None, None),
+    "grad_accum": (int, 1),
+    "ema_decay": (float, 0.0),  # 0 is off
+    "evals": (dict, {}),  # name -> type, data, pp, batch_size, how often, further arguments
+    "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
+    "ckpt_keep": (int, 1),
+    "tensorboard": (bool, True),
+    "profile": (Sequence, ()),  # first and last step of a JAX profiler trace
+}
+
+
+class ConfigError(ValueError):
+    """A config, or an argument of a command, that cannot be used; the message is one line."""
+
+
+def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
+    """The locked, checked config of "NAME[:key=value,…]" with "a.b=value" overrides.
+
+    NAME is the path of a Python file, or the bare name of a config that comes with the package.
+
+    Raises:
+      ConfigError: no such file, an error in it, an unknown key (the nearest one is named), a wrong type.
+    """
+    name, _, arguments = spec.partition(":")
+    path = _find(name)
+    config = _run(path, _parse_arguments(arguments))
+    for key in config:
+        if key not in DEFAULTS and not _is_duration(key, DURATIONS):
+            raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, _known_keys())}")
+    config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | config.to_dict())
+    for override in overrides:
+        _override(config, override)
+    check_types(config)
+    return config.lock()
+
+
+def read_json(path: Path) -> ConfigDict:
+    """The config that a run wrote to its workdir, locked.
+
+    Raises:
+      ConfigError: missing or unreadable.
+    """
+    try:
+        config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as e:
+        raise ConfigError(f"cannot read {path}: {e}") from None
+    check_types(config)
+    return config.lock()
+
+
+def _find(name: str) -> Path:
+    """The file of a config given by path or by bare name."""
+    if "/" in name or name.endswith(".py"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"no config file {name}")
+        return path
+    folders = [folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()]
+    known = sorted({p.stem for folder in folders for p in folder.glob("*.py")})
+    for folder in folders:
+        if (folder / f"{name}.py").is_file():
+            return folder / f"{name}.py"
+    raise ConfigError(f"no config named {name!r}; {nearest(name, known)}")
+
+
+def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
+    """Executes a config file and calls its get_config, with arguments turned into its defaults' types."""
+    spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        get_config = module.get_config
+        parameters = inspect.signature(get_config).parameters
+        for key in arguments:
+            if key not in parameters:
+                raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
+        config = get_config(**{k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()})
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"{path}: {type(e).__name__}: {e}") from e
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
+    return config
+
+
+def _parse_arguments(text: str) -> dict[str, str]:
+    """ "a=1,b=x" as a dict of strings."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    for key, equals, _ in pairs:
+        if not equals or not key:
+            raise ConfigError(f"config argument {key!r} is not of the form key=value")
+    return {key: value for key, _, value in pairs}
+
+
+def _literal(text: str) -> Any:
+    """The value of a command-line word: a Python literal, true/false/none, or the word itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _like(old: Any, text: str, what: str) -> Any:
+    """`text` as a value of the type of `old`; anything goes where `old` is None."""
+    if isinstance(old, str):
+        return text
+    value = _literal(text)
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if old is None or old is inspect.Parameter.empty or type(value) is type(old):
+        return value
+    if isinstance(old, list | tuple) and isinstance(value, list | tuple):
+        return value
+    raise ConfigError(f"{what}={text} should be of type {type(old).__name__}, not {type(value).__name__}")
+
+
+def _override(config: ConfigDict, override: str) -> None:
+    """Sets "a.b=value" in `config`; a duration replaces the same duration in another unit."""
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")
+    *parents, last = path.split(".")
+    target = config
+    for i, part in enumerate(parents):
+        if part not in target or not isinstance(target[part], ConfigDict):
+            known = [k for k in target if isinstance(target[k], ConfigDict)]
+            raise ConfigError(f"unknown key 'config.{'.'.join(parents[: i + 1])}'; {nearest(part, known)}")
+        target = target[part]
+    if target is config and last not in config and not _is_duration(last, DURATIONS):
+        raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, _known_keys())}")
+    value = _like(target.get(last), text, f"config.{path}")
+    prefix, _, unit = last.rpartition("_")
+    if prefix and unit in UNITS:
+        for other in [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target]:
+            del target[other]
+    with target.ignore_type():
+        target[last] = value
+
+
+def _known_keys() -> list[str]:
+    return [*DEFAULTS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
+
+
+def _is_duration(key: str, prefixes: Iterable[str]) -> bool:
+    prefix, _, unit = key.rpartition("_")
+    return prefix in prefixes and unit in UNITS
+
+
+def check_types(config: ConfigDict) -> None:
+    """Raises ConfigError for a top-level value of the wrong type, and for values outside their range."""
+    for key, (hint, _) in DEFAULTS.items():
+        value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
+        if not has_type(value, hint) or (isinstance(value, str) and hint is Sequence):
+            name = getattr(hint, "__name__", str(hint))
+            raise ConfigError(f"config.{key}={value!r} should be of type {name}, not {type(value).__name__}")
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "seed": (lambda v: 0 <= v < 2**63, "0 or more"),
+        "grad_accum": (lambda v: v >= 1, "1 or more"),
+        "ckpt_keep": (lambda v: v >= 1, "1 or more"),
+        "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
+        "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
+        "mixup": (lambda v: v >= 0, "0 or more"),
+        "lr": (lambda v: math.isfinite(v) and v >= 0, "finite and not negative"),
+        "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
+    }
+    for key, (holds, expected) in rules.items():
+        if not holds(config[key]):
+            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
+    for key in ("wd_mults", "lr_mults"):
+        if any(not (isinstance(rule, Sequence) and len(rule) == 2) for rule in config[key]):
+            raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, multiplier)")
+    for key in ("wd_mults", "lr_mults", "frozen"):
+        for rule in config[key]:
+            pattern = rule if key == "frozen" else rule[0]
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as e:
+                raise ConfigError(f"config.{key}: {pattern!r} is not a regular expression: {e}") from None
+
+
+def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str, *, args: Sequence[Any] = ()) -> None:
+    """Raises ConfigError, naming `what` and the nearest option, where `function(*args, **kwargs)` cannot be called."""
+    try:
+        check_arguments(function, args, kwargs, what)
+    except InputError as e:
+        raise ConfigError(str(e)) from None
+
+
+def duration(
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    batch_size: int,
+    examples: int,
+    total_steps: int | None = None,
+    default: int | None = None,
+    what: str = "config",
+) -> int | None:
+    """A duration in steps, from the one of `name`_steps, _epochs, _examples, _percent that `config` holds.
+
+    Args:
+      config: where to look.
+      name: the duration's name.
+      batch_size: examples in a step.
+      examples: examples in an epoch.
+      total_steps: what percent refer to.
+      default: the answer where none is given.
+      what: how messages call `config`.
+
+    Raises:
+      ConfigError: more than one of them, a value that is no positive number, or percent of nothing.
+    """
+    given = [unit for unit in UNITS if config.get(f"{name}_{unit}") is not None]
+    if not given:
+        return default
+    if len(given) > 1:
+        keys = ", ".join(f"{what}.{name}_{unit}" for unit in given)
+        raise ConfigError(f"{keys}: give exactly one of them")
+    unit = given[0]
+    key, value = f"{what}.{name}_{unit}", config[f"{name}_{unit}"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
+    if unit == "percent" and total_steps is None:
+        raise ConfigError(f"{key}: the total cannot be a percentage of itself")
+    scale = {
+        "steps": 1.0,
+        "epochs": examples / batch_size,
+        "examples": 1 / batch_size,
+        "percent": (total_steps or 0) / 100,
+    }[unit]
+    steps = round(value * scale)
+    return max(1, steps) if value > 0 else 0

@@ -1,0 +1,79 @@
+"""What a run records: `metrics.jsonl`, `timing.jsonl`, and TensorBoard where it is installed.
+
+`metrics.jsonl` holds one row for each logged step and only what is a function of config and data, so two
+runs of one config write the same file; wall times go to `timing.jsonl`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Rows:
+    """A file of one JSON object a line, each with its own `step`, in rising order."""
+
+    def __init__(self, path: Path, *, resume_step: int | None = None):
+        """Opens `path` to append after the row of `resume_step`; later rows, of a lost stretch, are dropped."""
+        kept = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
+        self.last = kept[-1]["step"] if kept else -1
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        fresh.replace(path)
+        self.file = path.open("a")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends a row, unless this step has one."""
+        if step > self.last:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+            self.last = step
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last line cut short by a kill is left out; no file, no rows."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class MetricWriter:
+    """Writes a run's metrics and timings to its workdir, and the metrics to TensorBoard too."""
+
+    def __init__(self, workdir: Path, *, resume_step: int | None = None, tensorboard: bool = True):
+        self.metrics = Rows(workdir / "metrics.jsonl", resume_step=resume_step)
+        self.timing = Rows(workdir / "timing.jsonl", resume_step=resume_step)
+        self.tensorboard = _tensorboard(workdir) if tensorboard else None
+
+    def write(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float] | None = None) -> None:
+        """Records one step; a step that stands in the file already is not written again."""
+        if self.tensorboard and step > self.metrics.last:
+            self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
+        self.metrics.write(step, metrics)
+        if timing:
+            self.timing.write(step, timing)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.timing.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+
+def _tensorboard(workdir: Path) -> Any:
+    """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
+    if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
+        return None
+    import tensorflow as tf
+    from clu import metric_writers
+
+    for kind in ("GPU", "TPU"):
+        tf.config.set_visible_devices([], kind)
+    return metric_writers.SummaryWriter(str(workdir))

@@ -1,0 +1,152 @@
+"""The optimiser: optax transformations put together from a config, in big_vision's order.
+
+    update = -schedule(step) · (lr · lr_mult · optimiser(clip(gradient)) + wd · wd_mult · parameter)
+
+Weight decay follows the schedule but is not multiplied by the learning rate (so 1e-4 here is AdamW's 0.1
+at a learning rate of 1e-3), unless `wd_times_lr` asks for AdamW's own meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Rules = Sequence[tuple[str, Any]]
+Schedule = Callable[[Any], jax.Array]
+
+
+def schedule(
+    total_steps: int,
+    *,
+    decay_type: str = "cosine",
+    warmup_steps: int = 0,
+    cooldown_steps: int = 0,
+    end: float = 0.0,
+    timescale: int = 10_000,
+) -> Schedule:
+    """The factor on the learning rate at each step: 1 at its peak.
+
+    Args:
+      total_steps: length of training.
+      decay_type: "cosine" or "linear" from 1 to `end` between warm-up and the last step; "rsqrt",
+        1/sqrt(1 + (step - warmup_steps)/timescale) (Zhai et al., 2022); or "constant".
+      warmup_steps: linear rise from 0.
+      cooldown_steps: linear fall to 0 over the last steps, multiplying what the decay gives.
+      end: the final factor of "cosine" and "linear".
+      timescale: of "rsqrt", in steps.
+
+    Raises:
+      ValueError: unknown `decay_type`, or warm-up and cool-down that do not fit into the steps.
+    """
+    kinds = ("cosine", "linear", "rsqrt", "constant")
+    if decay_type not in kinds:
+        raise ValueError(f"decay_type={decay_type!r}; known: {', '.join(kinds)}")
+    if warmup_steps < 0 or cooldown_steps < 0 or warmup_steps + cooldown_steps > total_steps:
+        raise ValueError(f"warm-up {warmup_steps} + cool-down {cooldown_steps} do not fit into {total_steps} steps")
+
+    def factor(step: Any) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - warmup_steps) / max(1, total_steps - warmup_steps), 0, 1)
+        if decay_type == "cosine":
+            value = end + (1 - end) * 0.5 * (1 + jnp.cos(math.pi * progress))
+        elif decay_type == "linear":
+            value = end + (1 - end) * (1 - progress)
+        elif decay_type == "rsqrt":
+            value = jax.lax.rsqrt(1 + jnp.maximum(0.0, step - warmup_steps) / timescale)
+        else:
+            value = jnp.ones_like(step)
+        if warmup_steps:
+            value = value * jnp.minimum(1.0, step / warmup_steps)
+        if cooldown_steps:
+            value = value * jnp.clip((total_steps - step) / cooldown_steps, 0, 1)
+        return value
+
+    return factor
+
+
+def names_of(params: Any) -> Any:
+    """The tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the shape of `params`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
+    )
+
+
+def first_match(params: Any, rules: Rules, default: Any, what: str) -> Any:
+    """For each parameter the value of the first rule whose regex matches its whole name, or `default`.
+
+    Raises:
+      ValueError: a rule that matches no parameter, which is most likely a misspelt one.
+    """
+    names = names_of(params)
+    for pattern, _ in rules:
+        if not any(re.fullmatch(pattern, name) for name in jax.tree.leaves(names)):
+            raise ValueError(f"{what}: {pattern!r} matches no parameter")
+
+    def value(name: str) -> Any:
+        return next((v for pattern, v in rules if re.fullmatch(pattern, name)), default)
+
+    return jax.tree.map(value, names)
+
+
+def make(
+    params: Any,
+    *,
+    total_steps: int,
+    optax_name: str = "scale_by_adam",
+    optax_args: Mapping[str, Any] | None = None,
+    lr: float = 1e-3,
+    schedule_args: Mapping[str, Any] | None = None,
+    wd: float = 0.0,
+    wd_times_lr: bool = False,
+    wd_mults: Rules = ((".*/kernel", 1.0),),
+    lr_mults: Rules = (),
+    frozen: Sequence[str] = (),
+    grad_clip_norm: float | None = None,
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The gradient transformation of the module's equation, and its schedule.
+
+    Args:
+      params: the parameters, or their shapes.
+      total_steps: length of training.
+      optax_name: a `scale_by_…` transformation of optax; `optax_args` are its arguments.
+      lr: peak learning rate.
+      schedule_args: arguments of `schedule`.
+      wd, wd_times_lr: weight decay and whether it is multiplied by `lr` too, as in AdamW.
+      wd_mults, lr_mults: pairs (regex on the whole parameter name, multiplier), the first match counts;
+        parameters without a match decay by 0 and learn at 1.
+      frozen: regexes of parameters that do not change; they take no part in clipping either.
+      grad_clip_norm: the global norm that gradients are clipped to.
+
+    Raises:
+      ValueError: a regex that matches nothing, or a schedule that does not fit.
+    """
+    factor = schedule(total_steps, **(schedule_args or {}))
+    lr_mult = first_match(params, lr_mults, 1.0, "lr_mults")
+    wd_mult = first_match(params, wd_mults, 0.0, "wd_mults") if wd else None
+    is_frozen = first_match(params, [(pattern, True) for pattern in frozen], False, "frozen")
+    is_trained = jax.tree.map(lambda f: not f, is_frozen)
+    freeze = optax.masked(optax.set_to_zero(), is_frozen)
+
+    def scale(updates: Any, _: Any) -> Any:
+        return jax.tree.map(lambda u, mult: u * (lr * mult), updates, lr_mult)
+
+    def decay(updates: Any, params: Any) -> Any:
+        rate = wd * lr if wd_times_lr else wd
+        return jax.tree.map(lambda u, p, mult: u + p * (rate * mult), updates, params, wd_mult)
+
+    return optax.chain(
+        freeze,
+        optax.clip_by_global_norm(grad_clip_norm) if grad_clip_norm else optax.identity(),
+        optax.masked(getattr(optax, optax_name)(**(optax_args or {})), is_trained),
+        optax.stateless(scale),
+        optax.stateless(decay) if wd else optax.identity(),
+        optax.scale_by_schedule(factor),
+        optax.scale(-1.0),
+        freeze,
+    ), factor

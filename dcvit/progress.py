@@ -1,0 +1,56 @@
+"""A run on the console: a live bar with ETA on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class RunProgress:
+    """Use as a context manager around the training loop; `advance` at every step, `report` at logged ones."""
+
+    def __init__(self, title: str, total: int, start: int = 0):
+        self.console = Console(soft_wrap=True, highlight=False)
+        self.live = self.console.is_terminal
+        self.total = total
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            console=self.console, disable=not self.live,
+        )  # fmt: skip
+        self.task = self.bar.add_task(title, total=total, completed=start, status="")
+
+    def __enter__(self) -> RunProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        self.bar.console.print(text, markup=False)
+
+    def advance(self, step: int) -> None:
+        self.bar.update(self.task, completed=step)
+
+    def report(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
+        """Shows a logged step: evaluations as a line of their own, the rest in the bar or as a line."""
+        status = f"loss {metrics['loss']:.4f}" if "loss" in metrics else ""
+        if timing:
+            status += f"  {timing['examples_per_second']:.0f} img/s  {timing['step_seconds'] * 1e3:.1f} ms/step"
+        self.bar.update(self.task, completed=step, status=status)
+        if not self.live and status:
+            left = (self.total - step) * timing["step_seconds"] if timing else 0
+            self.line(f"step {step}/{self.total}  {status}" + (f"  ETA {left:.0f}s" if timing else ""))
+        evaluations: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            evaluator, slash, metric = name.partition("/")
+            if slash:
+                shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+                evaluations.setdefault(evaluator, []).append(f"{metric} {shown}")
+        for evaluator, values in evaluations.items():
+            self.line(f"step {step}  {evaluator}: {'  '.join(values)}")

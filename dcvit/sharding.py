@@ -1,0 +1,29 @@
+"""Where arrays live: the batch split over all devices, parameters and optimiser state on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def data_mesh() -> Mesh:
+    """All devices along one axis, "data"."""
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same values on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_example(mesh: Mesh) -> NamedSharding:
+    """The first axis split over the devices."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """A batch of numpy arrays on the devices; the device count divides the batch size."""
+    return {k: jax.device_put(v, by_example(mesh)) for k, v in batch.items()}

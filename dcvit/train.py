@@ -1,0 +1,306 @@
+"""Training: `python -m dcvit.train --config CONFIG[:argument=value,…] --workdir DIR [--config.KEY=VALUE …]`.
+
+What a step does is a function of (config, step): batch, augmentation, mixup and dropout all draw from
+generators keyed by the seed and the step. A run that was stopped goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from dcvit import build, cli, losses
+from dcvit import config as configs
+from dcvit.checkpoint import Checkpoints
+from dcvit.config import ConfigError
+from dcvit.metrics import MetricWriter
+from dcvit.progress import RunProgress
+from dcvit.sharding import data_mesh, put_batch, replicated
+
+# What may change between the stretches of one run: it does not touch what a step computes.
+FREE_KEYS = ("evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """All that a step changes. `ema` is None where weights are not averaged."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    ema: Any
+
+    def items(self) -> dict[str, Any]:
+        """As the items of a checkpoint."""
+        averaged = {} if self.ema is None else {"ema": self.ema}
+        return {"params": self.params, **averaged, "rest": {"step": self.step, "opt_state": self.opt_state}}
+
+    @property
+    def best(self) -> Any:
+        """The parameters to evaluate: the averaged ones where there are any."""
+        return self.params if self.ema is None else self.ema
+
+
+def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=ema)
+
+
+def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, config: ConfigDict) -> Callable[..., Any]:
+    """The training step: (state, batch) -> (state, metrics `loss`, `grad_norm` before clipping, `lr`)."""
+    loss_fn = getattr(losses, config.loss)
+
+    def loss_of(params: Any, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
+        logits, _ = net.apply({"params": params}, images, train=True, rngs={"dropout": key})
+        return jnp.mean(loss_fn(logits, labels))
+
+    def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        mix_key, dropout_key = jax.random.split(key)
+        images, labels = batch["image"], batch["labels"]
+        if config.label_smoothing:
+            labels = losses.smooth(labels, config.label_smoothing)
+        if config.mixup:
+            images, labels = losses.mixup(mix_key, images, labels, config.mixup)
+        loss, grads = accumulate(
+            jax.value_and_grad(loss_of), state.params, images, labels, dropout_key, config.grad_accum
+        )
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if config.ema_decay:
+            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "lr": config.lr * schedule(state.step)}
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema), metrics
+
+    return update
+
+
+def accumulate(
+    value_and_grad: Callable[..., Any], params: Any, images: jax.Array, labels: jax.Array, key: jax.Array, parts: int
+) -> Any:
+    """Loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
+
+    Every device's examples are dealt out over all parts, so that each part keeps all devices busy.
+    """
+    if parts == 1:
+        return value_and_grad(params, images, labels, key)
+
+    def deal(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        i, part_images, part_labels = part
+        result = value_and_grad(params, part_images, part_labels, jax.random.fold_in(key, i))
+        return jax.tree.map(jnp.add, total, result), None
+
+    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), deal(images), deal(labels)))
+    return jax.tree.map(lambda x: x / parts, total)
+
+
+def claim_workdir(workdir: Path, config: ConfigDict, class_names: Sequence[str] | None) -> None:
+    """Makes the workdir and writes `config.json` and `classes.json` there.
+
+    Raises:
+      ConfigError: the workdir holds a run of another config; the keys that differ are listed.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not os.access(workdir, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write to workdir {workdir}")
+    path = workdir / "config.json"
+    mine = json.loads(config.to_json())
+    if path.is_file():
+        theirs = configs.read_json(path).to_dict()
+        differing = [
+            f"{key} (there {theirs.get(key)!r}, here {mine.get(key)!r})"
+            for key in sorted(theirs.keys() | mine.keys())
+            if key not in FREE_KEYS and not key.startswith(("log_", "ckpt_")) and theirs.get(key) != mine.get(key)
+        ]
+        if differing:
+            raise ConfigError(f"{workdir} holds a run of another config: {'; '.join(differing)}")
+    path.write_text(json.dumps(mine, indent=2) + "\n")
+    (workdir / "classes.json").write_text(json.dumps(class_names) + "\n")
+
+
+def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs a config to its end, or goes on where its newest checkpoint left off; returns the last row of metrics.
+
+    Writes to `workdir`: config.json, classes.json, metrics.jsonl, timing.jsonl, checkpoints/.
+
+    Raises:
+      ConfigError, InputError, CheckpointError: what a user can mend, before anything compiles.
+    """
+    mesh = data_mesh()
+    data = build.TrainingData(config)
+    net = build.model(config)
+    shapes = build.param_shapes(net, data.image_shape)
+    tx, schedule = build.optimiser(config, shapes, data)
+    evaluators = build.evaluators(config, build.predictor(net), mesh, data.image_shape)
+    every = {
+        name: data.duration(config.evals[name], "log", f"config.evals.{name}", default=data.total_steps)
+        for name in evaluators
+    }
+    log_every = data.duration(config, "log", "config", default=50)
+    ckpt_every = data.duration(config, "ckpt", "config", default=data.total_steps)
+    claim_workdir(workdir, config, data.source.class_names)
+
+    checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
+    start = checkpoints.latest() or 0
+    state = _start_state(config, net, tx, data.image_shape, mesh, checkpoints)
+    writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
+    evaluate = {name: (evaluator.run, every[name]) for name, evaluator in evaluators.items()}
+    loop = Loop(config, data, mesh, writer, checkpoints, evaluate, log_every, ckpt_every, workdir)
+    try:
+        return loop.run(jax.jit(make_update(net, tx, schedule, config), donate_argnums=0), state, start)
+    finally:
+        checkpoints.close()
+        writer.close()
+
+
+def _start_state(
+    config: ConfigDict, net: Any, tx: Any, image_shape: tuple[int, ...], mesh: Mesh, checkpoints: Checkpoints
+) -> TrainState:
+    """The newest checkpoint's state, or a fresh one, its parameters from `config.model_init` where that is given."""
+
+    def fresh() -> TrainState:
+        params = net.init(jax.random.key(config.seed), jnp.zeros((1, *image_shape)))["params"]
+        return initial_state(config, params, tx)
+
+    abstract = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), jax.eval_shape(fresh)
+    )
+    latest = checkpoints.latest()
+    if latest is not None:
+        items = checkpoints.restore(latest, abstract.items())
+        return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
+    state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))()
+    if config.model_init:
+        load = build.model_module(config).load
+        params = load(state.params, config.model_init, config.model.to_dict(), **config.model_load.to_dict())
+        state = jax.device_put(initial_state(config, params, tx), replicated(mesh))
+    return state
+
+
+class Loop:
+    """The steps of one run, with what happens between them: logging, evaluation, checkpoints, profiling."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        data: build.TrainingData,
+        mesh: Mesh,
+        writer: MetricWriter,
+        checkpoints: Checkpoints,
+        evaluate: dict[str, tuple[Callable[[Any], dict[str, float]], int | None]],
+        log_every: int | None,
+        ckpt_every: int | None,
+        workdir: Path,
+    ):
+        self.config, self.data, self.mesh = config, data, mesh
+        self.writer, self.checkpoints, self.evaluate = writer, checkpoints, evaluate
+        self.log_every, self.ckpt_every, self.workdir = log_every, ckpt_every, workdir
+        self.total = data.total_steps
+
+    def run(self, update: Any, state: TrainState, start: int) -> dict[str, Any]:
+        """All steps after `start`; returns the last row of metrics."""
+        row: dict[str, Any] = {}
+        with RunProgress(self.workdir.name, self.total, start) as progress:
+            if start:
+                progress.line(f"going on from the checkpoint of step {start} of {self.total}")
+            else:
+                row = self._first_row(state, progress)
+            batches = self.data.batches(start)
+            since, ran = time.perf_counter(), 0
+            for step in range(start + 1, self.total + 1):
+                self._profile(step, state)
+                batch = put_batch(next(batches), self.mesh)
+                if step == start + 1:
+                    progress.line("compiling the training step")
+                    update = update.lower(state, batch).compile()
+                    since = time.perf_counter()
+                state, metrics = update(state, batch)
+                ran += 1
+                progress.advance(step)
+                logs, evals = self._due(step, self.log_every), self._evals_due(step)
+                saves = self._due(step, self.ckpt_every)
+                if not (logs or evals or saves):
+                    continue
+                row, timing = {k: float(v) for k, v in metrics.items()}, {}
+                if logs:
+                    seconds = (time.perf_counter() - since) / ran
+                    timing = {"step_seconds": seconds, "examples_per_second": self.data.batch_size / seconds}
+                paused = time.perf_counter()
+                for name in evals:
+                    row |= {f"{name}/{k}": v for k, v in self.evaluate[name][0](state.best).items()}
+                if logs or evals:
+                    self.writer.write(step, row, timing)
+                    progress.report(step, row, timing)
+                if saves:
+                    self.checkpoints.save(step, state.items())
+                since, ran = (time.perf_counter(), 0) if logs else (since + time.perf_counter() - paused, ran)
+        return row
+
+    def _first_row(self, state: TrainState, progress: RunProgress) -> dict[str, Any]:
+        """Parameter count and every evaluation before the first step."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        progress.line(_overview(state.params) + f"{count:,} parameters, {self.total} steps")
+        row: dict[str, Any] = {"num_params": count}
+        for name, (run, _) in self.evaluate.items():
+            row |= {f"{name}/{k}": v for k, v in run(state.best).items()}
+        self.writer.write(0, row)
+        progress.report(0, row, {})
+        return row
+
+    def _due(self, step: int, every: int | None) -> bool:
+        return bool(every) and (step % every == 0 or step == self.total)
+
+    def _evals_due(self, step: int) -> list[str]:
+        return [name for name, (_, every) in self.evaluate.items() if step == self.total or self._due(step, every)]
+
+    def _profile(self, step: int, state: TrainState) -> None:
+        """Starts or ends the JAX profiler trace of `config.profile` in `<workdir>/profile`."""
+        if self.config.profile and step == self.config.profile[0]:
+            jax.profiler.start_trace(str(self.workdir / "profile"))
+        elif self.config.profile and step == self.config.profile[1] + 1:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+
+
+def _overview(params: Any) -> str:
+    """clu's table of parameters, where clu is installed."""
+    if importlib.util.find_spec("clu") is None:
+        return ""
+    from clu import parameter_overview
+
+    table: str = parameter_overview.get_parameter_overview(params, include_stats=False)
+    return table + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module's docstring."""
+    parser = cli.Parser(prog="dcvit train", description="Train a model as a config says.")
+    parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
+    parser.add_argument("--workdir", required=True, type=Path, help="folder for all that the run writes")
+    args, overrides = parser.parse(argv)
+    config = configs.load(args.config, overrides)
+    print(f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}")
+    train(config, args.workdir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
