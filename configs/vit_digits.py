@@ -3,13 +3,13 @@
     python -m dcvit.train --config configs/vit_digits.py --workdir W
     python -m dcvit.train --config configs/vit_digits.py:attention=mha --workdir W2
 
-1,437 images train, 360 test; every pixel pair is a patch of 2×2, so a digit has 16 tokens.
+1,437 images train, 360 test; a patch is 2×2 pixels, so a digit has 16 tokens.
 """
 
 from ml_collections import ConfigDict
 
 
-def get_config(attention: str = "dcmha", epochs: int = 60) -> ConfigDict:
+def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
     """`attention` is "dcmha" or "mha"; everything else is the same for both."""
     composes = {"dcmha": "both", "mha": None}
     if attention not in composes:
@@ -21,14 +21,14 @@ def get_config(attention: str = "dcmha", epochs: int = 60) -> ConfigDict:
 
     config.input = ConfigDict()
     config.input.data = {"kind": "digits", "split": "train"}
-    config.input.batch_size = 128
+    config.input.batch_size = 64
     pp_label = '|onehot(10)|keep("image", "labels")'
     config.input.pp = "pad(1)|random_crop(8)|value_range(-1, 1)" + pp_label
     config.pp_predict = "decode(1)|resize(8)|value_range(-1, 1)"
 
     config.model_name = "vit"
     config.model = {
-        "patch_size": (2, 2), "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 4,
+        "patch_size": (2, 2), "width": 64, "depth": 2, "mlp_dim": 256, "num_heads": 4,
         "posemb": "learn", "pool_type": "gap", "compose": composes[attention],
     }  # fmt: skip
 
@@ -41,12 +41,12 @@ def get_config(attention: str = "dcmha", epochs: int = 60) -> ConfigDict:
     config.wd = 1e-4
     config.schedule = {"decay_type": "cosine", "warmup_epochs": 5}
 
-    config.log_steps = 20
-    config.ckpt_epochs = 20
+    config.log_steps = 100
+    config.ckpt_epochs = 40
     config.evals = {
         "test": {
             "type": "classification", "data": {"kind": "digits", "split": "test"},
-            "pp": "value_range(-1, 1)" + pp_label, "batch_size": 120, "log_epochs": 5,
+            "pp": "value_range(-1, 1)" + pp_label, "batch_size": 120, "log_epochs": 10,
         }
     }  # fmt: skip
     return config

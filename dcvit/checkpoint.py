@@ -148,9 +148,7 @@ def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 def _metadata(item: Path) -> Any:
     """The tree of shapes and dtypes of a saved item."""
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(item.absolute())
-        return getattr(metadata, "item_metadata", metadata).tree
+        return ocp.StandardCheckpointHandler().metadata(item.absolute()).tree
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {_first_line(e)}") from e
 

@@ -266,7 +266,7 @@ class Loop:
         return row
 
     def _due(self, step: int, every: int | None) -> bool:
-        return bool(every) and (step % every == 0 or step == self.total)
+        return every is not None and every > 0 and (step % every == 0 or step == self.total)
 
     def _evals_due(self, step: int) -> list[str]:
         return [name for name, (_, every) in self.evaluate.items() if step == self.total or self._due(step, every)]

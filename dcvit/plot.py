@@ -1,0 +1,60 @@
+"""Training curves: `python -m dcvit.plot WORKDIR … --out curves.png`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcvit import cli, metrics
+from dcvit.config import ConfigError
+
+
+def plot(workdirs: Sequence[Path], out: Path) -> None:
+    """Draws each run's training loss and its evaluators' top-1 against the step into one picture.
+
+    Raises:
+      ConfigError: a workdir without metrics.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for i, workdir in enumerate(workdirs):
+        rows = metrics.read(workdir / "metrics.jsonl")
+        if not rows:
+            raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
+        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        left.plot(*zip(*losses, strict=True), color=f"C{i}", label=workdir.name)
+        names = sorted({name for row in rows for name in row if name.endswith("/top1")})
+        for name, style in zip(names, ("-", "--", ":", "-.") * len(names), strict=False):
+            points = [(row["step"], 100 * row[name]) for row in rows if name in row]
+            label = f"{workdir.name} {name.removesuffix('/top1')}"
+            right.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=label)
+    left.set(xlabel="step", ylabel="training loss (nats)")
+    right.set(xlabel="step", ylabel="top-1 (%)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module's docstring."""
+    parser = cli.Parser(prog="dcvit plot", description="Draw the training curves of one or more runs.")
+    parser.add_argument("workdirs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("curves.png"))
+    args, rest = parser.parse(argv)
+    if rest:
+        raise ConfigError(f"plot takes no --config.{rest[0]}")
+    plot(args.workdirs, args.out)
+    print(f"curves: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,88 @@
+"""The demo behind scripts/demo.sh: two runs of configs/vit_digits.py, a table, a picture, a few predictions."""
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = {"DCViT": "dcmha", "ViT": "mha"}
+SHOWN = 5  # how many test images are written and predicted
+
+
+def run(*command: object) -> None:
+    """Runs one of dcvit's commands; a failure ends the demo with its exit status."""
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def result(name: str, workdir: Path) -> dict[str, object]:
+    """A run's row of the table, read from what it wrote."""
+    from dcvit import metrics
+
+    rows = metrics.read(workdir / "metrics.jsonl")
+    steps = [row["step_seconds"] for row in metrics.read(workdir / "timing.jsonl")]
+    return {
+        "model": name,
+        "top-1": f"{rows[-1]['test/top1']:.2%}",
+        "top-5": f"{rows[-1]['test/top5']:.2%}",
+        "loss": f"{rows[-1]['test/loss']:.4f}",
+        "parameters": f"{rows[0]['num_params']:,}",
+        "step time": f"{statistics.median(steps) * 1e3:.1f} ms",
+    }
+
+
+def write_images(folder: Path) -> None:
+    """The first test images as PNG files, their labels in the names."""
+    from PIL import Image
+
+    import input_pipeline
+
+    source = input_pipeline.open_source("digits", split="test")
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(SHOWN):
+        example = source[i]
+        Image.fromarray(example["image"][..., 0]).save(folder / f"test{i}_is_{example['label']}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=120, help="passes over the training images (default 120)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="where everything goes")
+    args = parser.parse_args()
+    started = time.monotonic()
+    out = args.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    for name, attention in RUNS.items():
+        print(f"\ntraining {name}")
+        config = f"configs/vit_digits.py:attention={attention},epochs={args.epochs}"
+        run("dcvit.train", "--config", config, "--workdir", out / name)
+
+    from dcvit import cli
+
+    print()
+    workdirs = [out / name for name in RUNS]
+    title = f"{args.epochs} epochs, 360 test images, on {platform.machine()} with {platform.python_version()}"
+    rows = [result(name, out / name) for name in RUNS]
+    cli.show(rows, "table", title=title)
+    (out / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
+    run("dcvit.plot", *workdirs, "--out", out / "curves.png")
+    write_images(out / "images")
+    print("\npredictions of DCViT for test images")
+    run("dcvit.predict", "--workdir", out / "DCViT", out / "images", "--topk", 3)
+    print(f"\nall of it lies in {out}:")
+    print("  DCViT/ ViT/     config.json, metrics.jsonl, timing.jsonl, checkpoints/")
+    print("  curves.png      training loss and test accuracy; table.json, the table above")
+    print(f"  images/         {SHOWN} test images; predict your own with")
+    print(f"                  python -m dcvit.predict --workdir {out / 'DCViT'} IMAGE …")
+    print(f"took {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

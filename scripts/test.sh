@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Runs every test.   scripts/test.sh [pytest options]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh dev,data
+exec "${DCVIT_VENV:-.venv}/bin/python" -m pytest "$@"
