@@ -39,7 +39,7 @@ def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
     config.grad_clip_norm = 1.0
     config.lr = 2e-3
     config.wd = 1e-4
-    config.schedule = {"decay_type": "cosine", "warmup_epochs": 5}
+    config.schedule = {"decay_type": "cosine", "warmup_percent": 4}
 
     config.log_steps = 100
     config.ckpt_epochs = 40

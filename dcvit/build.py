@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import losses, optim
-from dcvit.config import ConfigError, check_call, duration
+from dcvit.config import ConfigError, Options, check_call, duration
 from input_pipeline.errors import nearest
 
 MODELS = ("vit",)
@@ -94,7 +94,7 @@ class TrainingData:
             raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
         self.total_steps = total
 
-    def duration(self, config: Mapping[str, Any], name: str, what: str, default: int | None = None) -> int | None:
+    def duration(self, config: Options, name: str, what: str, default: int | None = None) -> int | None:
         """A duration of the config in steps; see `dcvit.config.duration`."""
         return duration(
             config, name, batch_size=self.batch_size, examples=len(self.source),
@@ -105,7 +105,7 @@ class TrainingData:
         return input_pipeline.train_batches(self.source, self.pp, self.batch_size, self.seed, start_step)
 
 
-def open_source(data: Mapping[str, Any], what: str) -> input_pipeline.Source:
+def open_source(data: Options, what: str) -> input_pipeline.Source:
     """`input_pipeline.open_source` of a config's `data`."""
     options = dict(data)
     if not isinstance(options.get("kind"), str):

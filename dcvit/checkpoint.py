@@ -156,7 +156,7 @@ def _metadata(item: Path) -> Any:
 def _load_npz(path: Path) -> dict[str, Any]:
     """big_vision's format: arrays named by their path in the tree, at times below `params`. Never unpickles."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             flat = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
         raise CheckpointError(f"cannot read {path} as .npz: {_first_line(e)}") from e

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
@@ -24,6 +24,7 @@ from input_pipeline.errors import InputError, check_arguments, has_type, nearest
 UNITS = ("steps", "epochs", "examples", "percent")
 DURATIONS = ("total", "log", "ckpt")
 PACKAGE = Path(__file__).parent
+Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
 # Every key that a config may hold, with its type and the value it has when a config leaves it out.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -163,6 +164,8 @@ def _like(old: Any, text: str, what: str) -> Any:
         return float(value)
     if old is None or old is inspect.Parameter.empty or type(value) is type(old):
         return value
+    if isinstance(old, ConfigDict) and isinstance(value, dict):
+        return ConfigDict(value)
     if isinstance(old, list | tuple) and isinstance(value, list | tuple):
         return value
     raise ConfigError(f"{what}={text} should be of type {type(old).__name__}, not {type(value).__name__}")
@@ -241,7 +244,7 @@ def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], what: st
 
 
 def duration(
-    config: Mapping[str, Any],
+    config: Options,
     name: str,
     *,
     batch_size: int,

@@ -37,7 +37,7 @@ FREE_KEYS = ("evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
 class TrainState(flax.struct.PyTreeNode):
     """All that a step changes. `ema` is None where weights are not averaged."""
 
-    step: jax.Array
+    step: Any  # int32 scalar, the number of steps done
     params: Any
     opt_state: Any
     ema: Any
@@ -83,7 +83,7 @@ def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, confi
         ema = state.ema
         if config.ema_decay:
             ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "lr": config.lr * schedule(state.step)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * schedule(state.step)}
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema), metrics
 
     return update

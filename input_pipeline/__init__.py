@@ -6,7 +6,7 @@ holds is a function of (source, preprocessing, seed, step) and nothing else.
 
 import importlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ KINDS = ("digits",)
 Batch = dict[str, np.ndarray]
 
 
+@runtime_checkable
 class Source(Protocol):
     """What every kind of data offers: random access to examples, each a dict of arrays."""
 

@@ -106,6 +106,7 @@ def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
     """Float32 indicator of length `depth` from one label, or from several (multi-hot)."""
 
     def op(example: Example, rng: np.random.Generator) -> Example:
+        _need(example, (key,), f"onehot({depth})")
         labels = np.atleast_1d(example[key])
         if labels.size and not (labels.min() >= 0 and labels.max() < depth):
             raise InputError(f"onehot({depth}): {key}={example[key]} is out of range")
@@ -120,9 +121,14 @@ def keep(*keys: str) -> Op:
     """Drops everything but `keys`."""
 
     def op(example: Example, rng: np.random.Generator) -> Example:
-        missing = [key for key in keys if key not in example]
-        if missing:
-            raise InputError(f"keep: no {', '.join(missing)} in the example, which has {', '.join(example)}")
+        _need(example, keys, "keep")
         return {key: example[key] for key in keys}
 
     return op
+
+
+def _need(example: Example, keys: tuple[str, ...], op: str) -> None:
+    """Raises InputError, naming `op`, where the example lacks one of `keys`."""
+    missing = [key for key in keys if key not in example]
+    if missing:
+        raise InputError(f"{op}: no {', '.join(missing)} in the example, which has {', '.join(example)}")

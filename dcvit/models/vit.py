@@ -366,5 +366,7 @@ def load(
     if "Transformer" in loaded:
         loaded = (stack_blocks if model_cfg.get("scan") else unstack_blocks)(loaded)
     if "pos_embedding" in loaded and "pos_embedding" in init_params:
-        loaded["pos_embedding"] = resample_posemb(loaded["pos_embedding"], init_params["pos_embedding"].shape[1])
+        loaded["pos_embedding"] = resample_posemb(
+            jnp.asarray(loaded["pos_embedding"]), init_params["pos_embedding"].shape[1]
+        )
     return merge_params(loaded, init_params, dont_load)

@@ -1,0 +1,56 @@
+"""Every test runs with executed shape annotations, strict dtype and rank promotion, and eight CPU devices."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
+
+
+@pytest.fixture
+def x64():
+    """Double precision for one test."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def library_promotion():
+    """JAX's standard promotion, for tests that run optax's Adam, which mixes dtypes inside."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+TINY = {
+    "tensorboard": False,
+    "total_steps": 6,
+    "log_steps": 2,
+    "ckpt_steps": 3,
+    "model.width": 16,
+    "model.depth": 1,
+    "model.mlp_dim": 16,
+    "model.patch_size": (4, 4),
+    "evals.test.log_steps": 3,
+}
+
+
+@pytest.fixture
+def digits_run(tmp_path):
+    """Runs a tiny digits training with overrides, as the command does; returns (exit status, workdir)."""
+    from dcvit import cli, train
+
+    def run(name="run", arguments="", **overrides):
+        words = [f"--config.{k}={v}" for k, v in {**TINY, **overrides}.items()]
+        argv = ["--config", f"vit_digits{arguments}", "--workdir", str(tmp_path / name), *words]
+        return cli.run(train.main, argv), tmp_path / name
+
+    return run

@@ -1,0 +1,82 @@
+"""Eqn 4 to 8 of the paper as loops over query-key pairs in numpy: slow, obvious, independent of the package."""
+
+import itertools
+
+import numpy as np
+
+# Table 9's ablations, and others: which of q (query-wise), k (key-wise), p (projection), g (gate), s (static) exist.
+BRANCHES = ("qkpgs", "qkpg", "qpg", "kpg", "qkp", "qkg", "qp", "qg", "kp", "kg", "s", "qgs")
+
+
+def random_weights(rng, branches, *, batch, queries, keys, heads, rank=2, groups=1):
+    """The fields of ComposeWeights as numpy arrays, None where a branch is absent."""
+    fields = dict.fromkeys(("q1", "q2", "qg", "k1", "k2", "kg", "static"))
+    for side, length in (("q", queries), ("k", keys)):
+        if side in branches and "p" in branches:
+            for name in (f"{side}1", f"{side}2"):
+                fields[name] = rng.normal(size=(batch, length, rank, heads)) / 2
+        if side in branches and "g" in branches:
+            fields[f"{side}g"] = rng.normal(size=(batch, length, heads)) / 2
+    if "s" in branches:
+        fields["static"] = rng.normal(size=(groups, heads // groups, heads // groups)) / 2
+    return fields
+
+
+def compose(a, w, groups=1):
+    """Eqn 7 for each pair (i, j) and group: the new attention vector from the old one, both of H/G numbers."""
+    batch, heads, queries, keys = a.shape
+    size = heads // groups
+    out = np.zeros_like(a)
+    for b, i, j, g in itertools.product(range(batch), range(queries), range(keys), range(groups)):
+        part = slice(g * size, (g + 1) * size)
+        old = a[b, part, i, j]
+        new = old.copy()
+        if w["static"] is not None:
+            new += old @ w["static"][g]
+        for side, at in (("q", i), ("k", j)):
+            if w[f"{side}1"] is not None:
+                down, up = w[f"{side}1"][b, at][:, part].T, w[f"{side}2"][b, at][:, part]
+                new += old @ down @ up
+            if w[f"{side}g"] is not None:
+                new += old * w[f"{side}g"][b, at, part]
+        out[b, part, i, j] = new
+    return out
+
+
+def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, groups=1, scale=None):
+    """Eqn 4, one query at a time."""
+    batch, queries, heads, width = q.shape
+    keys, shared = k.shape[1], heads // k.shape[2]
+    scale = 1 / np.sqrt(width) if scale is None else scale
+    scores = np.zeros((batch, heads, queries, keys))
+    for b, h, i, j in itertools.product(range(batch), range(heads), range(queries), range(keys)):
+        scores[b, h, i, j] = scale * (q[b, i, h] @ k[b, j, h // shared])
+    if pre is not None:
+        scores = compose(scores, pre, groups)
+    weights = np.zeros_like(scores)
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        seen = [j for j in range(keys) if sees(b, i, j, causal, window, mask)]
+        if seen:
+            e = np.exp(scores[b, h, i, seen] - max(scores[b, h, i, seen]))
+            weights[b, h, i, seen] = e / e.sum()
+    if post is not None:
+        weights = compose(weights, post, groups)
+    out = np.zeros_like(q)
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        out[b, i, h] = sum(weights[b, h, i, j] * v[b, j, h // shared] for j in range(keys))
+    return out
+
+
+def sees(b, i, j, causal, window, mask):
+    """Whether query i of example b sees key j."""
+    if (causal or window is not None) and j > i:
+        return False
+    if window is not None and j <= i - window:
+        return False
+    if mask is None:
+        return True
+    return bool(
+        np.broadcast_to(mask, (max(mask.shape[0], b + 1), 1, *mask.shape[2:]))[b, 0][
+            min(i, mask.shape[2] - 1), min(j, mask.shape[3] - 1)
+        ]
+    )

@@ -1,0 +1,168 @@
+"""One contract for every implementation of `dcvit.dcmha.attention`."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.test_util import check_grads
+
+from dcvit.dcmha import IMPLEMENTATIONS, ComposeWeights, attention
+
+SHAPES = {
+    "self": {},
+    "causal": {"causal": True},
+    "window": {"window": 2},
+    "causal window of 1": {"causal": True, "window": 1},
+    "cross": {"keys": 6},
+    "fewer keys": {"keys": 3, "causal": True},
+    "grouped query": {"key_heads": 2, "causal": True},
+    "one key head": {"key_heads": 1},
+    "mask": {"mask": (2, 1, 5, 5)},
+    "key padding": {"mask": (2, 1, 1, 5)},
+    "row mask": {"mask": (1, 1, 5, 1)},
+    "causal mask": {"mask": (1, 1, 5, 5), "causal": True},
+    "two groups": {"groups": 2},
+    "four groups": {"groups": 4, "causal": True},
+    "scale": {"scale": 0.3},
+}
+
+
+def make_case(shape, pre="qkpg", post="qkpg", seed=0, rank=2):
+    """Random arguments (q, k, v, pre, post) in numpy, and the options of `attention`."""
+    options = dict(SHAPES[shape])
+    rng = np.random.default_rng(seed)
+    queries, heads, width = 5, 4, 3
+    keys, key_heads = options.pop("keys", queries), options.pop("key_heads", heads)
+    if "mask" in options:
+        options["mask"] = rng.random(options["mask"]) < 0.6
+    q = rng.normal(size=(2, queries, heads, width))
+    k, v = rng.normal(size=(2, 2, keys, key_heads, width))
+    sizes = dict(batch=2, queries=queries, keys=keys, heads=heads, rank=rank, groups=options.get("groups", 1))
+    weights = [b and oracle.random_weights(rng, b, **sizes) for b in (pre, post)]
+    return (q, k, v, *weights), options
+
+
+def on_device(args, dtype):
+    """The arguments as JAX arrays; the options' mask stays boolean."""
+    q, k, v, *weights = args
+    as_array = lambda x: x if x is None else jnp.asarray(x, dtype)  # noqa: E731
+    composed = [w and ComposeWeights(**{name: as_array(x) for name, x in w.items()}) for w in weights]
+    return (*map(as_array, (q, k, v)), *composed)
+
+
+def run(args, options, dtype, implementation, function=attention):
+    mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
+    return function(*on_device(args, dtype), **{**options, **mask}, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestContract:
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_equals_the_loop_over_pairs(self, x64, implementation, shape):
+        args, options = make_case(shape)
+        np.testing.assert_allclose(
+            run(args, options, jnp.float64, implementation), oracle.attention(*args, **options), rtol=0, atol=1e-10
+        )
+
+    @pytest.mark.parametrize("where", ["both", "pre", "post"])
+    @pytest.mark.parametrize("branches", oracle.BRANCHES)
+    def test_every_ablation_equals_the_loop_over_pairs(self, x64, implementation, branches, where):
+        pre, post = (branches if where in (side, "both") else None for side in ("pre", "post"))
+        for shape in ("causal", "cross", "two groups"):
+            args, options = make_case(shape, pre, post, seed=1, rank=1)
+            np.testing.assert_allclose(
+                run(args, options, jnp.float64, implementation), oracle.attention(*args, **options), rtol=0, atol=1e-10
+            )
+
+    @pytest.mark.parametrize("shape", ["self", "window", "key padding", "grouped query", "two groups", "cross"])
+    def test_gradients_agree_with_finite_differences(self, x64, implementation, shape):
+        args, options = make_case(shape, "qkpgs", "qkpgs")
+        mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
+
+        def f(*leaves):  # check_grads passes numpy arrays
+            arrays = jax.tree.unflatten(tree, map(jnp.asarray, leaves))
+            return attention(*arrays, **{**options, **mask}, implementation=implementation)
+
+        leaves, tree = jax.tree.flatten(on_device(args, jnp.float64))
+        check_grads(f, leaves, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_zero_compose_weights_are_plain_attention_bit_for_bit(self, implementation, shape):
+        args, options = make_case(shape, "qkpgs", "qkpgs")
+        zero = [{k: v * 0 for k, v in w.items()} for w in args[3:]]
+        composed = run((*args[:3], *zero), options, jnp.float32, implementation)
+        plain = run((*args[:3], None, None), options, jnp.float32, implementation)
+        np.testing.assert_array_equal(composed, plain)
+
+    @pytest.mark.parametrize("shape", ["causal", "window", "mask", "key padding", "causal mask", "fewer keys"])
+    def test_no_output_depends_on_an_unseen_key_through_any_branch(self, implementation, shape):
+        args, options = make_case(shape, "qkpgs", "qkpgs")
+        arrays = on_device(args, jnp.float32)
+        mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
+
+        def f(k, v, pre_k, post_k):
+            pre = arrays[3]._replace(**pre_k)
+            post = arrays[4]._replace(**post_k)
+            return attention(arrays[0], k, v, pre, post, **{**options, **mask}, implementation=implementation)
+
+        key_side = [{n: getattr(w, n) for n in ("k1", "k2", "kg")} for w in arrays[3:]]
+        jacobians = jax.jacobian(f, argnums=(0, 1, 2, 3))(arrays[1], arrays[2], *key_side)
+        for jacobian in jax.tree.leaves(jacobians):  # B T H D, then B S …
+            strength = np.abs(np.asarray(jacobian)).max(axis=(2, 3))
+            strength = strength.reshape(*strength.shape[:4], -1).max(axis=-1)  # B T B S
+            for b in range(2):
+                for i in range(strength.shape[1]):
+                    for j in range(strength.shape[3]):
+                        seen = oracle.sees(b, i, j, options.get("causal"), options.get("window"), options.get("mask"))
+                        assert strength[b, i, 1 - b, j] == 0
+                        assert seen or strength[b, i, b, j] == 0
+            assert strength.max() > 0
+
+    def test_bfloat16_is_close_to_float32_and_its_softmax_does_not_overflow(self, implementation):
+        args, options = make_case("causal")
+        wide = run(args, options, jnp.float32, implementation)
+        narrow = run(args, options, jnp.bfloat16, implementation)
+        assert narrow.dtype == jnp.bfloat16
+        np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0, atol=0.05 * float(jnp.abs(wide).max()))
+        huge = run((1e4 * args[0], *args[1:]), options, jnp.float32, implementation)
+        assert bool(jnp.isfinite(huge).all())
+
+    def test_a_query_that_sees_nothing_yields_zeros_and_finite_gradients(self, implementation):
+        args, _ = make_case("self")
+        arrays = on_device(args, jnp.float32)
+        mask = jnp.zeros((1, 1, 5, 5), bool).at[:, :, 1:].set(True)
+        f = lambda q, k, v: attention(q, k, v, *arrays[3:], mask=mask, implementation=implementation)  # noqa: E731
+        out = f(*arrays[:3])
+        assert not np.asarray(out[:, 0]).any()
+        assert np.asarray(out[:, 1:]).any()
+        grads = jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))(*arrays[:3])
+        assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_plain_attention_is_jaxs_own():
+    args, _ = make_case("causal", None, None)
+    q, k, v, *_ = on_device(args, jnp.float32)
+    np.testing.assert_allclose(
+        attention(q, k, v, causal=True), jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, "3 key heads do not divide 4"),
+        ({"v": (2, 6, 4, 8)}, "expected q .* and k, v"),
+        ({"window": 0}, "window=0"),
+        ({"mask": (2, 4, 5, 5)}, "mask has shape"),
+        ({"implementation": "flash"}, "unknown implementation 'flash'; known: reference"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, message):
+    arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
+    if "mask" in change:
+        change["mask"] = jnp.ones(change["mask"], bool)
+    with pytest.raises(ValueError, match=message):  # the function itself, without the annotations the tests execute
+        inspect.unwrap(attention)(**arrays, **change)

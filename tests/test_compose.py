@@ -1,0 +1,125 @@
+"""`compose` and the dynamic weights against loops over Eqn 5-8, and the paper's two theorems."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from dcvit.dcmha import ComposeWeights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.compose import gate_init, hidden_init, projection_init, static_init
+
+
+@pytest.mark.parametrize("branches", oracle.BRANCHES)
+@pytest.mark.parametrize(("groups", "rank"), [(1, 2), (2, 1), (4, 3)])
+def test_compose_is_eqn_7_for_every_pair(x64, branches, groups, rank):
+    rng = np.random.default_rng(0)
+    sizes = dict(batch=2, queries=3, keys=5, heads=4)
+    w = oracle.random_weights(rng, branches, **sizes, rank=rank, groups=groups)
+    a = rng.normal(size=(2, 4, 3, 5))
+    got = compose(
+        jnp.asarray(a), ComposeWeights(**{k: v if v is None else jnp.asarray(v) for k, v in w.items()}), groups=groups
+    )
+    np.testing.assert_allclose(got, oracle.compose(a, w, groups), rtol=0, atol=1e-10)
+
+
+def test_compose_equals_the_composition_map_of_eqn_8(x64):
+    """The branches together are one H×H map for each pair: W_b + W_q + W_k, low rank plus diagonal, plus the skip."""
+    rng = np.random.default_rng(1)
+    w = oracle.random_weights(rng, "qkpgs", batch=1, queries=3, keys=4, heads=4)
+    a = rng.normal(size=(1, 4, 3, 4))
+    eye = np.eye(4)
+    w_q = np.einsum("trh,trn->thn", w["q1"][0], w["q2"][0]) + np.einsum("th,hn->thn", w["qg"][0], eye)
+    w_k = np.einsum("srh,srn->shn", w["k1"][0], w["k2"][0]) + np.einsum("sh,hn->shn", w["kg"][0], eye)
+    maps = eye + w["static"][0] + w_q[:, None] + w_k[None]
+    expected = np.einsum("hts,tshn->nts", a[0], maps)
+    got = compose(jnp.asarray(a), ComposeWeights(**{k: jnp.asarray(v) for k, v in w.items()}))
+    np.testing.assert_allclose(got[0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dynamic_weights_are_eqn_5_and_6(x64, groups):
+    rng = np.random.default_rng(2)
+    width, heads, rank = 6, 4, 2
+    size = heads // groups
+    inner = 2 * rank * size
+    x = rng.normal(size=(1, 3, width))
+    w_1, w_2 = rng.normal(size=(width, groups, inner)), rng.normal(size=(groups, inner, inner))
+    w_g = rng.normal(size=(width, heads))
+    down, up = dynamic_projection(jnp.asarray(x), jnp.asarray(w_1), jnp.asarray(w_2), heads=heads)
+    for t in range(3):
+        for g in range(groups):
+            h = x[0, t] @ w_1[:, g]
+            gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+            one, two = np.split(gelu @ w_2[g], 2)
+            one, two = one.reshape(rank, size), two.reshape(rank, size)
+            one = one / np.sqrt((one**2).mean(axis=1, keepdims=True) + 1e-6)
+            part = slice(g * size, (g + 1) * size)
+            np.testing.assert_allclose(down[0, t, :, part], one, atol=1e-10)
+            np.testing.assert_allclose(up[0, t, :, part], two, atol=1e-10)
+    np.testing.assert_allclose(dynamic_gate(jnp.asarray(x), jnp.asarray(w_g)), np.tanh(x @ w_g), atol=1e-10)
+
+
+def test_theorem_2_1_composed_scores_are_expanded_query_key_projections(x64):
+    rng = np.random.default_rng(3)
+    heads, width, d, t, s = 3, 8, 2, 4, 5
+    c = rng.normal(size=(heads, heads))
+    w_q, w_k = rng.normal(size=(2, heads, width, d))
+    x_q, x_k = rng.normal(size=(t, width)), rng.normal(size=(s, width))
+    scores = np.einsum("tm,hmd,sn,hnd->hts", x_q, w_q, x_k, w_k)[None]
+    skip = ComposeWeights(static=jnp.asarray((c.T - np.eye(heads))[None]))  # the skip connection is always added
+    composed = compose(jnp.asarray(scores), skip)[0]
+    for i in range(heads):
+        expanded_q = np.concatenate([c[i, j] * w_q[j] for j in range(heads)], axis=1)
+        expanded_k = np.concatenate([w_k[j] for j in range(heads)], axis=1)
+        np.testing.assert_allclose(composed[i], (x_q @ expanded_q) @ (x_k @ expanded_k).T, atol=1e-10)
+
+
+def test_theorem_2_2_composed_weights_are_expanded_value_output_projections(x64):
+    rng = np.random.default_rng(4)
+    heads, width, d, t, s = 3, 8, 2, 4, 5
+    c = rng.normal(size=(heads, heads))
+    w_v, w_o = rng.normal(size=(heads, width, d)), rng.normal(size=(heads, d, width))
+    x = rng.normal(size=(s, width))
+    weights = rng.random(size=(1, heads, t, s))
+    # A'_j = Σ_i C_ij A_i (the proof in Appendix B), the row-vector convention of Eqn 7.
+    composed = compose(jnp.asarray(weights), ComposeWeights(static=jnp.asarray((c - np.eye(heads))[None])))[0]
+    out = sum(np.asarray(composed[j]) @ x @ w_v[j] @ w_o[j] for j in range(heads))
+    tiled_o = np.concatenate(w_o, axis=0)
+    expected = 0
+    for i in range(heads):
+        expanded_v = np.concatenate([c[i, j] * w_v[j] for j in range(heads)], axis=1)
+        expected = expected + weights[0, i] @ (x @ expanded_v) @ tiled_o
+    np.testing.assert_allclose(out, expected, atol=1e-10)
+
+
+def test_initialisers_have_the_papers_deviations():
+    width, heads, rank = 384, 6, 2
+    inner = 2 * rank * heads
+    expected = {
+        hidden_init(width, inner): np.sqrt(2 / (width + inner)),
+        projection_init(rank, heads): 0.02 / (np.sqrt(2 * heads * rank) * (heads + rank)),
+        gate_init(width, heads): 0.05 * np.sqrt(2 / (width + heads)),
+        static_init(heads): 0.1 * np.sqrt(1 / heads),
+    }
+    for init, deviation in expected.items():
+        drawn = init(jax.random.key(0), (400, 400), jnp.float32)
+        assert float(drawn.std()) == pytest.approx(deviation, rel=0.02)
+        assert abs(float(drawn.mean())) < 0.02 * deviation
+
+
+@pytest.mark.parametrize(
+    ("fields", "groups", "message"),
+    [
+        ({}, 3, "groups=3 does not divide 4 heads"),
+        ({"q1": (2, 3, 2, 4)}, 1, "q1 and q2 come in pairs"),
+        ({"k1": (2, 5, 2, 4), "k2": (2, 5, 1, 4)}, 1, "k1 and k2 differ in shape"),
+        ({"kg": (2, 3, 4)}, 1, "kg has shape"),
+        ({"q1": (2, 5, 2, 4), "q2": (2, 5, 2, 4)}, 1, "q1 has shape"),
+        ({"static": (1, 4, 4)}, 2, "static has shape"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(fields, groups, message):
+    w = ComposeWeights(**{k: jnp.zeros(s) for k, s in fields.items()})
+    with pytest.raises(ValueError, match=message):
+        compose(jnp.zeros((2, 4, 3, 5)), w, groups=groups)
