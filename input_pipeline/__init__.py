@@ -84,4 +84,12 @@ def _example(source: Source, preprocess: Preprocess, index: int, rng: np.random.
 
 
 def _stack(examples: list[dict[str, Any]]) -> Batch:
-    return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
+    """A batch from examples of equal shapes."""
+    batch = {}
+    for key in examples[0]:
+        try:
+            batch[key] = np.stack([example[key] for example in examples])
+        except ValueError:
+            shapes = sorted({np.shape(example[key]) for example in examples})
+            raise InputError(f"{key!r} has shapes {shapes} in one batch; resize it, or drop it with keep") from None
+    return batch

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -17,7 +18,7 @@ SHOWN = 5  # how many test images are written and predicted
 
 def run(*command: object) -> None:
     """Runs one of dcvit's commands; a failure ends the demo with its exit status."""
-    done = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", *map(str, command)])
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -54,10 +55,11 @@ def write_images(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=120, help="passes over the training images (default 120)")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="where everything goes")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/demo", help="where everything goes")
     args = parser.parse_args()
     started = time.monotonic()
-    out = args.out.resolve()
+    out = Path(os.path.relpath(args.out.resolve(), ROOT))  # the commands run in the clone
+    os.chdir(ROOT)
     shutil.rmtree(out, ignore_errors=True)
     for name, attention in RUNS.items():
         print(f"\ntraining {name}")
@@ -68,7 +70,7 @@ def main() -> None:
 
     print()
     workdirs = [out / name for name in RUNS]
-    title = f"{args.epochs} epochs, 360 test images, on {platform.machine()} with {platform.python_version()}"
+    title = f"{args.epochs} epochs, 360 test images; {os.cpu_count()} CPU cores, Python {platform.python_version()}"
     rows = [result(name, out / name) for name in RUNS]
     cli.show(rows, "table", title=title)
     (out / "table.json").write_text(json.dumps(rows, indent=2) + "\n")

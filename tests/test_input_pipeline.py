@@ -207,6 +207,15 @@ def test_every_op_is_documented_and_an_error_names_its_example():
         list(ip.eval_batches(ip.open_source("digits", split="test"), "onehot(5)", 400))
 
 
+def test_examples_of_unequal_shapes_are_named():
+    class Ragged(Numbers):
+        def __getitem__(self, index):
+            return {"image": np.zeros((index + 1, 2))}
+
+    with pytest.raises(ip.InputError, match=r"'image' has shapes \[\(1, 2\), \(2, 2\)\] in one batch"):
+        next(ip.eval_batches(Ragged(2), "", 2))
+
+
 def test_the_pipeline_knows_nothing_of_jax():
     code = "import sys, input_pipeline.digits; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'dcvit')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -89,6 +89,7 @@ def make(**overrides):
 def test_accumulated_gradients_equal_those_of_the_large_batch(parts, mixup):
     # Plain gradient descent: Adam would blow rounding errors in near-zero gradients up to full steps.
     options = {"optax_name": "scale_by_learning_rate", "optax": {"learning_rate": -1.0}, "mixup": mixup}
+    options |= {"schedule": {"decay_type": "constant"}, "lr": 0.1}
     state, batch, update = make(**options)
     _, _, accumulated = make(**options, grad_accum=parts)
     (one, m_one), (many, m_many) = update(state, batch), accumulated(state, batch)

@@ -1,0 +1,179 @@
+"""The house rules about imports, read from the source, and what must import where little is installed."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Layers from the top: a module imports from its own layer or from lower ones.
+LAYERS = [
+    ["dcvit.__main__"],
+    ["dcvit.train", "dcvit.evaluate", "dcvit.predict", "dcvit.plot"],
+    ["dcvit.cli"],
+    ["dcvit.build", "dcvit.progress"],
+    [
+        "dcvit.evaluators",
+        "dcvit.models",
+        "dcvit.checkpoint",
+        "dcvit.config",
+        "dcvit.sharding",
+        "dcvit.optim",
+        "dcvit.losses",
+    ],
+    ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
+]
+
+
+def modules():
+    """Every module of the two packages with the project modules it imports anywhere."""
+    found = {}
+    for path in [*ROOT.glob("dcvit/**/*.py"), *ROOT.glob("input_pipeline/**/*.py")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        imports = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imports |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                imports |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        found[name] = imports
+    return found
+
+
+MODULES = modules()
+
+
+def roots(name):
+    return {imported.split(".")[0] for imported in MODULES[name]}
+
+
+def layer(name):
+    return next(
+        (i for i, names in enumerate(LAYERS) if any(name == n or name.startswith(n + ".") for n in names)), None
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_downwards(name):
+    assert layer(name) is not None or name == "dcvit", f"{name} has no place in the layers"
+    for imported in MODULES[name]:
+        if layer(imported) is not None:
+            assert layer(imported) >= layer(name), f"{name} imports {imported} from above"
+    assert not roots(name) & {"scripts", "configs", "tests"}
+
+
+def test_there_is_no_circle():
+    done = set()
+
+    def visit(name, path):
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for imported in MODULES[name]:
+                if imported in MODULES and imported != name and not name.startswith(imported + "."):
+                    visit(imported, [*path, name])
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, [])
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dcvit.dcmha")])
+def test_the_core_imports_jax_and_numpy_only(name):
+    outside = roots(name) - set(sys.stdlib_module_names) - {"dcvit"}
+    assert outside <= {"jax", "numpy", "jaxtyping"}
+    assert all(i.startswith("dcvit.dcmha") for i in MODULES[name] if i.startswith("dcvit."))
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("input_pipeline")])
+def test_the_input_pipeline_knows_no_jax(name):
+    assert not roots(name) & {"jax", "flax", "optax", "dcvit", "orbax"}
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("configs/*.py")], ids=lambda p: p.name)
+def test_configs_import_ml_collections_only(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Import)
+        if isinstance(node, ast.ImportFrom):
+            assert node.module == "ml_collections"
+
+
+def requirements(*names):
+    """The distributions that installing `names` brings, themselves included."""
+    found, todo = set(), list(names)
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in found:
+            continue
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        todo += [re.match(r"[\w.-]+", need).group() for need in needs if "extra ==" not in need]
+    return found
+
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+import jax, jax.numpy as jnp
+import dcvit, dcvit.dcmha, dcvit.models.vit as vit
+net = vit.Model(10, variant="DCViT-mu/8")
+net.init_with_output(jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
+print(sorted(m for m in sys.modules if m in {blocked}))
+"""
+
+
+def test_core_and_models_work_where_only_jax_flax_and_numpy_are_installed():
+    allowed = requirements("jax", "flax", "numpy")
+    assert "tensorflow" not in allowed
+    blocked = {
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if not any(re.sub(r"[-_.]+", "-", d).lower() in allowed for d in distributions)
+        and module != "dcvit"
+        and not module.startswith("_")
+    }
+    assert {"ml_collections", "sklearn", "jaxtyping", "PIL"} <= blocked
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(blocked=blocked - {"input_pipeline"})],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+OFFLINE = """
+import sys
+def audit(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.bind"):
+        raise RuntimeError(f"network: {event} {args}")
+sys.addaudithook(audit)
+from dcvit.__main__ import dispatch
+"""
+
+
+def test_training_evaluation_and_prediction_need_no_network(tmp_path):
+    from PIL import Image
+
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    commands = [
+        ["train", "--config", "vit_digits", "--workdir", "run", "--config.total_steps=2", "--config.tensorboard=false"],
+        ["evaluate", "--workdir", "run"],
+        ["predict", "--workdir", "run", "a.png"],
+    ]
+    code = OFFLINE + f"sys.exit(any(dispatch(words) for words in {commands}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "network" not in done.stderr

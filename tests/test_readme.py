@@ -1,0 +1,74 @@
+"""The README is a promise: its commands run, its snippet is a module, its files exist, its numbers hold."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_every_command_by_hand_runs_as_written(tmp_path):
+    """In a folder with the clone's configs and images, with the environment's commands on PATH, as after activation."""
+    (commands,) = [b for b in blocks("bash") if "dcvit" in b]
+    for name in ("configs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in commands.strip().splitlines():
+        done = subprocess.run(
+            shlex.split(command), cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert (tmp_path / "both.png").exists()
+
+
+def test_every_other_command_is_one_that_ci_runs():
+    ci = (ROOT / ".ci" / "run").read_text()
+    for block in blocks("bash"):
+        for command in block.strip().splitlines():
+            assert command in ci or "dcvit" in command, f"{command} is run by nothing"
+
+
+def test_the_snippet_is_a_working_block():
+    (snippet,) = blocks("python")
+    names: dict = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 32))
+    out, variables = names["Block"]().init_with_output(jax.random.key(1), x)
+    assert out.shape == x.shape
+    assert {"pre", "post"} <= variables["params"]["Attention_0"].keys()
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
+    grads = jax.grad(lambda p: jnp.sum(names["Block"]().apply(p, x) ** 2))(variables)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_every_file_it_names_exists():
+    for name in re.findall(r"`((?:dcvit|configs|scripts|tests|docs|input_pipeline)/[\w./]+)`", README):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / name).exists(), name
+    (tree,) = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    named = re.findall(r"[\w/]+\.(?:py|sh)\b", tree)
+    assert len(named) > 20
+    for name in named:
+        assert any(f"/{file}".endswith(f"/{name}") for file in files), f"the map names {name}"
+
+
+def test_its_table_is_what_the_demo_printed():
+    for row in json.loads((ROOT / "docs" / "digits.json").read_text()):
+        assert "| " + " | ".join(map(str, row.values())) + " |" in README
