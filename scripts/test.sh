@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh dev,data
-exec "${DCVIT_VENV:-.venv}/bin/python" -m pytest "$@"
+exec "${DCVIT_VENV:-.venv}/bin/python" -m pytest -n auto "$@"

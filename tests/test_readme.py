@@ -61,7 +61,7 @@ def test_every_file_it_names_exists():
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / name).exists(), name
-    (tree,) = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    (tree,) = re.findall(r"^## Map\n\n```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     named = re.findall(r"[\w/]+\.(?:py|sh)\b", tree)
     assert len(named) > 20
