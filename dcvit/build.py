@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import losses, optim
-from dcvit.config import ConfigError, Options, check_call, duration
+from dcvit.config import ConfigError, Options, check_call, duration, is_duration
 from input_pipeline.errors import nearest
 
 MODELS = ("vit",)
@@ -164,7 +164,7 @@ def evaluators(
         what = f"config.evals.{name}"
         if not isinstance(options, ConfigDict):
             raise ConfigError(f"{what}={options!r} should be a dict with type, data and pp")
-        kwargs = {k: v for k, v in options.to_dict().items() if k != "type" and not k.startswith("log_")}
+        kwargs = {k: v for k, v in options.to_dict().items() if k != "type" and not is_duration(k, ("log",))}
         kind = options.get("type")
         if kind not in EVALUATORS:
             raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")

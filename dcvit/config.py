@@ -74,7 +74,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     path = _find(name)
     config = _run(path, _parse_arguments(arguments))
     for key in config:
-        if key not in DEFAULTS and not _is_duration(key, DURATIONS):
+        if key not in DEFAULTS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, _known_keys())}")
     config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | config.to_dict())
     for override in overrides:
@@ -183,7 +183,7 @@ def _override(config: ConfigDict, override: str) -> None:
             known = [k for k in target if isinstance(target[k], ConfigDict)]
             raise ConfigError(f"unknown key 'config.{'.'.join(parents[: i + 1])}'; {nearest(part, known)}")
         target = target[part]
-    if target is config and last not in config and not _is_duration(last, DURATIONS):
+    if target is config and last not in config and not is_duration(last, DURATIONS):
         raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, _known_keys())}")
     value = _like(target.get(last), text, f"config.{path}")
     prefix, _, unit = last.rpartition("_")
@@ -198,7 +198,8 @@ def _known_keys() -> list[str]:
     return [*DEFAULTS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
 
 
-def _is_duration(key: str, prefixes: Iterable[str]) -> bool:
+def is_duration(key: str, prefixes: Iterable[str]) -> bool:
+    """Whether `key` is one of `prefixes` with a unit, such as "total_epochs"."""
     prefix, _, unit = key.rpartition("_")
     return prefix in prefixes and unit in UNITS
 

@@ -6,12 +6,14 @@ generators keyed by the seed and the step. A run that was stopped goes on from i
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ml_collections import ConfigDict
 from dcvit import build, cli, losses
 from dcvit import config as configs
 from dcvit.checkpoint import Checkpoints
-from dcvit.config import ConfigError
+from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
 from dcvit.sharding import data_mesh, put_batch, replicated
@@ -151,19 +153,20 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     tx, schedule = build.optimiser(config, shapes, data)
     evaluators = build.evaluators(config, build.predictor(net), mesh, data.image_shape)
     every = {
-        name: data.duration(config.evals[name], "log", f"config.evals.{name}", default=data.total_steps)
-        for name in evaluators
+        "log": data.duration(config, "log", "config", default=50),
+        "ckpt": data.duration(config, "ckpt", "config", default=data.total_steps),
     }
-    log_every = data.duration(config, "log", "config", default=50)
-    ckpt_every = data.duration(config, "ckpt", "config", default=data.total_steps)
+    for name in evaluators:
+        what = f"config.evals.{name}"
+        every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
     claim_workdir(workdir, config, data.source.class_names)
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
     state = _start_state(config, net, tx, data.image_shape, mesh, checkpoints)
     writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
-    evaluate = {name: (evaluator.run, every[name]) for name, evaluator in evaluators.items()}
-    loop = Loop(config, data, mesh, writer, checkpoints, evaluate, log_every, ckpt_every, workdir)
+    evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
+    loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
     try:
         return loop.run(jax.jit(make_update(net, tx, schedule, config), donate_argnums=0), state, start)
     finally:
@@ -190,86 +193,109 @@ def _start_state(
     state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))()
     if config.model_init:
         load = build.model_module(config).load
+        what = "config.model_load"
+        check_call(load, config.model_load.to_dict(), what, args=(state.params, config.model_init, {}))
         params = load(state.params, config.model_init, config.model.to_dict(), **config.model_load.to_dict())
         state = jax.device_put(initial_state(config, params, tx), replicated(mesh))
     return state
 
 
+class StepClock:
+    """Wall time of a training step, without the pauses for evaluation and saving."""
+
+    def __init__(self) -> None:
+        self.since, self.steps = time.perf_counter(), 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        started = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - started
+
+    def lap(self) -> float:
+        """Seconds a step since the last lap; begins a new one."""
+        seconds = (time.perf_counter() - self.since) / max(1, self.steps)
+        self.since, self.steps = time.perf_counter(), 0
+        return seconds
+
+
+@dataclasses.dataclass
 class Loop:
     """The steps of one run, with what happens between them: logging, evaluation, checkpoints, profiling."""
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        data: build.TrainingData,
-        mesh: Mesh,
-        writer: MetricWriter,
-        checkpoints: Checkpoints,
-        evaluate: dict[str, tuple[Callable[[Any], dict[str, float]], int | None]],
-        log_every: int | None,
-        ckpt_every: int | None,
-        workdir: Path,
-    ):
-        self.config, self.data, self.mesh = config, data, mesh
-        self.writer, self.checkpoints, self.evaluate = writer, checkpoints, evaluate
-        self.log_every, self.ckpt_every, self.workdir = log_every, ckpt_every, workdir
-        self.total = data.total_steps
+    config: ConfigDict
+    workdir: Path
+    data: build.TrainingData
+    mesh: Mesh
+    writer: MetricWriter
+    checkpoints: Checkpoints
+    evaluate: dict[str, Callable[[Any], dict[str, float]]]
+    every: dict[str, int | None]  # steps between "log", "ckpt" and each "evals.NAME"
 
     def run(self, update: Any, state: TrainState, start: int) -> dict[str, Any]:
         """All steps after `start`; returns the last row of metrics."""
-        row: dict[str, Any] = {}
-        with RunProgress(self.workdir.name, self.total, start) as progress:
+        total, row = self.data.total_steps, {}
+        with RunProgress(self.workdir.name, total, start) as progress:
             if start:
-                progress.line(f"going on from the checkpoint of step {start} of {self.total}")
+                progress.line(f"going on from the checkpoint of step {start} of {total}")
             else:
                 row = self._first_row(state, progress)
             batches = self.data.batches(start)
-            since, ran = time.perf_counter(), 0
-            for step in range(start + 1, self.total + 1):
+            for step in range(start + 1, total + 1):
                 self._profile(step, state)
                 batch = put_batch(next(batches), self.mesh)
                 if step == start + 1:
                     progress.line("compiling the training step")
                     update = update.lower(state, batch).compile()
-                    since = time.perf_counter()
+                    clock = StepClock()
                 state, metrics = update(state, batch)
-                ran += 1
+                clock.steps += 1
                 progress.advance(step)
-                logs, evals = self._due(step, self.log_every), self._evals_due(step)
-                saves = self._due(step, self.ckpt_every)
-                if not (logs or evals or saves):
-                    continue
-                row, timing = {k: float(v) for k, v in metrics.items()}, {}
-                if logs:
-                    seconds = (time.perf_counter() - since) / ran
-                    timing = {"step_seconds": seconds, "examples_per_second": self.data.batch_size / seconds}
-                paused = time.perf_counter()
-                for name in evals:
-                    row |= {f"{name}/{k}": v for k, v in self.evaluate[name][0](state.best).items()}
-                if logs or evals:
-                    self.writer.write(step, row, timing)
-                    progress.report(step, row, timing)
-                if saves:
-                    self.checkpoints.save(step, state.items())
-                since, ran = (time.perf_counter(), 0) if logs else (since + time.perf_counter() - paused, ran)
+                evals = [name for name in self.evaluate if self._due(f"evals.{name}", step)]
+                if evals or self._due("log", step):
+                    row = self._row(step, state, metrics, evals, clock, progress)
+                if self._due("ckpt", step):
+                    with clock.paused():
+                        self.checkpoints.save(step, state.items())
         return row
+
+    def _due(self, name: str, step: int) -> bool:
+        every = self.every[name]
+        return bool(every) and (step % every == 0 or step == self.data.total_steps)  # type: ignore[operator]
+
+    def _row(
+        self,
+        step: int,
+        state: TrainState,
+        metrics: dict[str, jax.Array],
+        evals: Sequence[str],
+        clock: StepClock,
+        progress: RunProgress,
+    ) -> dict[str, Any]:
+        """Records and shows a step's metrics, the evaluations due, and, where logging is due, the timing."""
+        row: dict[str, Any] = {name: float(value) for name, value in metrics.items()}
+        timing = {}
+        if self._due("log", step):
+            seconds = clock.lap()
+            timing = {"step_seconds": seconds, "examples_per_second": self.data.batch_size / seconds}
+        with clock.paused():
+            row |= self._evaluations(state, evals)
+            self.writer.write(step, row, timing)
+            progress.report(step, row, timing)
+        return row
+
+    def _evaluations(self, state: TrainState, names: Iterable[str]) -> dict[str, float]:
+        return {f"{name}/{k}": v for name in names for k, v in self.evaluate[name](state.best).items()}
 
     def _first_row(self, state: TrainState, progress: RunProgress) -> dict[str, Any]:
         """Parameter count and every evaluation before the first step."""
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        progress.line(_overview(state.params) + f"{count:,} parameters, {self.total} steps")
-        row: dict[str, Any] = {"num_params": count}
-        for name, (run, _) in self.evaluate.items():
-            row |= {f"{name}/{k}": v for k, v in run(state.best).items()}
+        progress.line(_overview(state.params) + f"{count:,} parameters, {self.data.total_steps} steps")
+        row = {"num_params": count, **self._evaluations(state, self.evaluate)}
         self.writer.write(0, row)
         progress.report(0, row, {})
         return row
-
-    def _due(self, step: int, every: int | None) -> bool:
-        return every is not None and every > 0 and (step % every == 0 or step == self.total)
-
-    def _evals_due(self, step: int) -> list[str]:
-        return [name for name, (_, every) in self.evaluate.items() if step == self.total or self._due(step, every)]
 
     def _profile(self, step: int, state: TrainState) -> None:
         """Starts or ends the JAX profiler trace of `config.profile` in `<workdir>/profile`."""
