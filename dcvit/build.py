@@ -52,7 +52,7 @@ def param_shapes(net: nn.Module, image_shape: tuple[int, ...]) -> Any:
     images = jax.ShapeDtypeStruct((1, *image_shape), np.float32)
     try:
         return jax.eval_shape(net.init, jax.random.key(0), images)["params"]
-    except ValueError as e:
+    except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {str(e).splitlines()[0]}") from e
 
 
@@ -145,14 +145,16 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
     if config.loss not in losses.NAMES:
         raise ConfigError(f"config.loss={config.loss!r}; {nearest(config.loss, losses.NAMES)}")
     try:
-        return optim.make(
+        tx, factor = optim.make(
             params, total_steps=data.total_steps, optax_name=config.optax_name, optax_args=config.optax.to_dict(),
             lr=config.lr, schedule_args=schedule, wd=config.wd, wd_times_lr=config.wd_times_lr,
             wd_mults=config.wd_mults, lr_mults=config.lr_mults, frozen=config.frozen,
             grad_clip_norm=config.grad_clip_norm,
         )  # fmt: skip
-    except ValueError as e:
-        raise ConfigError(f"config: {e}") from None
+        jax.eval_shape(tx.init, params)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"config: {str(e).splitlines()[0]}") from None
+    return tx, factor
 
 
 def evaluators(
@@ -169,6 +171,10 @@ def evaluators(
         if kind not in EVALUATORS:
             raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")
         kwargs.setdefault("loss", config.loss)
+        if isinstance(kwargs.get("batch_size"), int) and kwargs["batch_size"] < 1:
+            raise ConfigError(f"{what}.batch_size={kwargs['batch_size']} should be 1 or more")
+        if kwargs["loss"] not in losses.NAMES:
+            raise ConfigError(f"{what}.loss={kwargs['loss']!r}; {nearest(str(kwargs['loss']), losses.NAMES)}")
         evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
         check_call(evaluator, kwargs, what, args=(predict, mesh))
         built[name] = evaluator(predict, mesh, **kwargs)

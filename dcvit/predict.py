@@ -55,6 +55,9 @@ def read_images(files: Sequence[Path], pp: str, failed: list[str]) -> Iterator[t
         except (InputError, OSError) as e:
             failed.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
             continue
+        if images and image.shape != images[0].shape:
+            failed.append(f"{file}: {image.shape} after preprocessing, others {images[0].shape}; add resize")
+            continue
         names.append(file)
         images.append(image)
         if len(names) == BATCH:

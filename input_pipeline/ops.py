@@ -94,6 +94,8 @@ def flip_lr() -> Op:
 
 def value_range(vmin: float = -1, vmax: float = 1, in_min: float = 0, in_max: float = 255) -> Op:
     """Maps pixel values from [in_min, in_max] to [vmin, vmax], as float32."""
+    if in_min >= in_max:
+        raise InputError(f"value_range: in_min={in_min} should be below in_max={in_max}")
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         unit = (example["image"].astype(np.float32) - np.float32(in_min)) / np.float32(in_max - in_min)
@@ -106,7 +108,6 @@ def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
     """Float32 indicator of length `depth` from one label, or from several (multi-hot)."""
 
     def op(example: Example, rng: np.random.Generator) -> Example:
-        _need(example, (key,), f"onehot({depth})")
         labels = np.atleast_1d(example[key])
         if labels.size and not (labels.min() >= 0 and labels.max() < depth):
             raise InputError(f"onehot({depth}): {key}={example[key]} is out of range")
@@ -121,14 +122,6 @@ def keep(*keys: str) -> Op:
     """Drops everything but `keys`."""
 
     def op(example: Example, rng: np.random.Generator) -> Example:
-        _need(example, keys, "keep")
         return {key: example[key] for key in keys}
 
     return op
-
-
-def _need(example: Example, keys: tuple[str, ...], op: str) -> None:
-    """Raises InputError, naming `op`, where the example lacks one of `keys`."""
-    missing = [key for key in keys if key not in example]
-    if missing:
-        raise InputError(f"{op}: no {', '.join(missing)} in the example, which has {', '.join(example)}")

@@ -46,6 +46,13 @@ class Preprocess:
         self.ops = [_op(node) for node in _split(parsed)] if spec.strip() else []
 
     def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        for op in self.ops:
-            example = op(example, rng)
+        try:
+            for op in self.ops:
+                example = op(example, rng)
+        except InputError:
+            raise
+        except KeyError as e:
+            raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
+        except (TypeError, ValueError) as e:
+            raise InputError(f"preprocessing: {e}") from None
         return example

@@ -159,8 +159,12 @@ class TestOps:
             ("resize(8, hight=3)", "did you mean 'height'"),
             ("decode(2)", "expected 1 or 3"),
             ("random_crop(5)", "the image is only 2x3"),
-            ("onehot(10)", "no label"),
-            ("keep('labels')", "no labels in the example"),
+            ("onehot(10)", "preprocessing needs 'label', the example has image"),
+            ("keep('labels')", "preprocessing needs 'labels'"),
+            ("keep('label')|resize(4)", "preprocessing needs"),
+            ("resize(0)", "preprocessing: "),
+            ("pad(-1)", "preprocessing: "),
+            ("value_range(0, 1, 5, 5)", "in_min=5 should be below in_max=5"),
         ],
     )
     def test_a_bad_string_is_named(self, spec, message):

@@ -182,6 +182,13 @@ BAD = {
     "evaluator": ({"evals.test.type": "clasification"}, "did you mean 'classification'"),
     "evaluator option": ({"evals.test.batchsize": 8}, "did you mean 'batch_size'"),
     "evaluator image": ({"evals.test.pp": "resize(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
+    "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
+    "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
+    "evaluator duration": ({"evals.test.log_step": 5}, "config.evals.test has no option 'log_step'"),
+    "optimiser dtype": ({"optax.mu_dtype": "bfloat17"}, "bfloat17"),
+    "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
+    "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
+    "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
     "no total": ({"total_steps": 0}, "give total_epochs"),
 }

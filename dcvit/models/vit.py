@@ -265,6 +265,15 @@ class ViT(nn.Module):
         for name, known in (("pool_type", POOLS), ("posemb", POSEMBS), ("remat", tuple(REMAT))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}")
+        for name in ("width", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} should be 1 or more")
+        for name in ("depth", "rep_size", "mlp_dim"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} should not be negative")
+        for name in ("dropout", "stochastic_depth"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1)")
         if self.dtype_mm not in ("float32", "bfloat16"):
             raise ValueError(f"dtype_mm={self.dtype_mm!r}; known: 'float32', 'bfloat16'")
         if len(self.patch_size) != 2 or any(
