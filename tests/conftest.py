@@ -1,8 +1,18 @@
-"""Every test runs with executed shape annotations, strict dtype and rank promotion, and eight CPU devices."""
+"""Every test runs with executed shape annotations, strict dtype and rank promotion, and eight CPU devices.
 
+What is compiled once is not compiled again: most of a small training's time is its compilation.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for the whole session: workers and subprocesses inherit it
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
