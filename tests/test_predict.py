@@ -104,6 +104,24 @@ def test_prediction_reads_files_and_folders_of_any_size_and_mode(workdir, images
     assert "#5" in out
 
 
+def test_probabilities_are_sigmoids_where_the_loss_was(workdir, images, tmp_path, capsys):
+    copy = tmp_path / "sigmoid"
+    shutil.copytree(workdir, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "loss": "sigmoid_xent"}))
+    first = next(iter(images))
+    rows = [
+        json.loads(call(capsys, predict.main, "--workdir", w, first, "--topk", "10", "--format", "json")[1])
+        for w in (workdir, copy)
+    ]
+    softmax, sigmoid = ({row["label"]: row["probability"] for row in each} for each in rows)
+    assert sum(softmax.values()) == pytest.approx(1, abs=1e-4)
+    for label, share in softmax.items():  # the odds of sigmoid are the exponentials that softmax normalises
+        odds = sigmoid[label] / (1 - sigmoid[label])
+        best = sigmoid[rows[1][0]["label"]]
+        assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)
+
+
 def test_more_images_than_a_batch(workdir, tmp_path, capsys):
     for i in range(predict.BATCH + 3):
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / f"{i:03}.png")

@@ -239,3 +239,40 @@ def test_a_bad_command_line_is_one_line(capsys, argv, message):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_every_key_of_the_optimiser_reaches_it(monkeypatch):
+    given = {}
+    real = build.optim.make
+    monkeypatch.setattr(build.optim, "make", lambda params, **kwargs: given.update(kwargs) or real(params, **kwargs))
+    options = {
+        "lr": 0.3, "wd": 0.2, "wd_times_lr": True, "wd_mults": (("head/.*", 2.0),), "lr_mults": (("head/.*", 3.0),),
+        "frozen": ("embedding/.*",), "grad_clip_norm": 0.7, "optax_name": "scale_by_lion",
+    }  # fmt: skip
+    make(**options, optax={"b1": 0.5}, schedule={"decay_type": "linear", "warmup_percent": 20, "end": 0.1})
+    assert {k: given[k] for k in options} == options
+    assert given["optax_args"] == {"b1": 0.5}
+    assert given["schedule_args"] == {"decay_type": "linear", "warmup_steps": 2, "cooldown_steps": 0, "end": 0.1}
+    assert given["total_steps"] == 10
+
+
+def test_the_loss_is_the_configs():
+    losses = [float(make(loss=name)[2](*make(loss=name)[:2])[1]["loss"]) for name in ("softmax_xent", "sigmoid_xent")]
+    state, batch, _ = make()
+    logits = build.model(configs.load("vit_digits", ["model.width=16", "model.depth=1"])).apply(
+        {"params": state.params}, batch["image"]
+    )[0]
+    labels = 0.9 * batch["labels"] + 0.01
+    sigmoid = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
+    assert losses[1] == pytest.approx(float(sigmoid), rel=1e-5)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    "random", [{"model.dropout": 0.5}, {"mixup": 0.5}, {"model.stochastic_depth": 0.9, "model.depth": 2}]
+)
+def test_what_is_random_is_drawn_anew_at_each_step_and_the_same_at_the_same_step(random):
+    state, batch, update = make(**random)
+    at = [float(update(state.replace(step=jnp.int32(step)), batch)[1]["loss"]) for step in (0, 1, 1, 2)]
+    assert at[1] == at[2]
+    assert len(set(at)) == 3

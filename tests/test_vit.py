@@ -313,3 +313,44 @@ def test_public_functions_are_annotated_with_shapes():
             if not name.startswith("_") and function.__module__.startswith("dcvit"):
                 hints = function.__annotations__
                 assert Array not in hints.values(), f"{name}: {hints}"
+
+
+class TestTraining:
+    """Where randomness and dtypes enter."""
+
+    def blocks(self, **fields):
+        net = vit.Model(None, **{**SMALL, "compose": "both", **fields})
+        images = jnp.tile(IMAGES[:1], (400, 1, 1, 1))
+        variables = net.init(jax.random.key(0), images[:1])
+        _, out = net.apply(variables, images, train=True, rngs={"dropout": jax.random.key(1)})
+        return out
+
+    def test_stochastic_depth_grows_linearly_with_the_layer(self):
+        encoder = self.blocks(stochastic_depth=0.6)["encoder"]
+        dropped = [
+            (encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]).all(axis=(1, 2)).mean()
+            for i in range(3)
+        ]
+        np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
+
+    @pytest.mark.parametrize("scan", [False, True])
+    def test_layers_drop_independently(self, scan):
+        encoder = self.blocks(dropout=0.5, scan=scan)["encoder"]
+        masks = [np.asarray(encoder[f"block{i:02d}"]["+mlp"] == encoder[f"block{i:02d}"]["+sa"]) for i in range(3)]
+        for mask in masks:
+            assert mask.mean() == pytest.approx(0.5, abs=0.02)
+        assert (masks[0] == masks[1]).mean() == pytest.approx(0.5, abs=0.02)
+
+    def test_dropout_follows_the_position_embedding(self):
+        net = vit.Model(None, **{**SMALL, "depth": 0, "dropout": 0.5})
+        variables = net.init(jax.random.key(0), IMAGES)
+        _, out = net.apply(variables, IMAGES, train=True, rngs={"dropout": jax.random.key(1)})
+        dropped = np.asarray(out["encoder"]["pre_ln"] == 0)
+        assert 0.3 < dropped.mean() < 0.7
+        np.testing.assert_allclose(out["encoder"]["pre_ln"][~dropped], 2 * out["with_posemb"][~dropped], rtol=1e-5)
+
+    def test_bfloat16_reaches_every_block(self):
+        out = self.blocks(dtype_mm="bfloat16")
+        inside = [out["stem"], out["with_posemb"], out["encoded"], *jax.tree.leaves(out["encoder"])]
+        assert {x.dtype for x in inside} == {jnp.dtype("bfloat16")}
+        assert out["pre_logits"].dtype == jnp.float32
