@@ -1,3 +1,3 @@
-"""DCViT: Vision Transformers and language models whose attention heads compose dynamically."""
+"""DCViT: Vision Transformers whose attention heads compose dynamically."""
 
 __version__ = "0.1.0"

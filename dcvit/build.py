@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -39,6 +39,9 @@ def model(config: ConfigDict) -> nn.Module:
     module = model_module(config)
     fields = config.model.to_dict()
     variant = fields.pop("variant", None)
+    for key in ("num_classes", "name", "parent"):
+        if key in fields:
+            raise ConfigError(f"config.model.{key} is not for a config to set; the classes are config.num_classes")
     check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model")
     try:
         built: nn.Module = module.Model(config.num_classes or None, variant=variant, **fields)
@@ -107,10 +110,14 @@ class TrainingData:
 
 def open_source(data: Options, what: str) -> input_pipeline.Source:
     """`input_pipeline.open_source` of a config's `data`."""
-    options = dict(data)
-    if not isinstance(options.get("kind"), str):
+    check_data(data, what)
+    return input_pipeline.open_source(**dict(data))
+
+
+def check_data(data: Any, what: str) -> None:
+    """Raises ConfigError where `data` does not name a kind."""
+    if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
-    return input_pipeline.open_source(**options)
 
 
 def example_shape(source: input_pipeline.Source, pp: str, config: ConfigDict, what: str) -> tuple[int, ...]:
@@ -151,7 +158,7 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
             wd_mults=config.wd_mults, lr_mults=config.lr_mults, frozen=config.frozen,
             grad_clip_norm=config.grad_clip_norm,
         )  # fmt: skip
-        jax.eval_shape(tx.init, params)
+        jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config: {str(e).splitlines()[0]}") from None
     return tx, factor
@@ -171,6 +178,7 @@ def evaluators(
         if kind not in EVALUATORS:
             raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")
         kwargs.setdefault("loss", config.loss)
+        check_data(kwargs.get("data"), f"{what}.data")
         if isinstance(kwargs.get("batch_size"), int) and kwargs["batch_size"] < 1:
             raise ConfigError(f"{what}.batch_size={kwargs['batch_size']} should be 1 or more")
         if kwargs["loss"] not in losses.NAMES:

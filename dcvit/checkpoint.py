@@ -91,11 +91,16 @@ def step_folder(path: Path) -> Path:
     """The folder of one checkpoint, given it or a workdir, of which the newest counts."""
     if (path / "params").is_dir():
         return path
-    folder = path / FOLDER
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    steps = saved_steps(path)
     if not steps:
         raise CheckpointError(f"no checkpoint in {path}")
-    return folder / str(max(steps))
+    return path / FOLDER / str(max(steps))
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The steps that a run has completely saved."""
+    folder = workdir / FOLDER
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
 
 def merge_params(loaded: Mapping[str, Any], inited: Mapping[str, Any], dont_load: Sequence[str] = ()) -> dict[str, Any]:
@@ -105,6 +110,12 @@ def merge_params(loaded: Mapping[str, Any], inited: Mapping[str, Any], dont_load
       CheckpointError: a name or shape stands on one side only; both sides are listed.
     """
     old, new = (flax.traverse_util.flatten_dict(dict(tree), sep="/") for tree in (loaded, inited))
+
+    for pattern in dont_load:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise CheckpointError(f"dont_load: {pattern!r} is not a regular expression: {e}") from None
 
     def wanted(name: str) -> bool:
         return not any(re.fullmatch(pattern, name) for pattern in dont_load)

@@ -7,13 +7,16 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dcvit.checkpoint import CheckpointError
 from dcvit.config import ConfigError
+from dcvit.metrics import MetricsError
 from input_pipeline import InputError
 from input_pipeline.errors import nearest
 
@@ -44,11 +47,18 @@ class Parser(argparse.ArgumentParser):
         return args, overrides
 
 
+def path(text: str) -> Path:
+    """An option's path; an empty one is most likely an unset variable, and refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
+
+
 def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
     """The exit status of `main`: its own; 2, with one line on stderr, for an expected error; 130 for Ctrl-C."""
     try:
         return main(argv)
-    except (ConfigError, CheckpointError, InputError, OSError) as e:
+    except (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -69,5 +79,5 @@ def show(rows: Sequence[Mapping[str, Any]], form: str, *, title: str | None = No
         for i, name in enumerate(rows[0] if rows else ()):
             table.add_column(name, justify="right" if i else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+            table.add_row(*(Text(f"{v:.4f}" if isinstance(v, float) else str(v)) for v in row.values()))
         Console().print(table)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from input_pipeline.errors import InputError, check_arguments, has_type, nearest
+from input_pipeline.errors import InputError, check_arguments, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
 DURATIONS = ("total", "log", "ckpt")
@@ -54,7 +54,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
     "ckpt_keep": (int, 1),
     "tensorboard": (bool, True),
-    "profile": (Sequence, ()),  # first and last step of a JAX profiler trace
+    "profile": (Sequence[int], ()),  # first and last step of a JAX profiler trace
 }
 
 
@@ -78,7 +78,12 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
             raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, _known_keys())}")
     config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | config.to_dict())
     for override in overrides:
-        _override(config, override)
+        try:
+            _override(config, override)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError) as e:  # a dict that no ConfigDict can hold
+            raise ConfigError(f"--config.{override}: {_first_line(e)}") from None
     check_types(config)
     return config.lock()
 
@@ -128,8 +133,8 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
         config = get_config(**{k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()})
     except ConfigError:
         raise
-    except Exception as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"{path}: {type(e).__name__}: {_first_line(e)}") from e
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
     return config
@@ -151,15 +156,21 @@ def _literal(text: str) -> Any:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _like(old: Any, text: str, what: str) -> Any:
-    """`text` as a value of the type of `old`; anything goes where `old` is None."""
+    """`text` as a value of the type of `old`. None, from or to, is left to later checks, which know all types."""
+    value = _literal(text)
+    if value is None:
+        return None
     if isinstance(old, str):
         return text
-    value = _literal(text)
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if old is None or old is inspect.Parameter.empty or type(value) is type(old):
@@ -208,25 +219,29 @@ def check_types(config: ConfigDict) -> None:
     """Raises ConfigError for a top-level value of the wrong type, and for values outside their range."""
     for key, (hint, _) in DEFAULTS.items():
         value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
-        if not has_type(value, hint) or (isinstance(value, str) and hint is Sequence):
-            name = getattr(hint, "__name__", str(hint))
-            raise ConfigError(f"config.{key}={value!r} should be of type {name}, not {type(value).__name__}")
+        if not has_type(value, hint):
+            expected = type_name(hint)
+            raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "seed": (lambda v: 0 <= v < 2**63, "0 or more"),
+        "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
         "grad_accum": (lambda v: v >= 1, "1 or more"),
         "ckpt_keep": (lambda v: v >= 1, "1 or more"),
         "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
         "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
-        "mixup": (lambda v: v >= 0, "0 or more"),
-        "lr": (lambda v: math.isfinite(v) and v >= 0, "finite and not negative"),
+        "mixup": (_is_rate, "finite and not negative"),
+        "lr": (_is_rate, "finite and not negative"),
+        "wd": (_is_rate, "finite and not negative"),
+        "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
         "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
     }
     for key, (holds, expected) in rules.items():
         if not holds(config[key]):
             raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
     for key in ("wd_mults", "lr_mults"):
-        if any(not (isinstance(rule, Sequence) and len(rule) == 2) for rule in config[key]):
-            raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, multiplier)")
+        if any(not (isinstance(rule, list | tuple) and len(rule) == 2 and _is_rate(rule[1])) for rule in config[key]):
+            raise ConfigError(
+                f"config.{key}={config[key]!r} should be pairs (regex, multiplier, finite and not negative)"
+            )
     for key in ("wd_mults", "lr_mults", "frozen"):
         for rule in config[key]:
             pattern = rule if key == "frozen" else rule[0]
@@ -234,6 +249,10 @@ def check_types(config: ConfigDict) -> None:
                 re.compile(pattern)
             except (re.error, TypeError) as e:
                 raise ConfigError(f"config.{key}: {pattern!r} is not a regular expression: {e}") from None
+
+
+def _is_rate(value: Any) -> bool:
+    return has_type(value, float) and math.isfinite(value) and value >= 0
 
 
 def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str, *, args: Sequence[Any] = ()) -> None:

@@ -56,9 +56,9 @@ def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Path]:
 
 def add_options(parser: cli.Parser) -> None:
     """The options that say which model."""
-    parser.add_argument("--workdir", type=Path, help="folder of a training run")
+    parser.add_argument("--workdir", type=cli.path, help="folder of a training run")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's own")
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder, workdir or .npz, instead of the newest")
+    parser.add_argument("--checkpoint", type=cli.path, help="checkpoint folder, workdir or .npz, instead of the newest")
     parser.add_argument("--format", choices=cli.FORMATS, default="table")
 
 

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
+class MetricsError(ValueError):
+    """A damaged file of metrics; the message names file and line."""
+
+
 class Rows:
     """A file of one JSON object a line, each with its own `step`, in rising order."""
 
@@ -38,15 +42,28 @@ class Rows:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last line cut short by a kill is left out; no file, no rows."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The rows of a file; a last line cut short by a kill is left out; no file, no rows.
+
+    Raises:
+      MetricsError: any other line that is no JSON object with a step.
+    """
+    rows = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"] + 0
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise MetricsError(f"{path}:{number} is damaged: expected a JSON object with a step") from None
+        rows.append(row)
+    return rows
 
 
 class MetricWriter:
-    """Writes a run's metrics and timings to its workdir, and the metrics to TensorBoard too."""
+    """Writes a run's metrics and timings to its workdir, and the metrics to TensorBoard too.
+
+    Steps of a stretch that a kill lost are dropped from the files; TensorBoard, append-only, shows them twice.
+    """
 
     def __init__(self, workdir: Path, *, resume_step: int | None = None, tensorboard: bool = True):
         self.metrics = Rows(workdir / "metrics.jsonl", resume_step=resume_step)

@@ -47,6 +47,8 @@ def schedule(
     kinds = ("cosine", "linear", "rsqrt", "constant")
     if decay_type not in kinds:
         raise ValueError(f"decay_type={decay_type!r}; known: {', '.join(kinds)}")
+    if not math.isfinite(end):
+        raise ValueError(f"end={end} should be finite")
     if timescale <= 0:
         raise ValueError(f"timescale={timescale} should be above 0")
     if warmup_steps < 0 or cooldown_steps < 0 or warmup_steps + cooldown_steps > total_steps:

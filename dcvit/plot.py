@@ -14,8 +14,10 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
     """Draws each run's training loss and its evaluators' top-1 against the step into one picture.
 
     Raises:
-      ConfigError: a workdir without metrics.
+      ConfigError: a workdir without metrics, or a kind of picture that is not known.
     """
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--out {out}: expected a name ending in .png, .pdf or .svg")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,12 +28,13 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
         rows = metrics.read(workdir / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
+        run = workdir.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        left.plot(*zip(*losses, strict=True), color=f"C{i}", label=workdir.name)
+        left.plot(*zip(*losses, strict=True), color=f"C{i}", label=run)
         names = sorted({name for row in rows for name in row if name.endswith("/top1")})
         for name, style in zip(names, ("-", "--", ":", "-.") * len(names), strict=False):
             points = [(row["step"], 100 * row[name]) for row in rows if name in row]
-            label = f"{workdir.name} {name.removesuffix('/top1')}"
+            label = f"{run} {name.removesuffix('/top1')}"
             right.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=label)
     left.set(xlabel="step", ylabel="training loss (nats)")
     right.set(xlabel="step", ylabel="top-1 (%)")
@@ -46,8 +49,8 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit plot", description="Draw the training curves of one or more runs.")
-    parser.add_argument("workdirs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("curves.png"))
+    parser.add_argument("workdirs", nargs="+", type=cli.path)
+    parser.add_argument("--out", type=cli.path, default=Path("curves.png"))
     args, rest = parser.parse(argv)
     if rest:
         raise ConfigError(f"plot takes no --config.{rest[0]}")

@@ -49,14 +49,18 @@ def read_images(files: Sequence[Path], pp: str, failed: list[str]) -> Iterator[t
     preprocess = Preprocess(pp)
     names: list[Path] = []
     images: list[np.ndarray] = []
+    shape: tuple[int, ...] | None = None
     for file in files:
         try:
             image = preprocess({"image": file.read_bytes()}, np.random.default_rng(0))["image"]
         except (InputError, OSError) as e:
             failed.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
             continue
-        if images and image.shape != images[0].shape:
-            failed.append(f"{file}: {image.shape} after preprocessing, others {images[0].shape}; add resize")
+        if image.ndim != 3 or image.dtype != np.float32:
+            raise ConfigError(f"config.pp_predict yields {image.dtype} of {image.shape}; expected decode … value_range")
+        shape = shape or image.shape
+        if image.shape != shape:
+            failed.append(f"{file}: {image.shape} after preprocessing, others {shape}; add resize to config.pp_predict")
             continue
         names.append(file)
         images.append(image)
@@ -101,6 +105,8 @@ def read_class_names(workdir: Path | None, num_classes: int) -> list[str]:
         names = json.loads(path.read_text()) if path and path.is_file() else None
     except (OSError, ValueError) as e:
         raise ConfigError(f"cannot read {path}: {e}") from None
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"{path} should hold a list of class names")
     if names is not None and len(names) != num_classes:
         raise ConfigError(f"{path} names {len(names)} classes, the config has {num_classes}")
     return names or [str(i) for i in range(num_classes)]
@@ -109,7 +115,7 @@ def read_class_names(workdir: Path | None, num_classes: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit predict", description="Classify image files with a trained model.")
-    parser.add_argument("images", nargs="*", type=Path, help="image files, and folders of them")
+    parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
     parser.add_argument("--topk", type=int, default=5, help="how many classes to show for each image")
     add_options(parser)
     args, overrides = parser.parse(argv)

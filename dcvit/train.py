@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from ml_collections import ConfigDict
 
 from dcvit import build, cli, losses
 from dcvit import config as configs
-from dcvit.checkpoint import Checkpoints
+from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
@@ -134,12 +135,15 @@ def claim_workdir(workdir: Path, config: ConfigDict, class_names: Sequence[str] 
         ]
         if differing:
             raise ConfigError(f"{workdir} holds a run of another config: {'; '.join(differing)}")
-    path.write_text(json.dumps(mine, indent=2) + "\n")
-    (workdir / "classes.json").write_text(json.dumps(class_names) + "\n")
+    for name, content in (("classes.json", json.dumps(class_names)), ("config.json", json.dumps(mine, indent=2))):
+        fresh = workdir / f"{name}.new"  # renamed into place: a kill leaves the old file or the new one
+        fresh.write_text(content + "\n")
+        fresh.replace(workdir / name)
 
 
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs a config to its end, or goes on where its newest checkpoint left off; returns the last row of metrics.
+    """Runs a config to its end, or goes on where its newest checkpoint left off; returns the last row of metrics,
+    empty where all steps were done already.
 
     Writes to `workdir`: config.json, classes.json, metrics.jsonl, timing.jsonl, checkpoints/.
 
@@ -159,11 +163,12 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     for name in evaluators:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
+    given = _given_params(config, shapes) if config.model_init and not saved_steps(workdir) else shapes
     claim_workdir(workdir, config, data.source.class_names)
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
-    state = _start_state(config, net, tx, data.image_shape, mesh, checkpoints)
+    state = _start_state(config, net, tx, given, data.image_shape, mesh, checkpoints)
     writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
     evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
     loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
@@ -174,30 +179,39 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         writer.close()
 
 
+def _given_params(config: ConfigDict, shapes: Any) -> Any:
+    """The parameters of `config.model_init` in a tree like `shapes`, which keeps its shape where none is loaded."""
+    load = build.model_module(config).load
+    options = config.model_load.to_dict()
+    check_call(load, options, "config.model_load", args=(shapes, config.model_init, {}))
+    return load(shapes, config.model_init, config.model.to_dict(), **options)
+
+
 def _start_state(
-    config: ConfigDict, net: Any, tx: Any, image_shape: tuple[int, ...], mesh: Mesh, checkpoints: Checkpoints
+    config: ConfigDict,
+    net: Any,
+    tx: Any,
+    given: Any,
+    image_shape: tuple[int, ...],
+    mesh: Mesh,
+    checkpoints: Checkpoints,
 ) -> TrainState:
-    """The newest checkpoint's state, or a fresh one, its parameters from `config.model_init` where that is given."""
+    """The newest checkpoint's state, or a fresh one with the arrays of `given` among its parameters."""
 
     def fresh() -> TrainState:
         params = net.init(jax.random.key(config.seed), jnp.zeros((1, *image_shape)))["params"]
-        return initial_state(config, params, tx)
+        chosen = jax.tree.map(lambda g, p: p if isinstance(g, jax.ShapeDtypeStruct) else g, given, params)
+        return initial_state(config, chosen, tx)
 
+    latest = checkpoints.latest()
+    if latest is None:
+        state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))()
+        return state
     abstract = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), jax.eval_shape(fresh)
     )
-    latest = checkpoints.latest()
-    if latest is not None:
-        items = checkpoints.restore(latest, abstract.items())
-        return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
-    state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))()
-    if config.model_init:
-        load = build.model_module(config).load
-        what = "config.model_load"
-        check_call(load, config.model_load.to_dict(), what, args=(state.params, config.model_init, {}))
-        params = load(state.params, config.model_init, config.model.to_dict(), **config.model_load.to_dict())
-        state = jax.device_put(initial_state(config, params, tx), replicated(mesh))
-    return state
+    items = checkpoints.restore(latest, abstract.items())
+    return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
 
 class StepClock:
@@ -234,7 +248,7 @@ class Loop:
     every: dict[str, int | None]  # steps between "log", "ckpt" and each "evals.NAME"
 
     def run(self, update: Any, state: TrainState, start: int) -> dict[str, Any]:
-        """All steps after `start`; returns the last row of metrics."""
+        """All steps after `start`; returns the last row of metrics, empty where none was left."""
         total, row = self.data.total_steps, {}
         with RunProgress(self.workdir.name, total, start) as progress:
             if start:
@@ -243,7 +257,7 @@ class Loop:
                 row = self._first_row(state, progress)
             batches = self.data.batches(start)
             for step in range(start + 1, total + 1):
-                self._profile(step, state)
+                self._profile(step, state, start)
                 batch = put_batch(next(batches), self.mesh)
                 if step == start + 1:
                     progress.line("compiling the training step")
@@ -256,13 +270,19 @@ class Loop:
                 if evals or self._due("log", step):
                     row = self._row(step, state, metrics, evals, clock, progress)
                 if self._due("ckpt", step):
+                    jax.block_until_ready(state)  # the steps still under way are not part of the pause
                     with clock.paused():
                         self.checkpoints.save(step, state.items())
+            if self.config.profile and start < total and self.config.profile[0] <= total <= self.config.profile[1]:
+                self._stop_trace(state)
         return row
 
     def _due(self, name: str, step: int) -> bool:
-        every = self.every[name]
-        return bool(every) and (step % every == 0 or step == self.data.total_steps)  # type: ignore[operator]
+        """Whether a step logs, saves or evaluates; the last one always evaluates."""
+        every, last = self.every[name], step == self.data.total_steps
+        if not every:
+            return last and name.startswith("evals.")
+        return last or step % every == 0
 
     def _row(
         self,
@@ -275,6 +295,8 @@ class Loop:
     ) -> dict[str, Any]:
         """Records and shows a step's metrics, the evaluations due, and, where logging is due, the timing."""
         row: dict[str, Any] = {name: float(value) for name, value in metrics.items()}
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(f"step {step}: the loss is {row['loss']}; stopped, earlier checkpoints are kept")
         timing = {}
         if self._due("log", step):
             seconds = clock.lap()
@@ -297,13 +319,19 @@ class Loop:
         progress.report(0, row, {})
         return row
 
-    def _profile(self, step: int, state: TrainState) -> None:
-        """Starts or ends the JAX profiler trace of `config.profile` in `<workdir>/profile`."""
-        if self.config.profile and step == self.config.profile[0]:
+    def _profile(self, step: int, state: TrainState, start: int) -> None:
+        """Records a JAX profiler trace of the steps of `config.profile` in `<workdir>/profile`."""
+        if not self.config.profile:
+            return
+        first, last = self.config.profile
+        if step == max(first, start + 1) and step <= last:
             jax.profiler.start_trace(str(self.workdir / "profile"))
-        elif self.config.profile and step == self.config.profile[1] + 1:
-            jax.block_until_ready(state)
-            jax.profiler.stop_trace()
+        elif step == last + 1 and last > start:
+            self._stop_trace(state)
+
+    def _stop_trace(self, state: TrainState) -> None:
+        jax.block_until_ready(state)
+        jax.profiler.stop_trace()
 
 
 def _overview(params: Any) -> str:
@@ -320,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit train", description="Train a model as a config says.")
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
-    parser.add_argument("--workdir", required=True, type=Path, help="folder for all that the run writes")
+    parser.add_argument("--workdir", required=True, type=cli.path, help="folder for all that the run writes")
     args, overrides = parser.parse(argv)
     config = configs.load(args.config, overrides)
     print(f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}")

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ class InputError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name most like `name`, or all of them."""
-    known = list(known)
+    name, known = str(name), list(map(str, known))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
@@ -38,12 +39,22 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     for name, value in bound.arguments.items():
         if name in named and name in hints and not has_type(value, hints[name]):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
+            expected = type_name(hints[name])
             raise InputError(f"{what}: {name}={value!r} should be of type {expected}, not {type(value).__name__}")
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether `value` is an instance of a type hint; an int passes for a float, a bool not for a number."""
+    """Whether `value` fits a type hint. An int passes for a float, a bool for no number, a string for no sequence."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, option) for option in arguments)
+    if Sequence in (hint, origin):  # every item, where beartype would look at one
+        return isinstance(value, list | tuple) and all(has_type(v, item) for v in value for item in arguments)
     if isinstance(value, bool) and hint in (int, float):
         return False
     return bool(beartype.door.is_bearable(value, hint, conf=beartype.BeartypeConf(is_pep484_tower=True)))
+
+
+def type_name(hint: Any) -> str:
+    """A type hint as a message shows it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("collections.abc.", "").replace("typing.", "")

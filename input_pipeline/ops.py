@@ -15,6 +15,8 @@ from input_pipeline.errors import InputError
 
 __all__ = ["decode", "flip_lr", "keep", "onehot", "pad", "random_crop", "resize", "value_range"]
 
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # what `decode` reads; no format that runs a program
+
 Example = dict[str, Any]
 Op = Callable[[Example, np.random.Generator], Example]
 
@@ -22,21 +24,26 @@ Op = Callable[[Example, np.random.Generator], Example]
 def decode(channels: int = 3) -> Op:
     """Decodes `image` from the bytes of a JPEG, PNG, WebP … file to 1 (grey) or 3 (RGB) channels.
 
-    EXIF rotation is applied; 16-bit images keep their upper 8 bits; of an animation, the first frame.
+    EXIF rotation is applied; 16-bit images keep their upper 8 bits; of an animation, the first frame. Images of
+    32 bits a channel are refused: nothing says what their white is.
     """
     if channels not in (1, 3):
         raise InputError(f"decode(channels={channels}): expected 1 or 3")
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         try:
-            with Image.open(io.BytesIO(example["image"])) as opened:
+            with Image.open(io.BytesIO(example["image"]), formats=FORMATS) as opened:
                 image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I"):
-                image = Image.fromarray((np.asarray(image).astype(np.int32) >> 8).clip(0, 255).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise InputError("32 bits a channel; expected 8 or 16")
+            if image.mode.startswith("I;16"):
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+        except (InputError, KeyError):
+            raise
         except Image.DecompressionBombError as e:
             raise InputError(str(e)) from None
-        except (OSError, SyntaxError, ValueError) as e:
+        except Exception as e:  # decoders raise anything for a damaged file
             reason = "not an image" if isinstance(e, Image.UnidentifiedImageError) else f"broken image: {e}"
             raise InputError(reason) from None
         return {**example, "image": pixels.reshape(*pixels.shape[:2], channels)}
@@ -46,6 +53,7 @@ def decode(channels: int = 3) -> Op:
 
 def resize(height: int, width: int | None = None) -> Op:
     """Resizes to height × width (a square by default), bilinear and antialiased, aspect ratio ignored."""
+    _positive("resize", height, width)
     size = (width or height, height)
 
     def op(example: Example, rng: np.random.Generator) -> Example:
@@ -61,6 +69,8 @@ def resize(height: int, width: int | None = None) -> Op:
 
 def pad(border: int, value: int = 0) -> Op:
     """Adds `border` pixels of `value` on every side."""
+    if not (0 <= border <= 10_000 and 0 <= value <= 255):
+        raise InputError(f"pad({border}, {value}): expected a border of 0 to 10,000 pixels of value 0 to 255")
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         widths = ((border, border), (border, border), (0, 0))
@@ -71,6 +81,7 @@ def pad(border: int, value: int = 0) -> Op:
 
 def random_crop(height: int, width: int | None = None) -> Op:
     """Cuts a uniformly placed height × width window (a square by default)."""
+    _positive("random_crop", height, width)
     crop = (height, width or height)
 
     def op(example: Example, rng: np.random.Generator) -> Example:
@@ -125,3 +136,9 @@ def keep(*keys: str) -> Op:
         return {key: example[key] for key in keys}
 
     return op
+
+
+def _positive(op: str, height: int, width: int | None) -> None:
+    """Raises InputError for a size that no image can have."""
+    if height < 1 or (width is not None and width < 1):
+        raise InputError(f"{op}: {height}x{width or height} pixels; expected 1 or more")

@@ -26,8 +26,8 @@ def _op(node: ast.expr) -> ops.Op:
         raise InputError(f"preprocessing: unknown op {name!r}; {nearest(name, ops.__all__)}")
     try:
         args = [ast.literal_eval(arg) for arg in call.args]
-        kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-    except ValueError:
+        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (ValueError, TypeError):
         raise InputError(f"preprocessing: the arguments of {ast.unparse(node)!r} must be literals") from None
     make = getattr(ops, name)
     check_arguments(make, args, kwargs, f"preprocessing op {name!r}")
@@ -53,6 +53,6 @@ class Preprocess:
             raise
         except KeyError as e:
             raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, AttributeError, MemoryError) as e:
             raise InputError(f"preprocessing: {e}") from None
         return example

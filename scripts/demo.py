@@ -60,7 +60,9 @@ def main() -> None:
     started = time.monotonic()
     out = Path(os.path.relpath(args.out.resolve(), ROOT))  # the commands run in the clone
     os.chdir(ROOT)
-    shutil.rmtree(out, ignore_errors=True)
+    for name in RUNS:
+        if (out / name / "metrics.jsonl").exists():  # an earlier demo's run, and nothing else
+            shutil.rmtree(out / name)
     for name, attention in RUNS.items():
         print(f"\ntraining {name}")
         config = f"configs/vit_digits.py:attention={attention},epochs={args.epochs}"

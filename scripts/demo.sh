@@ -2,7 +2,7 @@
 # Trains DCViT and a plain ViT of the same shape on embedded images and compares them.
 #   scripts/demo.sh [--epochs N] [--out FOLDER]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+root=$(cd "$(dirname "$0")/.." && pwd)
 echo "dcvit demo: DCViT against a plain ViT on 1,797 handwritten digits"
-bash scripts/setup.sh
-exec "${DCVIT_VENV:-.venv}/bin/python" scripts/demo.py "$@"
+bash "$root/scripts/setup.sh"
+exec "${DCVIT_VENV:-$root/.venv}/bin/python" "$root/scripts/demo.py" "$@"

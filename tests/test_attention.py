@@ -97,6 +97,15 @@ class TestContract:
         plain = run((*args[:3], None, None), options, jnp.float32, implementation)
         np.testing.assert_array_equal(composed, plain)
 
+    def test_zero_compose_weights_change_nothing_in_a_compiled_program_but_its_rounding(self, implementation):
+        args, _ = make_case("causal", "qkpgs", "qkpgs")
+        zero = [{k: v * 0 for k, v in w.items()} for w in args[3:]]
+        compiled = [
+            jax.jit(lambda *a: attention(*a, causal=True, implementation=implementation))(*on_device(case, jnp.float32))
+            for case in ((*args[:3], *zero), (*args[:3], None, None))
+        ]
+        np.testing.assert_allclose(*compiled, rtol=0, atol=1e-6)
+
     @pytest.mark.parametrize("shape", ["causal", "window", "mask", "key padding", "causal mask", "fewer keys"])
     def test_no_output_depends_on_an_unseen_key_through_any_branch(self, implementation, shape):
         args, options = make_case(shape, "qkpgs", "qkpgs")
@@ -156,6 +165,8 @@ def test_plain_attention_is_jaxs_own():
         ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, "3 key heads do not divide 4"),
         ({"v": (2, 6, 4, 8)}, "expected q .* and k, v"),
         ({"window": 0}, "window=0"),
+        ({"groups": 3}, "groups=3 does not divide 4 heads"),
+        ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; known: reference"),
     ],
@@ -163,6 +174,6 @@ def test_plain_attention_is_jaxs_own():
 def test_arguments_that_do_not_fit_are_named(change, message):
     arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
     if "mask" in change:
-        change["mask"] = jnp.ones(change["mask"], bool)
+        change["mask"] = jnp.zeros((1, 1, 5, 5)) if change["mask"] == "float" else jnp.ones(change["mask"], bool)
     with pytest.raises(ValueError, match=message):  # the function itself, without the annotations the tests execute
         inspect.unwrap(attention)(**arrays, **change)

@@ -41,6 +41,7 @@ def test_overrides_reach_every_key_and_replace_durations(file):
     assert "total_epochs" not in config
     assert config.model.to_dict() == {"width": 24, "name": "x", "flag": False, "rank": 1}
     assert list(config.wd_mults) == [(".*", 2.0)]
+    assert configs.load("vit_digits", ["grad_clip_norm=none", "model.compose=none"]).grad_clip_norm is None
     with pytest.raises((AttributeError, KeyError)):
         config.new = 1
 
@@ -72,7 +73,17 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("vit_digits", ["modle.width=3"], "unknown key 'config.modle'; did you mean 'model'"),
         ("vit_digits", ["lr=fast"], "config.lr=fast should be of type float, not str"),
         ("vit_digits", ["seed=1.5"], "config.seed=1.5 should be of type int, not float"),
-        ("vit_digits", ["seed=-1"], "config.seed=-1 should be 0 or more"),
+        ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
+        ("vit_digits", ["seed=4294967296"], "config.seed=4294967296 should be in"),
+        ("vit_digits", ["lr={[]:1}"], "should be of type float, not str"),
+        ("vit_digits", ["lr=none"], "config.lr=None should be of type float"),
+        ("vit_digits", ["wd=1e999"], "config.wd=inf should be finite"),
+        ("vit_digits", ["mixup=1e999"], "config.mixup=inf should be finite"),
+        ("vit_digits", ["grad_clip_norm=-1.0"], "config.grad_clip_norm=-1.0 should be finite and above 0"),
+        ("vit_digits", ["wd_mults=[('.*','b')]"], "should be pairs"),
+        ("vit_digits", ["lr_mults=[('.*',-1.0)]"], "should be pairs"),
+        ("vit_digits", ["profile=('a','b')"], r"should be of type Sequence\[int\]"),
+        ("vit_digits", ["profile=(1.5,2)"], r"should be of type Sequence\[int\]"),
         ("vit_digits", ["lr=-1.0"], "config.lr=-1.0 should be finite and not negative"),
         ("vit_digits", ["ema_decay=1.0"], r"config.ema_decay=1.0 should be in \[0, 1\)"),
         ("vit_digits", ["grad_accum=0"], "config.grad_accum=0 should be 1 or more"),
@@ -96,6 +107,8 @@ def test_a_bad_config_is_one_line(spec, overrides, message):
         ("def get_config(): return {}", "returned a dict, expected a ConfigDict"),
         ("x = 1", "has no attribute 'get_config'"),
         ("def get_config(:", "SyntaxError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise RuntimeError('one\\ntwo')", "RuntimeError: one"),
         ("import absent_module", "ModuleNotFoundError: No module named 'absent_module'"),
         ("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({'lrr': 1})", "did you mean 'lr'"),
         ("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({'lr': '1'})", "lr='1' should be"),

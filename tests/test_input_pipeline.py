@@ -162,8 +162,8 @@ class TestOps:
             ("onehot(10)", "preprocessing needs 'label', the example has image"),
             ("keep('labels')", "preprocessing needs 'labels'"),
             ("keep('label')|resize(4)", "preprocessing needs"),
-            ("resize(0)", "preprocessing: "),
-            ("pad(-1)", "preprocessing: "),
+            ("resize(0)", "resize: 0x0 pixels"),
+            ("pad(-1)", "expected a border of 0 to 10,000"),
             ("value_range(0, 1, 5, 5)", "in_min=5 should be below in_max=5"),
         ],
     )

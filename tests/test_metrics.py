@@ -44,6 +44,20 @@ def test_curves_are_drawn_for_several_runs(tmp_path, capsys):
     assert "no metrics.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["\0\0\0", "[1]", "{}", '{"step": "x"}', "3"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(metrics.MetricsError, match=r"metrics\.jsonl:2 is damaged"):
+        metrics.Rows(path, resume_step=2)
+    assert line in path.read_text()
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path, capsys):
+    assert run(plot.main, [str(tmp_path), "--out", "curves.xyz"]) == 2
+    assert "expected a name ending in .png" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rows", [[{"step": 0, "num_params": 3}], [{"step": 0, "loss": 1.0}]])
 def test_curves_of_a_run_that_has_barely_begun(tmp_path, rows):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

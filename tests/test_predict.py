@@ -162,6 +162,12 @@ def damaged(workdir, tmp_path, what):
         config = json.loads((copy / "config.json").read_text())
         config["model"]["width"] = 32
         (copy / "config.json").write_text(json.dumps(config))
+    elif what == "classes":
+        (copy / "classes.json").write_text("3")
+    elif what in ("no value_range", "no resize"):
+        config = json.loads((copy / "config.json").read_text())
+        config["pp_predict"] = "decode(1)|resize(8)" if what == "no value_range" else "resize(8)"
+        (copy / "config.json").write_text(json.dumps(config))
     elif what == "emptied checkpoint":
         for path in (copy / "checkpoints").rglob("*"):
             if path.is_file():
@@ -189,11 +195,33 @@ def test_an_unusable_run_is_one_line(workdir, images, tmp_path, capsys, main, wh
     assert re.search(message, err)
 
 
+def test_predictions_settings_that_cannot_work_are_one_line(workdir, images, tmp_path, capsys):
+    for i, (what, message) in enumerate(
+        [("classes", "a list of class names"), ("no value_range", "pp_predict yields uint8")]
+    ):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        status, _, err = call(capsys, predict.main, "--workdir", damaged(workdir, folder, what), next(iter(images)))
+        assert status == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_file_names_are_shown_as_they_are(workdir, images, tmp_path, capsys):
+    odd = tmp_path / "[red]a[" / "x].png"
+    odd.parent.mkdir()
+    shutil.copy(next(iter(images)), odd)
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, odd)
+    assert status == 0
+    assert "[red]a[" in "".join(out.split("│")).replace("\n", "").replace(" ", "")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], "give --workdir DIR, or both"),
         (["--workdir", "absent"], "no workdir absent"),
+        (["--workdir", ""], "an empty path"),
         (["--workdir", "{workdir}"], "no image files"),
         (["--workdir", "{workdir}", "{empty}"], "no image files"),
         (["--workdir", "{workdir}", "x.png", "--topk", "0"], "show at least one class"),

@@ -1,6 +1,7 @@
 """Training as a whole: deterministic, resumable, equal under accumulation, and refusing what cannot work."""
 
 import json
+import re
 
 import flax.linen as nn
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dcvit import build, metrics, train
+from dcvit import build, metrics, sharding, train
 from dcvit import config as configs
 from dcvit.checkpoint import load_params
 
@@ -47,7 +48,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(digits_run, monkeypatch):
     _, whole = digits_run("whole", ema_decay=0.9, mixup=0.2)
     calls = []
 
-    def stop(self, step, state):
+    def stop(self, step, state, start):
         calls.append(step)
         if step == 5 and len(calls) == 5:
             raise KeyboardInterrupt
@@ -140,10 +141,52 @@ def test_a_run_starts_from_another_runs_parameters(digits_run):
     assert same(load_params(first), load_params(second))
 
 
-def test_a_profile_is_recorded_for_the_given_steps(digits_run):
-    status, workdir = digits_run(profile=(2, 3))
+@pytest.mark.parametrize("steps", [(2, 3), (5, 6), (6, 100)])
+def test_a_profile_is_recorded_for_the_given_steps(digits_run, steps):
+    status, workdir = digits_run(profile=steps)
     assert status == 0
     assert list((workdir / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_profile_window_begun_before_a_stop_is_recorded_after_it(digits_run, monkeypatch):
+    def stop(self, step, state, start):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Loop, "_profile", stop)
+        assert digits_run(profile=(2, 5))[0] == 130
+    status, workdir = digits_run(profile=(2, 5))
+    assert status == 0
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+
+
+def test_the_last_step_evaluates_whatever_the_schedule(digits_run):
+    status, workdir = digits_run(**{"evals.test.log_steps": 0}, log_steps=0)
+    assert status == 0
+    rows = metrics.read(workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 6]
+    assert rows[-1]["test/n"] == 360
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_one_line(digits_run, capsys):
+    status, workdir = digits_run(lr=1e38, grad_clip_norm="none")
+    assert status == 2
+    assert re.search(r"error: step \d: the loss is (nan|inf); stopped", capsys.readouterr().err)
+    assert "NaN" not in (workdir / "metrics.jsonl").read_text()
+
+
+def test_eight_devices_train_as_one_does():
+    state, batch, update = make(**{"model.depth": 2})
+    mesh = sharding.data_mesh()
+    assert mesh.size == 8
+    spread = jax.device_put(state, sharding.replicated(mesh))
+    dealt = sharding.put_batch({k: np.asarray(v) for k, v in batch.items()}, mesh)
+    (one, m_one), (many, m_many) = update(state, batch), update(spread, dealt)
+    assert float(m_many["loss"]) == pytest.approx(float(m_one["loss"]), rel=1e-5)
+    assert float(m_many["grad_norm"]) == pytest.approx(float(m_one["grad_norm"]), rel=1e-5)
+    assert dealt["image"].sharding.shard_shape(dealt["image"].shape)[0] == 8
+    assert jax.tree.structure(one) == jax.tree.structure(many)
 
 
 def test_tensorboard_gets_the_metrics_where_it_is_installed(digits_run):
@@ -189,6 +232,16 @@ BAD = {
     "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
     "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
+    "model field of the trainer": ({"model.num_classes": 5}, "the classes are config.num_classes"),
+    "no groups": ({"model.groups": 0}, "groups=0 does not divide num_heads=4"),
+    "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
+    "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
+    "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
+    "optimiser that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
+    "dictionary": ({"model": "{'a.b':2}"}, "error: "),
+    "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, multiplier"),
+    "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
+    "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: -1x-1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
     "no total": ({"total_steps": 0}, "give total_epochs"),
 }
@@ -203,7 +256,7 @@ def test_what_cannot_work_is_one_line_before_anything_is_written(digits_run, cap
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert not (workdir / "metrics.jsonl").exists()
+    assert not workdir.exists()
 
 
 def test_a_workdir_of_another_config_is_refused_and_left_alone(digits_run, capsys):

@@ -64,8 +64,12 @@ def attention(
     keys, key_heads = k.shape[1:3]
     if heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
+    if groups < 1 or heads % groups:
+        raise ValueError(f"groups={groups} does not divide {heads} heads")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees at least itself, so window >= 1")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(f"mask has dtype {mask.dtype}, expected bool: True where a query may see a key")
     if mask is not None and not (
         mask.ndim == 4
         and mask.shape[0] in (1, batch)

@@ -7,10 +7,10 @@ so the core and the models also import where only jax, flax and numpy are presen
 from typing import Any
 
 try:
-    from jaxtyping import Array, Bool, Float, Shaped
+    from jaxtyping import Array, Bool, Float
 except ModuleNotFoundError:
     from jax import Array
 
-    Bool = Float = Shaped = Any  # type: ignore[assignment]
+    Bool = Float = Any  # type: ignore[assignment]
 
-__all__ = ["Array", "Bool", "Float", "Shaped"]
+__all__ = ["Array", "Bool", "Float"]

@@ -1,4 +1,4 @@
-"""The attention module both models share: projections, optional QK-norm, then `dcvit.dcmha.attention`."""
+"""The attention module of the models: projections, optional QK-norm, then `dcvit.dcmha.attention`."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Attention(nn.Module):
             raise ValueError(f"num_heads={self.num_heads} does not divide width={width}")
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
-        if self.compose and self.num_heads % self.groups:
+        if self.compose and (self.groups < 1 or self.num_heads % self.groups):
             raise ValueError(f"groups={self.groups} does not divide num_heads={self.num_heads}")
         if self.compose and self.rank < 1:
             raise ValueError(f"rank={self.rank}: the dynamic projections need at least rank 1")

@@ -161,7 +161,7 @@ class ViT(nn.Module):
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`; False, none.
       head_zeroinit: the head's kernel starts at zero.
       dropout: rate after the position embedding, inside the MLP and on both residual branches.
-      stochastic_depth: rate of the last block; grows linearly from 0 at the first.
+      stochastic_depth: rate of the last block; grows linearly from 0 at the first (so a single block has 0).
       scan: one scanned block instead of `depth` unrolled ones: compiles faster, same result.
       remat: "none", "dots" (keep matrix products) or "full" (recompute every block in the backward).
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
