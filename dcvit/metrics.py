@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,6 @@ def _tensorboard(workdir: Path) -> Any:
     """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before the import: it talks much about absent GPUs
     import tensorflow as tf
     from clu import metric_writers
 

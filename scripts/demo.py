@@ -80,7 +80,7 @@ def main() -> None:
     write_images(out / "images")
     print("\npredictions of DCViT for test images")
     run("dcvit.predict", "--workdir", out / "DCViT", out / "images", "--topk", 3)
-    print(f"\nall of it lies in {out}:")
+    print(f"\nall of it lies in {out.resolve()}:")
     print("  DCViT/ ViT/     config.json, metrics.jsonl, timing.jsonl, checkpoints/")
     print("  curves.png      training loss and test accuracy; table.json, the table above")
     print(f"  images/         {SHOWN} test images; predict your own with")

@@ -5,4 +5,4 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 echo "dcvit demo: DCViT against a plain ViT on 1,797 handwritten digits"
 bash "$root/scripts/setup.sh"
-exec "${DCVIT_VENV:-$root/.venv}/bin/python" "$root/scripts/demo.py" "$@"
+exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/demo.py" "$@"

@@ -13,7 +13,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for the whole session: 
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import pytest
