@@ -63,7 +63,8 @@ def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformat
 
 
 def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, config: ConfigDict) -> Callable[..., Any]:
-    """The training step: (state, batch) -> (state, metrics `loss`, `grad_norm` before clipping, `lr`)."""
+    """The training step: (state, batch) -> (state, metrics `loss`, `lr`, and `grad_norm`, of all
+    parameters and before clipping)."""
     loss_fn = getattr(losses, config.loss)
 
     def loss_of(params: Any, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
