@@ -164,7 +164,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     for name in evaluators:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
-    given = _given_params(config, shapes) if config.model_init and not saved_steps(workdir) else shapes
+    given = _given_params(config, shapes, resumes=bool(saved_steps(workdir)))
     claim_workdir(workdir, config, data.source.class_names)
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
@@ -180,12 +180,15 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         writer.close()
 
 
-def _given_params(config: ConfigDict, shapes: Any) -> Any:
-    """The parameters of `config.model_init` in a tree like `shapes`, which keeps its shape where none is loaded."""
+def _given_params(config: ConfigDict, shapes: Any, *, resumes: bool) -> Any:
+    """The parameters of `config.model_init` in a tree like `shapes`, with None where none is to be loaded."""
+    if resumes or not config.model_init:
+        return jax.tree.map(lambda _: None, shapes)
     load = build.model_module(config).load
     options = config.model_load.to_dict()
     check_call(load, options, "config.model_load", args=(shapes, config.model_init, {}))
-    return load(shapes, config.model_init, config.model.to_dict(), **options)
+    loaded = load(shapes, config.model_init, config.model.to_dict(), **options)
+    return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
 
 
 def _start_state(
@@ -199,17 +202,17 @@ def _start_state(
 ) -> TrainState:
     """The newest checkpoint's state, or a fresh one with the arrays of `given` among its parameters."""
 
-    def fresh() -> TrainState:
+    def fresh(given: Any) -> TrainState:
         params = net.init(jax.random.key(config.seed), jnp.zeros((1, *image_shape)))["params"]
-        chosen = jax.tree.map(lambda g, p: p if isinstance(g, jax.ShapeDtypeStruct) else g, given, params)
-        return initial_state(config, chosen, tx)
+        params = jax.tree.map(lambda g, p: p if g is None else g, given, params, is_leaf=lambda leaf: leaf is None)
+        return initial_state(config, params, tx)
 
     latest = checkpoints.latest()
     if latest is None:
-        state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))()
+        state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))(jax.device_put(given, replicated(mesh)))
         return state
     abstract = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), jax.eval_shape(fresh)
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), jax.eval_shape(fresh, given)
     )
     items = checkpoints.restore(latest, abstract.items())
     return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])

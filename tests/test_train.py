@@ -134,6 +134,17 @@ def test_frozen_parameters_do_not_move_in_a_run(digits_run):
     assert not same(end["head"], load_params(other)["head"])
 
 
+def test_what_is_not_loaded_starts_from_the_seed(digits_run):
+    still = {"total_steps": 1, "ckpt_steps": 1, "lr": 0.0, "wd": 0.0}
+    _, first = digits_run("first")
+    _, fresh = digits_run("fresh", **still)
+    status, mixed = digits_run("mixed", model_init=first, **{"model_load.dont_load": ["head/.*"]}, **still)
+    assert status == 0
+    assert same(load_params(mixed)["Transformer"], load_params(first)["Transformer"])
+    assert same(load_params(mixed)["head"], load_params(fresh)["head"])
+    assert not same(load_params(mixed)["head"], load_params(first)["head"])
+
+
 def test_a_run_starts_from_another_runs_parameters(digits_run):
     _, first = digits_run("first")
     status, second = digits_run("second", model_init=first, total_steps=1, ckpt_steps=1, lr=0.0, wd=0.0)
