@@ -24,7 +24,7 @@ def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
     config.input.batch_size = 64
     pp_label = '|onehot(10)|keep("image", "labels")'
     config.input.pp = "pad(1)|random_crop(8)|value_range(-1, 1)" + pp_label
-    config.pp_predict = "decode(1)|resize(8)|value_range(-1, 1)"
+    config.pp_predict = "decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)"
 
     config.model_name = "vit"
     config.model = {

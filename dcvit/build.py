@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,12 +20,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit import losses, optim
+from dcvit import losses, optim, pixels
 from dcvit.config import ConfigError, Options, check_call, duration, is_duration
-from input_pipeline.errors import nearest
+from input_pipeline.errors import first_line, nearest
 
 MODELS = ("vit",)
-EVALUATORS = ("classification",)
+EVALUATORS = ("classification", "fewshot")
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
 
 
@@ -36,6 +38,8 @@ def model_module(config: ConfigDict) -> Any:
 
 def model(config: ConfigDict) -> nn.Module:
     """The linen module of `config.model`."""
+    if config.num_classes is None:
+        raise ConfigError("config.num_classes is known once the data was opened: use --workdir of a training run")
     module = model_module(config)
     fields = config.model.to_dict()
     variant = fields.pop("variant", None)
@@ -56,42 +60,49 @@ def param_shapes(net: nn.Module, image_shape: tuple[int, ...]) -> Any:
     try:
         return jax.eval_shape(net.init, jax.random.key(0), images)["params"]
     except (ValueError, TypeError) as e:
-        raise ConfigError(f"config.model: {str(e).splitlines()[0]}") from e
+        raise ConfigError(f"config.model: {first_line(e)}") from e
 
 
-def predictor(net: nn.Module) -> Callable[..., jax.Array]:
-    """(params, images B H W C) -> logits B C, without dropout."""
+def predictor(net: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, Any]]]:
+    """(params, images B H W C) -> logits B C and the model's named intermediates, without dropout."""
 
-    def predict(params: Any, images: jax.Array) -> jax.Array:
-        logits: jax.Array = net.apply({"params": params}, images, train=False)[0]
-        return logits
+    def predict(params: Any, images: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        return net.apply({"params": params}, images, train=False)  # type: ignore[return-value]
 
     return predict
 
 
 class TrainingData:
-    """The training source of a config, and what follows from it: image shape and the total of steps."""
+    """The training source of a config, and what follows from it: image shape, classes and the total of steps.
+
+    `config` is the given one with the number of classes filled in, where it was None, and its pp strings with it
+    in place of "{num_classes}".
+    """
 
     def __init__(self, config: ConfigDict):
-        known = {"data": dict, "batch_size": int, "pp": str}
+        known = {"data": dict, "batch_size": int, "pp": str, "corrupt": str, "corrupt_max": int}
         for key in config.input:
             if key not in known:
                 raise ConfigError(f"config.input has no key {key!r}; {nearest(key, known)}")
+        options = {"corrupt": "fail", "corrupt_max": 100, **config.input.to_dict()}
         for key, expected in known.items():
-            value = config.input.get(key)
-            value = value.to_dict() if isinstance(value, ConfigDict) else value
+            value = options.get(key)
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise ConfigError(f"config.input.{key}={value!r} should be of type {expected.__name__}")
-        self.batch_size, self.pp, self.seed = config.input.batch_size, config.input.pp, config.seed
+        self.batch_size, self.seed = options["batch_size"], config.seed
         if self.batch_size < 1 or self.batch_size % (config.grad_accum * jax.device_count()):
             raise ConfigError(
                 f"config.input.batch_size={self.batch_size} is no multiple of "
                 f"grad_accum {config.grad_accum} × {jax.device_count()} devices"
             )
+        self.corrupt = input_pipeline.Corrupt(options["corrupt"], options["corrupt_max"])
         self.source = open_source(config.input.data, "config.input.data")
         if len(self.source) < self.batch_size:
             raise ConfigError(f"config.input: {len(self.source)} examples do not fill one batch of {self.batch_size}")
-        self.image_shape = example_shape(self.source, self.pp, config, "config.input.pp")
+        self.config = _with_classes(config, self.source.class_names)
+        pp = self.config.input.pp
+        self.image_shape = example_shape(self.source, pp, self.config, "config.input.pp", self.corrupt)
+        self.pp, self.on_device = pixels.split(pp)  # what the host does, and what is done to its images after
         total = duration(config, "total", batch_size=self.batch_size, examples=len(self.source))
         if not total:
             raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
@@ -104,8 +115,25 @@ class TrainingData:
             total_steps=self.total_steps, default=default, what=what,
         )  # fmt: skip
 
-    def batches(self, start_step: int) -> Any:
-        return input_pipeline.train_batches(self.source, self.pp, self.batch_size, self.seed, start_step)
+    def batches(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+        """The training stream from a step on."""
+        return input_pipeline.train_batches(
+            self.source, self.pp, self.batch_size, self.seed, start_step, corrupt=self.corrupt
+        )
+
+
+def _with_classes(config: ConfigDict, class_names: tuple[str, ...] | None) -> ConfigDict:
+    """The config with `num_classes`, where it is None, as the data has them."""
+    if config.num_classes is not None:
+        return config
+    if not class_names:
+        raise ConfigError("config.num_classes=None, but the training data does not name its classes: give the number")
+    filled = config.copy_and_resolve_references().unlock()
+    with filled.ignore_type():
+        filled.num_classes = len(class_names)
+        for holder in (filled.input, *filled.evals.values()):
+            holder.pp = holder.pp.replace("{num_classes}", str(len(class_names)))
+    return filled.lock()
 
 
 def open_source(data: Options, what: str) -> input_pipeline.Source:
@@ -120,27 +148,42 @@ def check_data(data: Any, what: str) -> None:
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
 
 
-def example_shape(source: input_pipeline.Source, pp: str, config: ConfigDict, what: str) -> tuple[int, ...]:
-    """The shape of a preprocessed image; checks that `pp` yields what the model and the loss take."""
-    example = input_pipeline.Preprocess(pp)(source[0], np.random.default_rng(0))
-    for key, ndim in (("image", 3), ("labels", 1)):
-        if np.ndim(example.get(key, 0)) != ndim:
+def example_shape(
+    source: input_pipeline.Source,
+    pp: str,
+    config: ConfigDict,
+    what: str,
+    corrupt: input_pipeline.Corrupt,
+    target: tuple[str, int] = ("labels", 1),
+) -> tuple[int, ...]:
+    """The shape of a preprocessed image; checks that `pp` yields what the model and the loss take.
+
+    `target` is the name and rank of what stands beside the image: "labels", a vector over the classes, or "label".
+    """
+    batches = input_pipeline.eval_batches(source, pp, 1, corrupt=corrupt, threads=0)
+    example = next(({k: v[0] for k, v in batch.items()} for batch in batches if batch["_mask"][0]), {})
+    for key, ndim in (("image", 3), target):
+        if key not in example or example[key].ndim != ndim:
             raise ConfigError(
-                f"{what} yields {', '.join(example)}; expected image (height, width, channels) and labels"
+                f"{what} yields {', '.join(k for k in example if k != '_mask')}; expected image (height, width, "
+                f"channels) and {target[0]}"
             )
     if example["image"].dtype != np.float32:
         raise ConfigError(f"{what} yields {example['image'].dtype} images; add value_range(-1, 1)")
-    if len(example["labels"]) != config.num_classes:
-        raise ConfigError(f"{what} yields {len(example['labels'])} classes, config.num_classes={config.num_classes}")
+    classes = len(example["labels"]) if target[1] else config.num_classes
+    if classes != config.num_classes:
+        raise ConfigError(f"{what} yields {classes} classes, config.num_classes={config.num_classes}")
     return tuple(example["image"].shape)
 
 
 def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[optax.GradientTransformation, Any]:
     """The gradient transformation of a config and its schedule."""
-    if not config.optax_name.startswith("scale_by_") or not hasattr(optax, config.optax_name):
-        known = [name for name in dir(optax) if name.startswith("scale_by_")]
+    known = [name for name in dir(optax) if name.startswith("scale_by_") or name == "trace"]
+    if config.optax_name not in known:
         close = difflib.get_close_matches(config.optax_name, known, n=1, cutoff=0.0)
-        raise ConfigError(f"config.optax_name={config.optax_name!r} is no scale_by_… of optax; nearest: {close[0]}")
+        raise ConfigError(
+            f"config.optax_name={config.optax_name!r} is no scale_by_… or trace of optax; nearest: {close[0]}"
+        )
     check_call(getattr(optax, config.optax_name), config.optax.to_dict(), "config.optax")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
@@ -149,8 +192,6 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
             schedule.pop(f"{name}_{unit}", None)
         schedule[f"{name}_steps"] = steps
     check_call(optim.schedule, schedule, "config.schedule", args=(data.total_steps,))
-    if config.loss not in losses.NAMES:
-        raise ConfigError(f"config.loss={config.loss!r}; {nearest(config.loss, losses.NAMES)}")
     try:
         tx, factor = optim.make(
             params, total_steps=data.total_steps, optax_name=config.optax_name, optax_args=config.optax.to_dict(),
@@ -160,33 +201,57 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
         )  # fmt: skip
         jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     except (ValueError, TypeError) as e:
-        raise ConfigError(f"config: {str(e).splitlines()[0]}") from None
+        raise ConfigError(f"config: {first_line(e)}") from None
     return tx, factor
 
 
 def evaluators(
     config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, image_shape: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Each evaluator of `config.evals` by name; their images must have `image_shape` where it is given."""
+    """Each evaluator of `config.evals` by name, with the `image_shape` found; all must have the given one, if any.
+
+    An evaluator with `optional=True` whose data is missing is left out, and said so on stderr.
+    """
+    check_loss(config.loss, "config.loss")
     built = {}
     for name, options in config.evals.items():
         what = f"config.evals.{name}"
         if not isinstance(options, ConfigDict):
             raise ConfigError(f"{what}={options!r} should be a dict with type, data and pp")
-        kwargs = {k: v for k, v in options.to_dict().items() if k != "type" and not is_duration(k, ("log",))}
-        kind = options.get("type")
-        if kind not in EVALUATORS:
-            raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")
-        kwargs.setdefault("loss", config.loss)
-        check_data(kwargs.get("data"), f"{what}.data")
-        if isinstance(kwargs.get("batch_size"), int) and kwargs["batch_size"] < 1:
-            raise ConfigError(f"{what}.batch_size={kwargs['batch_size']} should be 1 or more")
-        if kwargs["loss"] not in losses.NAMES:
-            raise ConfigError(f"{what}.loss={kwargs['loss']!r}; {nearest(str(kwargs['loss']), losses.NAMES)}")
-        evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
-        check_call(evaluator, kwargs, what, args=(predict, mesh))
-        built[name] = evaluator(predict, mesh, **kwargs)
-        found = example_shape(built[name].source, kwargs["pp"], config, f"{what}.pp")
-        if image_shape not in (None, found):
-            raise ConfigError(f"{what}.pp yields images of {found}, training of {image_shape}")
+        try:
+            built[name] = _evaluator(config, options, what, predict, mesh)
+        except input_pipeline.MissingDataError as e:
+            if not options.get("optional"):
+                raise
+            print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
+            continue
+        if image_shape not in (None, built[name].image_shape):
+            raise ConfigError(f"{what}.pp yields images of {built[name].image_shape}, training of {image_shape}")
     return built
+
+
+def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Callable[..., Any], mesh: Mesh) -> Any:
+    """One evaluator, its arguments and its first example checked."""
+    kind = options.get("type")
+    if kind not in EVALUATORS:
+        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")
+    kwargs = {
+        k: v for k, v in options.to_dict().items() if k not in ("type", "optional") and not is_duration(k, ("log",))
+    }
+    for key in ("data", "test_data") if "test_data" in kwargs else ("data",):
+        check_data(kwargs.get(key), f"{what}.{key}")
+    if isinstance(kwargs.get("batch_size"), int) and kwargs["batch_size"] < 1:
+        raise ConfigError(f"{what}.batch_size={kwargs['batch_size']} should be 1 or more")
+    evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
+    if "loss" in inspect.signature(evaluator).parameters:
+        check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
+    check_call(evaluator, kwargs, what, args=(predict, mesh))
+    built = evaluator(predict, mesh, **kwargs)
+    built.image_shape = example_shape(built.source, built.pp, config, f"{what}.pp", built.corrupt, evaluator.target)
+    return built
+
+
+def check_loss(name: Any, what: str) -> None:
+    """Raises ConfigError where there is no such loss."""
+    if name not in losses.NAMES:
+        raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")

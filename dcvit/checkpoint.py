@@ -17,6 +17,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from input_pipeline.errors import first_line
+
 FOLDER = "checkpoints"
 
 
@@ -56,7 +58,7 @@ class Checkpoints:
         try:
             return dict(self.manager.restore(step, args=args).items())
         except Exception as e:
-            raise CheckpointError(f"cannot restore {path}: {_first_line(e)}") from e
+            raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
     def close(self) -> None:
         self.manager.wait_until_finished()
@@ -83,7 +85,7 @@ def load_params(source: str | Path) -> dict[str, Any]:
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, Any] = checkpointer.restore(item.absolute(), target)
     except Exception as e:
-        raise CheckpointError(f"cannot read {item}: {_first_line(e)}") from e
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
     return params
 
 
@@ -161,7 +163,7 @@ def _metadata(item: Path) -> Any:
     try:
         return ocp.StandardCheckpointHandler().metadata(item.absolute()).tree
     except Exception as e:
-        raise CheckpointError(f"cannot read {item}: {_first_line(e)}") from e
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
 
 
 def _load_npz(path: Path) -> dict[str, Any]:
@@ -170,11 +172,7 @@ def _load_npz(path: Path) -> dict[str, Any]:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             flat = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise CheckpointError(f"cannot read {path} as .npz: {_first_line(e)}") from e
+        raise CheckpointError(f"cannot read {path} as .npz: {first_line(e)}") from e
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
     params: dict[str, Any] = tree.get("params", tree)
     return params
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from input_pipeline.errors import InputError, check_arguments, has_type, nearest, type_name
+from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
 DURATIONS = ("total", "log", "ckpt")
@@ -29,8 +29,8 @@ Options: TypeAlias = Mapping[str, Any] | ConfigDict
 # Every key that a config may hold, with its type and the value it has when a config leaves it out.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "seed": (int, 0),
-    "input": (dict, {}),  # data: arguments of open_source; batch_size; pp
-    "num_classes": (int, 0),
+    "input": (dict, {}),  # data: arguments of open_source; batch_size; pp; corrupt: "fail" or "skip", corrupt_max
+    "num_classes": (int | None, 0),  # 0 leaves the head away; None takes as many as the training data names
     "model_name": (str, "vit"),
     "model": (dict, {}),  # arguments of dcvit.models.<model_name>.Model
     "model_init": (str | None, None),  # a checkpoint to start from
@@ -50,7 +50,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "grad_clip_norm": (float | None, None),
     "grad_accum": (int, 1),
     "ema_decay": (float, 0.0),  # 0 is off
-    "evals": (dict, {}),  # name -> type, data, pp, batch_size, how often, further arguments
+    "evals": (dict, {}),  # name -> type, data, pp, batch_size, optional, how often, further arguments
     "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
     "ckpt_keep": (int, 1),
     "tensorboard": (bool, True),
@@ -83,7 +83,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError) as e:  # a dict that no ConfigDict can hold
-            raise ConfigError(f"--config.{override}: {_first_line(e)}") from None
+            raise ConfigError(f"--config.{override}: {first_line(e)}") from None
     check_types(config)
     return config.lock()
 
@@ -134,7 +134,7 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {_first_line(e)}") from e
+        raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
     return config
@@ -158,10 +158,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _like(old: Any, text: str, what: str) -> Any:

@@ -1,12 +1,14 @@
-"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--format table|csv|json]`.
+"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--format FORMAT] [--out FILE]`.
 
-Runs every evaluator of a config on a checkpoint: by default the workdir's own config and its newest one.
+Runs every evaluator of a config on a checkpoint: by default the workdir's own config and its newest one. Each row
+says all that a table of results needs, and `--out` collects the rows of many models in one CSV file.
 """
 
 from __future__ import annotations
 
+import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,22 @@ from ml_collections import ConfigDict
 
 from dcvit import build, cli
 from dcvit import config as configs
-from dcvit.checkpoint import check_tree, load_params, shapes_of
+from dcvit.checkpoint import check_tree, load_params, shapes_of, step_folder
 from dcvit.config import ConfigError
+from dcvit.flops import vit_flops
+from dcvit.models.vit import ViT
 from dcvit.sharding import data_mesh, replicated
+
+COLUMNS = (
+    "evaluation", "model", "step", "parameters", "gflops", "image_size",
+    "top1", "top5", "loss", "n", "images_per_second",
+)  # fmt: skip
 
 
 def evaluate(config: ConfigDict, checkpoint: Path) -> list[dict[str, Any]]:
-    """One row of numbers for each evaluator of the config.
+    """A row of COLUMNS for each evaluation set of the config, and for each number of shots of few-shot ones.
+
+    `gflops` are those of one image's forward pass (see `dcvit.flops`), `step` is None for a file that knows none.
 
     Raises:
       ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`.
@@ -30,13 +41,53 @@ def evaluate(config: ConfigDict, checkpoint: Path) -> list[dict[str, Any]]:
     net = build.model(config)
     evaluators = build.evaluators(config, build.predictor(net), mesh)
     if not evaluators:
-        raise ConfigError("config.evals names no evaluator")
+        raise ConfigError("config.evals names no evaluator whose data is there")
     params = load_params(checkpoint)
-    for name, evaluator in evaluators.items():
-        shape = build.example_shape(evaluator.source, evaluator.pp, config, f"config.evals.{name}.pp")
-        check_tree(shapes_of(params), shapes_of(build.param_shapes(net, shape)), str(checkpoint))
+    for evaluator in evaluators.values():
+        check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.image_shape)), str(checkpoint))
     params = jax.device_put(params, replicated(mesh))
-    return [{"evaluator": name, **evaluator.run(params)} for name, evaluator in evaluators.items()]
+    about = {
+        "model": config.model.get("variant") or config.model_name,
+        "step": None if checkpoint.is_file() else _step(checkpoint),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+    }
+    rows: list[dict[str, Any]] = []
+    for name, evaluator in evaluators.items():
+        numbers = evaluator.run(params)
+        shape = evaluator.image_shape
+        flops = vit_flops(net, shape) if isinstance(net, ViT) else None
+        size = {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{shape[0]}x{shape[1]}"}
+        speed = {"images_per_second": round(evaluator.images_per_second, 1)}
+        if "top1" in numbers:
+            found = {name: numbers}
+        else:  # few-shot: an accuracy for each number of shots
+            found = {f"{name}/{k}": {"top1": v, "n": numbers["n"]} for k, v in numbers.items() if k != "n"}
+        for each, values in found.items():
+            rows.append({k: ({"evaluation": each} | about | size | values | speed).get(k) for k in COLUMNS})
+    return rows
+
+
+def _step(checkpoint: Path) -> int | None:
+    """The training step of a checkpoint's folder, which is its name."""
+    name = step_folder(checkpoint).name
+    return int(name) if name.isdigit() else None
+
+
+def append_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends rows of COLUMNS to a CSV file, which gets its header first where it is new or empty.
+
+    Raises:
+      ConfigError: the file has other columns.
+    """
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        header = file.readline().strip()
+        if header and header != ",".join(COLUMNS):
+            raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(COLUMNS)}")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not header:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Path]:
@@ -66,8 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit evaluate", description="Run a config's evaluators on a checkpoint.")
     add_options(parser)
+    parser.add_argument("--out", type=cli.path, help="CSV file to append the rows to")
     args, overrides = parser.parse(argv)
-    cli.show(evaluate(*run_config(args, overrides)), args.format)
+    if args.out:
+        append_csv(args.out, [])  # what is wrong with the file is said now, not after the work
+    rows = evaluate(*run_config(args, overrides))
+    cli.show(rows, args.format)
+    if args.out:
+        append_csv(args.out, rows)
     return 0
 
 

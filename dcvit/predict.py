@@ -82,7 +82,8 @@ def predict(
         raise ConfigError("config.pp_predict is empty: it says how an image file becomes the model's input")
     net = build.model(config)
     params = load_params(checkpoint)
-    logits = jax.jit(build.predictor(net))
+    predictor = build.predictor(net)
+    logits = jax.jit(lambda params, images: predictor(params, images)[0])
     normalise = jax.nn.sigmoid if config.loss == "sigmoid_xent" else jax.nn.softmax
     rows: list[dict[str, Any]] = []
     failed: list[str] = []

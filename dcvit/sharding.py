@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -27,3 +28,13 @@ def by_example(mesh: Mesh) -> NamedSharding:
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """A batch of numpy arrays on the devices; the device count divides the batch size."""
     return {k: jax.device_put(v, by_example(mesh)) for k, v in batch.items()}
+
+
+def prefetch(batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, ahead: int = 1) -> Iterator[dict[str, jax.Array]]:
+    """Batches on the devices, each sent `ahead` batches before it is asked for, so that steps overlap the transfer."""
+    sent: deque[dict[str, jax.Array]] = deque()
+    for batch in batches:
+        sent.append(put_batch(batch, mesh))
+        if len(sent) > ahead:
+            yield sent.popleft()
+    yield from sent

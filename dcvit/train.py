@@ -31,7 +31,7 @@ from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
-from dcvit.sharding import data_mesh, put_batch, replicated
+from dcvit.sharding import data_mesh, prefetch, replicated
 
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = ("evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
@@ -44,11 +44,13 @@ class TrainState(flax.struct.PyTreeNode):
     params: Any
     opt_state: Any
     ema: Any
+    skipped: Any  # int32 scalar, corrupt examples passed over so far
 
     def items(self) -> dict[str, Any]:
         """As the items of a checkpoint."""
         averaged = {} if self.ema is None else {"ema": self.ema}
-        return {"params": self.params, **averaged, "rest": {"step": self.step, "opt_state": self.opt_state}}
+        rest = {"step": self.step, "opt_state": self.opt_state, "skipped": self.skipped}
+        return {"params": self.params, **averaged, "rest": rest}
 
     @property
     def best(self) -> Any:
@@ -59,12 +61,19 @@ class TrainState(flax.struct.PyTreeNode):
 def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
     ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=ema)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, params=params, opt_state=tx.init(params), ema=ema, skipped=jnp.copy(zero))
 
 
-def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, config: ConfigDict) -> Callable[..., Any]:
-    """The training step: (state, batch) -> (state, metrics `loss`, `lr`, and `grad_norm`, of all
-    parameters and before clipping)."""
+def make_update(
+    net: Any,
+    tx: optax.GradientTransformation,
+    schedule: Any,
+    config: ConfigDict,
+    on_device: Callable[[jax.Array], jax.Array] = lambda images: images,
+) -> Callable[..., Any]:
+    """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
+    clipping, and `skipped` where corrupt examples may be). `on_device` ends the preprocessing of images."""
     loss_fn = getattr(losses, config.loss)
 
     def loss_of(params: Any, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
@@ -74,7 +83,7 @@ def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, confi
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         mix_key, dropout_key = jax.random.split(key)
-        images, labels = batch["image"], batch["labels"]
+        images, labels = on_device(batch["image"]), batch["labels"]
         if config.label_smoothing:
             labels = losses.smooth(labels, config.label_smoothing)
         if config.mixup:
@@ -88,7 +97,11 @@ def make_update(net: Any, tx: optax.GradientTransformation, schedule: Any, confi
         if config.ema_decay:
             ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * schedule(state.step)}
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema), metrics
+        skipped = state.skipped + jnp.sum(batch["_skipped"])
+        if config.input.get("corrupt") == "skip":
+            metrics["skipped"] = skipped
+        step = state.step + 1
+        return TrainState(step=step, params=params, opt_state=opt_state, ema=ema, skipped=skipped), metrics
 
     return update
 
@@ -153,6 +166,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """
     mesh = data_mesh()
     data = build.TrainingData(config)
+    config = data.config
     net = build.model(config)
     shapes = build.param_shapes(net, data.image_shape)
     tx, schedule = build.optimiser(config, shapes, data)
@@ -174,7 +188,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
     loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
     try:
-        return loop.run(jax.jit(make_update(net, tx, schedule, config), donate_argnums=0), state, start)
+        return loop.run(jax.jit(make_update(net, tx, schedule, config, data.on_device), donate_argnums=0), state, start)
     finally:
         checkpoints.close()
         writer.close()
@@ -260,9 +274,10 @@ class Loop:
             else:
                 row = self._first_row(state, progress)
             batches = self.data.batches(start)
+            on_devices = prefetch(batches, self.mesh)
             for step in range(start + 1, total + 1):
                 self._profile(step, state, start)
-                batch = put_batch(next(batches), self.mesh)
+                batch = next(on_devices)
                 if step == start + 1:
                     progress.line("compiling the training step")
                     update = update.lower(state, batch).compile()
@@ -298,7 +313,7 @@ class Loop:
         progress: RunProgress,
     ) -> dict[str, Any]:
         """Records and shows a step's metrics, the evaluations due, and, where logging is due, the timing."""
-        row: dict[str, Any] = {name: float(value) for name, value in metrics.items()}
+        row: dict[str, Any] = {name: value.item() for name, value in metrics.items()}
         if not math.isfinite(row["loss"]):
             raise FloatingPointError(f"step {step}: the loss is {row['loss']}; stopped, earlier checkpoints are kept")
         timing = {}

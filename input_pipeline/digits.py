@@ -24,6 +24,7 @@ class Source:
             raise InputError(f"digits has no split {split!r}; {nearest(split, SPLITS)}")
         from sklearn.datasets import load_digits
 
+        self.split = split
         data = load_digits()
         chosen = permutation(len(data.images), SPLIT_SEED, 0)[SPLITS[split]]
         self.images = np.rint(data.images[chosen] * (255 / 16)).astype(np.uint8)[..., None]
@@ -34,3 +35,11 @@ class Source:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"image": self.images[index], "label": self.labels[index]}
+
+    def describe(self, index: int) -> str:
+        """Which example this is."""
+        return f"digits, split {self.split}, example {index}"
+
+    def nbytes(self) -> int:
+        """Bytes of all images."""
+        return self.images.nbytes

@@ -15,6 +15,15 @@ class InputError(ValueError):
     """Bad data or a bad description of data; the message names the file, record or option."""
 
 
+class MissingDataError(InputError):
+    """Data that is not there at all; the message says where it was looked for and how to get it."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as a message shows it: the first line of its text, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name most like `name`, or all of them."""
     name, known = str(name), list(map(str, known))

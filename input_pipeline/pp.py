@@ -1,12 +1,57 @@
 """Preprocessing strings: "op|op(args)|…", parsed and never evaluated; the ops are in `input_pipeline.ops`."""
 
 import ast
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from input_pipeline import ops
 from input_pipeline.errors import InputError, check_arguments, nearest
+
+
+class ValueRange(NamedTuple):
+    """The map of pixel values that the op `value_range` makes, from [in_min, in_max] to [vmin, vmax]."""
+
+    vmin: float = -1
+    vmax: float = 1
+    in_min: float = 0
+    in_max: float = 255
+
+
+def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
+    """A preprocessing string without its `value_range`, and that, where it is the last op to change the image.
+
+    The map is pointwise, so it may as well be made on the device: images travel as bytes, a quarter of the memory.
+    Where it is not the last (or clips, or is absent) the string comes back as it is, with None. Raises InputError.
+    """
+    nodes = _nodes(spec)
+    for at in reversed(range(len(nodes))):
+        call = _call(nodes[at])
+        name = getattr(call.func, "id", None)
+        if name == "value_range":
+            _op(nodes[at])  # checks the arguments
+            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            if len(call.args) <= 4 and "clip_values" not in kwargs:
+                rest = "|".join(ast.unparse(node) for node in nodes[:at] + nodes[at + 1 :])
+                return rest, ValueRange(*map(ast.literal_eval, call.args), **kwargs)
+        if name not in ("keep", "onehot"):
+            break
+    return spec, None
+
+
+def _nodes(spec: str) -> list[ast.expr]:
+    """The ops of a string; none of an empty one. Raises InputError where it does not parse."""
+    if not spec.strip():
+        return []
+    try:
+        return _split(ast.parse(spec.strip(), mode="eval").body)
+    except SyntaxError:
+        raise InputError(f"preprocessing: cannot parse {spec!r}; expected op|op(args)|…") from None
+
+
+def _call(node: ast.expr) -> ast.Call:
+    """An op as a call: `name` is `name()`."""
+    return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
 
 
 def _split(node: ast.expr) -> list[ast.expr]:
@@ -18,7 +63,7 @@ def _split(node: ast.expr) -> list[ast.expr]:
 
 def _op(node: ast.expr) -> ops.Op:
     """One op from `name` or `name(literals)`."""
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    call = _call(node)
     if not isinstance(call.func, ast.Name):
         raise InputError(f"preprocessing: {ast.unparse(node)!r} is not of the form op or op(literal, …)")
     name = call.func.id
@@ -39,11 +84,7 @@ class Preprocess:
 
     def __init__(self, spec: str):
         """Parses `spec`; an empty string leaves examples as they are. Raises InputError."""
-        try:
-            parsed = ast.parse(spec.strip() or "()", mode="eval").body
-        except SyntaxError:
-            raise InputError(f"preprocessing: cannot parse {spec!r}; expected op|op(args)|…") from None
-        self.ops = [_op(node) for node in _split(parsed)] if spec.strip() else []
+        self.ops = [_op(node) for node in _nodes(spec)]
 
     def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         try:

@@ -24,14 +24,27 @@ class Fixed:
     def __getitem__(self, index):
         return {"image": np.full((1, 1, 1), index, np.uint8), "label": self.labels[index]}
 
+    def describe(self, index):
+        return f"example {index}"
+
+    def nbytes(self):
+        return len(self)
+
 
 TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
 
 
-def by_hand():
-    """Top-1, top-5, loss and n over the examples that have a label, one at a time."""
+def predict(params, images):
+    """Looks the logits of example i up in a table."""
+    return params[images[:, 0, 0, 0].astype(jnp.int32)], {}
+
+
+def by_hand(present=slice(None)):
+    """Top-1, top-5, loss and n over the examples that have a label, one at a time; other classes are as if absent."""
     top1, top5, losses = [], [], []
-    for scores, labels in zip(TABLE.astype(np.float64), Fixed.labels, strict=True):
+    absent = np.ones(CLASSES, bool)
+    absent[present] = False
+    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), Fixed.labels, strict=True):
         if len(labels):
             ranked = np.argsort(-scores)
             top1.append(ranked[0] in labels)
@@ -48,9 +61,6 @@ def source(monkeypatch):
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("batch", [1, 7, 23, 64])
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
-    def predict(params, images):
-        return params[images[:, 0, 0, 0].astype(jnp.int32)]
-
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
     pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
     got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(jnp.asarray(TABLE))
@@ -66,12 +76,50 @@ def test_with_fewer_than_five_classes_every_answer_is_in_the_top_5(monkeypatch):
     table = TABLE[:9, :4]
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
-    evaluator = Evaluator(
-        lambda p, x: p[x[:, 0, 0, 0].astype(jnp.int32)], mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent"
-    )
+    evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent")
     got = evaluator.run(jnp.asarray(table))
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
     assert got["top5"] == 1
     assert got["top1"] == (table.argmax(axis=1) == np.arange(9) % 4).mean()
     assert got["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
+
+
+def one_device():
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+def test_only_classes_that_occur_can_be_chosen_where_asked_for(monkeypatch):
+    """As ImageNet-A and -R are reported, with 200 of 1000 classes."""
+    monkeypatch.setattr(Fixed, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
+    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, present_classes_only=True)
+    got, expected = evaluator.run(jnp.asarray(TABLE)), by_hand([2, 5, 7])
+    assert got["n"] == 23
+    assert got["top1"] == expected["top1"]
+    assert got["top1"] > by_hand()["top1"]
+    assert got["top5"] == 1
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_batches_kept_in_memory_give_the_same_numbers_and_are_read_once():
+    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, cache=True)
+    first = evaluator.run(jnp.asarray(TABLE))
+    evaluator.source = None
+    assert evaluator.run(jnp.asarray(TABLE)) == first
+    assert first["top1"] == by_hand()["top1"]
+
+
+def test_skipped_examples_do_not_count(monkeypatch, capsys):
+    class Broken(Fixed):
+        def __getitem__(self, index):
+            if index in (0, 9):
+                raise input_pipeline.InputError("broken")
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
+    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, corrupt="skip").run(jnp.asarray(TABLE))
+    assert got["n"] == 20
+    assert "skipped example 9: broken" in capsys.readouterr().err

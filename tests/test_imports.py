@@ -24,6 +24,8 @@ LAYERS = [
         "dcvit.sharding",
         "dcvit.optim",
         "dcvit.losses",
+        "dcvit.flops",
+        "dcvit.pixels",
     ],
     ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
 ]

@@ -63,8 +63,14 @@ def test_evaluation_repeats_the_runs_last_numbers(workdir, capsys):
     status, out, _ = call(capsys, evaluate.main, "--workdir", workdir, "--format", "json")
     assert status == 0
     (row,) = json.loads(out)
+    assert row.pop("images_per_second") > 0
     assert row == {
-        "evaluator": "test",
+        "evaluation": "test",
+        "model": "vit",
+        "step": last["step"],
+        "parameters": metrics.read(workdir / "metrics.jsonl")[0]["num_params"],
+        "gflops": pytest.approx(1.8e-3, abs=1e-3),
+        "image_size": "8x8",
         **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "loss", "n")},
     }
     step = workdir / "checkpoints" / str(last["step"])
@@ -90,7 +96,7 @@ def test_prediction_reads_files_and_folders_of_any_size_and_mode(workdir, images
     assert [row["file"] for row in rows[::3]] == list(images)
     config = configs.read_json(workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
-    logits = build.predictor(build.model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))
+    logits = build.predictor(build.model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
     for i in range(0, len(rows), 3):
@@ -164,9 +170,9 @@ def damaged(workdir, tmp_path, what):
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "classes":
         (copy / "classes.json").write_text("3")
-    elif what in ("no value_range", "no resize"):
+    elif what == "no value_range":
         config = json.loads((copy / "config.json").read_text())
-        config["pp_predict"] = "decode(1)|resize(8)" if what == "no value_range" else "resize(8)"
+        config["pp_predict"] = "decode(1)|resize_pillow(8)"
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "emptied checkpoint":
         for path in (copy / "checkpoints").rglob("*"):
@@ -237,3 +243,17 @@ def test_bad_arguments_are_one_line(workdir, tmp_path, capsys, argv, message):
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
+    out = tmp_path / "results.csv"
+    for _ in range(2):
+        assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
+    header, one, other = out.read_text().splitlines()
+    assert header == ",".join(evaluate.COLUMNS)
+    assert one.rpartition(",")[0] == other.rpartition(",")[0]  # all but the speed
+    out.write_text("a,b\n1,2\n")
+    status, _, err = call(capsys, evaluate.main, "--workdir", workdir, "--out", out)
+    assert status == 2
+    assert "has other columns, a,b" in err
+    assert out.read_text() == "a,b\n1,2\n"

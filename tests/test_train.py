@@ -235,7 +235,7 @@ BAD = {
     "input key": ({"input.batchsize": 8}, "did you mean 'batch_size'"),
     "evaluator": ({"evals.test.type": "clasification"}, "did you mean 'classification'"),
     "evaluator option": ({"evals.test.batchsize": 8}, "did you mean 'batch_size'"),
-    "evaluator image": ({"evals.test.pp": "resize(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
+    "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
     "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
     "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
     "evaluator duration": ({"evals.test.log_step": 5}, "config.evals.test has no option 'log_step'"),
@@ -252,7 +252,7 @@ BAD = {
     "dictionary": ({"model": "{'a.b':2}"}, "error: "),
     "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, multiplier"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
-    "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: -1x-1 pixels"),
+    "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
     "no total": ({"total_steps": 0}, "give total_epochs"),
 }

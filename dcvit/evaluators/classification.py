@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,12 +12,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit import losses
+from dcvit import losses, pixels
 from dcvit.sharding import put_batch, replicated
+
+ABSENT = -1e9  # the logit of a class that is not to be chosen; finite, so that 0 · log p stays 0
 
 
 class Evaluator:
     """Counts an example as correct when any of its labels is hit; one without labels is left out, as in ReaL."""
+
+    target = ("labels", 1)  # what the preprocessing yields beside the image, and its rank
 
     def __init__(
         self,
@@ -27,23 +32,36 @@ class Evaluator:
         pp: str,
         batch_size: int = 256,
         loss: str = "softmax_xent",
+        present_classes_only: bool = False,
+        cache: bool = False,
+        corrupt: str = "fail",
+        corrupt_max: int = 100,
     ):
         """
         Args:
-          predict: (params, images) -> logits, B C.
+          predict: (params, images) -> logits, B C, and named intermediates.
           mesh: the devices that share a batch.
           data: arguments of `input_pipeline.open_source`.
           pp: a preprocessing string that yields `image` and multi-hot `labels`.
           batch_size: rounded up to a multiple of the device count.
           loss: a name in `dcvit.losses`.
+          present_classes_only: choose among the classes that occur in the data, as ImageNet-A and -R, which have
+            200 of ImageNet's 1000, are reported. The data's label is `label`.
+          cache: keep the preprocessed batches in memory.
+          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.Corrupt`.
         """
         self.source = input_pipeline.open_source(**data)
         self.pp, self.mesh = pp, mesh
         self.batch_size = -(-batch_size // mesh.size) * mesh.size
+        self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
+        self.present_classes_only = present_classes_only
+        self.cached: list[dict[str, np.ndarray]] | None = [] if cache else None
+        self.images_per_second = 0.0  # of the last run, compilation left out
+        self.host_pp, on_device = pixels.split(pp)
         loss_fn = getattr(losses, loss)
 
-        def score(params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            logits = predict(params, batch["image"])
+        def score(params: Any, batch: dict[str, jax.Array], present: jax.Array) -> dict[str, jax.Array]:
+            logits = jnp.where(present, predict(params, on_device(batch["image"]))[0], ABSENT)
             labels = batch["labels"]
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0
@@ -59,12 +77,41 @@ class Evaluator:
     def run(self, params: Any) -> dict[str, float]:
         """`top1`, `top5` (fractions of `n`), `loss` (mean, nats) and `n`, the number of examples counted."""
         correct = {"top1": 0, "top5": 0}
-        total, n = 0.0, 0
-        for batch in input_pipeline.eval_batches(self.source, self.pp, self.batch_size):
-            scores = jax.device_get(self.score(params, put_batch(batch, self.mesh)))
+        total, n, seen, present, score = 0.0, 0, 0, None, None
+        for batch in self._batches():
+            if present is None:
+                present = jnp.asarray(self._present(batch["labels"].shape[-1]))
+            on_device = put_batch(batch, self.mesh)
+            if score is None:
+                score = self.score.lower(params, on_device, present).compile()
+                started = time.perf_counter()
+            scores = jax.device_get(score(params, on_device, present))
             counted = scores["counted"]
             n += int(counted.sum())
+            seen += int(batch["_mask"].sum())
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
+        self.images_per_second = seen / (time.perf_counter() - started)
         return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
+
+    def _batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """The preprocessed batches, from memory where they are kept there."""
+        if self.cached:
+            yield from self.cached
+            return
+        kept = []
+        for batch in input_pipeline.eval_batches(self.source, self.host_pp, self.batch_size, corrupt=self.corrupt):
+            yield batch
+            if self.cached is not None:
+                kept.append(batch)
+        if self.cached is not None:
+            self.cached = kept
+
+    def _present(self, classes: int) -> np.ndarray:
+        """Which classes may be chosen, bool of shape (classes,)."""
+        if not self.present_classes_only:
+            return np.ones(classes, bool)
+        pp = f"onehot({classes})|keep('labels')"  # leaves the image encoded
+        batches = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)
+        return np.any([np.any(batch["labels"] > 0, axis=0) for batch in batches], axis=0)

@@ -1,0 +1,58 @@
+"""DCViT or ViT on a folder of one's own images, from scratch.
+
+    python -m dcvit.train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-Ti/16 --workdir W
+    python -m dcvit.predict --workdir W photo.jpg
+
+`data_dir` holds `train` and `val`, each with a folder for every class; or, with val_fraction=0.1, just a folder for
+every class, a tenth of whose images is held out. JPEG, PNG and WebP files count, and are turned upright as their
+EXIF says. A few hundred images are little to train a ViT from: with a pretrained checkpoint, use transfer.py.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(
+    data_dir: str = "",
+    variant: str = "DCViT-Ti/16",
+    res: int = 224,
+    epochs: int = 300,
+    batch_size: int = 64,
+    val_fraction: float = 0.0,
+) -> ConfigDict:
+    """`val_fraction` 0 takes the folders train and val as they are."""
+    if not data_dir:
+        raise ValueError("say where the images are: vit_folder.py:data_dir=FOLDER")
+    config = ConfigDict()
+    config.seed = 0
+    config.total_epochs = epochs
+    config.num_classes = None  # as many as there are class folders
+
+    data = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
+    pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
+    pp_eval = f"decode(exif=True)|resize_small({res * 8 // 7})|central_crop({res})"
+
+    config.input = ConfigDict()
+    config.input.data = {**data, "split": "train"}
+    config.input.batch_size = batch_size
+    config.input.pp = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|randaug(2, 10)" + pp_common
+    config.pp_predict = pp_eval + "|value_range(-1, 1)"
+
+    config.model_name = "vit"
+    config.model = {"variant": variant, "pool_type": "gap", "posemb": "sincos2d"}
+
+    config.loss = "softmax_xent"
+    config.mixup = 0.2
+    config.optax_name = "scale_by_adam"
+    config.grad_clip_norm = 1.0
+    config.lr = 1e-3
+    config.wd = 1e-4
+    config.schedule = {"decay_type": "cosine", "warmup_percent": 5}
+
+    config.log_steps = 50
+    config.ckpt_epochs = 10
+    config.evals = {
+        "val": {
+            "type": "classification", "data": {**data, "split": "val"}, "pp": pp_eval + pp_common, "log_epochs": 10,
+        },
+    }  # fmt: skip
+    return config

@@ -1,0 +1,106 @@
+"""ViT-S/16, DCViT-S/16 or ViT-M/16 on ImageNet-1k, the recipe of the DCMHA paper (Section 4.5).
+
+    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir gs://BUCKET/RUN
+    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
+    python -m dcvit.evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
+
+What the paper reports (Table 8; top-1 / top-5 in %). big_vision reaches 76.5 with a schedule of 90 epochs, so the
+column of epoch 90 reads as a checkpoint inside the run of 300 (epochs=300):
+
+    model         epoch 90      epoch 300     relative training FLOPs
+    ViT-S/16      65.2 / 86.8   79.8 / 94.7   1
+    DCViT-S/16    68.0 / 88.6   80.1 / 95.0   1.03
+    ViT-M/16      67.1 / 87.9   80.3 / 94.9   1.72
+
+Where the released training configuration and the paper's text differ:
+
+                        default, as big_vision and the released configuration    as_written=true (Appendix C)
+    Adam's β2           0.999                                                    0.9
+    cosine decay to     0                                                        10 % of the peak
+    warm-up, clipping, peak learning rate, weight decay: the same in both (10,000 steps, 1.0, 1e-3, 1e-4)
+    weight decay is not multiplied by the learning rate: 1e-4 here is AdamW's 0.1 at 1e-3
+
+    as_released=true    the released DCViT also has a LayerNorm over q and k and the static projection W_b, which
+                        neither the text nor its parameter count mentions: 22,705,480 parameters instead of 22,703,080
+
+The data: tensorflow-datasets' imagenet2012, and for evaluation imagenet2012_real and imagenet_v2, imagenet_a,
+imagenet_r, imagenet_sketch where they are there; the README says how they are prepared. Raw examples stay in memory
+with --config.input.data.cache=true (about 140 GB).
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(
+    variant: str = "DCViT-S/16",
+    epochs: int = 90,
+    as_released: bool = False,
+    as_written: bool = False,
+    runlocal: bool = False,
+) -> ConfigDict:
+    """`variant` names the model; see above for the rest."""
+    config = ConfigDict()
+    config.seed = 0
+    config.total_epochs = epochs
+    config.num_classes = 1000
+
+    size, resized = (32, 40) if runlocal else (224, 256)
+    pp_common = '|value_range(-1, 1)|onehot(1000, key="{label}", key_result="labels")|keep("image", "labels")'
+    pp_eval = f"decode|resize_small({resized})|central_crop({size})"
+
+    config.input = ConfigDict()
+    config.input.data = {"kind": "tfds", "name": "imagenet2012", "split": "train[:99%]"}
+    config.input.batch_size = 1024
+    config.input.pp = f"decode_jpeg_and_inception_crop({size})|flip_lr|randaug(2, 10)" + pp_common.format(label="label")
+    config.pp_predict = pp_eval + "|value_range(-1, 1)"
+
+    config.model_name = "vit"
+    config.model = {"variant": variant, "rep_size": True, "pool_type": "gap", "posemb": "sincos2d"}
+    if as_released and variant.startswith("DCViT"):
+        config.model.update({"qk_norm": "layernorm", "static": True})
+
+    config.loss = "softmax_xent"
+    config.mixup = 0.2
+    config.optax_name = "scale_by_adam"
+    config.optax = {"b1": 0.9, "b2": 0.9 if as_written else 0.999, "mu_dtype": "bfloat16"}
+    config.grad_clip_norm = 1.0
+    config.lr = 1e-3
+    config.wd = 1e-4
+    config.schedule = {"decay_type": "cosine", "warmup_steps": 10_000, "end": 0.1 if as_written else 0.0}
+
+    config.log_steps = 50
+    config.ckpt_steps = 1000
+
+    def evaluation(name: str, split: str, label: str = "label", **options: object) -> dict:
+        data = {"kind": "tfds", "name": name, "split": split}
+        pp = pp_eval + pp_common.format(label=label)
+        return {"type": "classification", "data": data, "pp": pp, "log_steps": 2500, **options}
+
+    config.evals = {
+        "train": evaluation("imagenet2012", "train[:2%]"),
+        "minival": evaluation("imagenet2012", "train[99%:]"),
+        "val": evaluation("imagenet2012", "validation"),
+        "real": evaluation("imagenet2012_real", "validation", "real_label", optional=True),
+        "v2": evaluation("imagenet_v2/matched-frequency", "test", optional=True),
+        "a": evaluation("imagenet_a", "test", optional=True, present_classes_only=True),
+        "r": evaluation("imagenet_r", "test", optional=True, present_classes_only=True),
+        "sketch": evaluation("imagenet_sketch", "test", optional=True),
+    }
+    if runlocal:
+        _shrink(config, composed=variant.startswith("DCViT"))
+    return config
+
+
+def _shrink(config: ConfigDict, *, composed: bool) -> None:
+    """A tiny model on the first images of each set for a few steps, through the same code."""
+    config.model.variant = ("DCViT-" if composed else "ViT-") + "mu/16"
+    config.model.num_heads = 4
+    config.input.batch_size = 8
+    del config.total_epochs
+    config.total_steps = 12
+    config.schedule.warmup_steps = 2
+    config.log_steps = 2
+    config.ckpt_steps = 6
+    for name in config.evals:
+        config.evals[name].update({"log_steps": 6, "batch_size": 8})
+        config.evals[name].data.limit = 64

@@ -1,0 +1,171 @@
+"""Few-shot transfer: how well a linear classifier does that was fitted to a few examples of each class.
+
+The protocol is big_vision's (`evaluators/fewshot_lsr.py`; Dosovitskiy et al., 2021, Section 4.1): features are frozen,
+the classifier is ridge regression onto labels in {-1, 1}, and the accuracy is the mean over a few draws of the shots.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import input_pipeline
+from dcvit import pixels
+from dcvit.config import ConfigError
+from dcvit.dcmha.shapes import Array, Float
+from dcvit.sharding import put_batch, replicated
+from input_pipeline.errors import nearest
+
+BIAS = 100.0  # the value of the constant feature, so large that the intercept is hardly regularised
+STD_EPSILON = 1e-5  # added to a feature's standard deviation
+
+
+class Evaluator:
+    """Fits to `shots` examples of each class of one source and counts what it gets right in the other.
+
+    For each seed, the shots of class c are the first of `default_rng(seed).permutation(np.where(labels == c)[0])`,
+    the classes drawn in order from one generator: fewer shots are a part of more, and the same whatever the model.
+    A class that has fewer examples gives what it has.
+    """
+
+    target = ("label", 0)  # what the preprocessing yields beside the image, and its rank
+
+    def __init__(
+        self,
+        predict: Callable[..., Any],
+        mesh: Mesh,
+        *,
+        data: dict,
+        test_data: dict,
+        pp: str,
+        shots: Sequence[int] = (1, 5, 10, 25),
+        l2_reg: float = 2.0**10,
+        num_seeds: int = 3,
+        representation: str = "pre_logits",
+        batch_size: int = 256,
+        corrupt: str = "fail",
+        corrupt_max: int = 100,
+    ):
+        """
+        Args:
+          predict: (params, images) -> logits, and a dict of named intermediates.
+          mesh: the devices that share a batch.
+          data: arguments of `input_pipeline.open_source`, for the examples that are fitted to.
+          test_data: the same, for those that are counted.
+          pp: a preprocessing string that yields `image` and an integer `label`.
+          shots: examples of each class.
+          l2_reg: λ of the ridge regression.
+          num_seeds: draws of the shots, with seeds 0, 1, …
+          representation: the intermediate that serves as features, "a/b" for b inside a; what has more axes than
+            B D is flattened.
+          batch_size: rounded up to a multiple of the device count.
+          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.Corrupt`.
+
+        Raises:
+          ConfigError: a number that is too small.
+        """
+        if not shots or min(shots) < 1 or num_seeds < 1 or l2_reg <= 0:
+            raise ConfigError(f"few-shot: {shots=}, {num_seeds=}, {l2_reg=} should all be above 0")
+        self.source = input_pipeline.open_source(**data)
+        self.test_source = input_pipeline.open_source(**test_data)
+        self.pp, self.mesh = pp, mesh
+        self.batch_size = -(-batch_size // mesh.size) * mesh.size
+        self.shots, self.l2_reg, self.num_seeds = tuple(shots), float(l2_reg), num_seeds
+        self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
+        self.images_per_second = 0.0  # of the last run, compilation left out
+
+        self.host_pp, on_device = pixels.split(pp)
+
+        def represent(params: Any, images: jax.Array) -> jax.Array:
+            features = intermediate(predict(params, on_device(images))[1], representation)
+            return features.reshape(len(images), -1).astype(jnp.float32)
+
+        self.represent = jax.jit(represent, out_shardings=replicated(mesh))
+
+    def run(self, params: Any) -> dict[str, float]:
+        """`1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
+
+        Raises:
+          ConfigError: the model has no such intermediate.
+        """
+        (x, labels, seconds), (x_test, labels_test, more) = (
+            self._features(source, params) for source in (self.source, self.test_source)
+        )
+        self.images_per_second = (len(self.source) + len(self.test_source)) / (seconds + more)
+        classes = len(self.source.class_names or ()) or int(labels.max()) + 1
+        hits = dict.fromkeys(self.shots, 0)
+        for seed in range(self.num_seeds):
+            rng = np.random.default_rng(seed)
+            drawn = [rng.permutation(np.where(labels == c)[0]) for c in range(classes)]
+            for shots in hits:
+                chosen = np.concatenate([indices[:shots] for indices in drawn])
+                targets = np.where(labels[chosen, None] == np.arange(classes), np.float32(1), np.float32(-1))
+                scores = linear_scores(*map(jnp.asarray, (x[chosen], targets, x_test)), self.l2_reg)
+                hits[shots] += int((np.asarray(scores).argmax(axis=-1) == labels_test).sum())
+        n = len(labels_test)
+        return {f"{k}shot": count / (self.num_seeds * n) for k, count in hits.items()} | {"n": n}
+
+    def _features(self, source: input_pipeline.Source, params: Any) -> tuple[np.ndarray, np.ndarray, float]:
+        """Features N D and labels N of all examples of a source, and how many seconds they took."""
+        features, labels, represent, started = [], [], None, 0.0
+        for batch in input_pipeline.eval_batches(source, self.host_pp, self.batch_size, corrupt=self.corrupt):
+            images = put_batch({"image": batch["image"]}, self.mesh)["image"]
+            if represent is None:
+                represent = self.represent.lower(params, images).compile()
+                started = time.perf_counter()
+            real = batch["_mask"] > 0
+            features.append(jax.device_get(represent(params, images))[real])
+            labels.append(batch["label"][real])
+        return np.concatenate(features), np.concatenate(labels), time.perf_counter() - started
+
+
+def intermediate(out: dict[str, Any], name: str) -> Array:
+    """The array that a model's dict of intermediates holds under `name`, "a/b" for b inside a.
+
+    Raises:
+      ConfigError: there is none; the message names the nearest.
+    """
+    known = {
+        "/".join(str(part.key) for part in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]
+    }
+    if name not in known:
+        raise ConfigError(f"few-shot: the model has no representation {name!r}; {nearest(name, known)}")
+    return known[name]
+
+
+@jax.jit
+def linear_scores(
+    x: Float[Array, "N D"], y: Float[Array, "N C"], x_test: Float[Array, "K D"], l2_reg: Float[Array, ""] | float
+) -> Float[Array, "K C"]:
+    """Scores of `x_test` by the ridge regression of `y` on `x`, both whitened by the mean and deviation of `x`.
+
+    With z = (x - mean)/(std + 1e-5) and a constant feature b = 100 beside it, [z b]^T [z b] is block diagonal, since
+    the columns of z sum to 0. So weights and intercept are found apart, and b² N, the largest eigenvalue by far,
+    takes no digits from the rest:
+
+      W = (z^T z + λ)^-1 z^T y = z^T (z z^T + λ)^-1 y,   intercept = b² Σ_n y_n / (b² N + λ).
+
+    The smaller of the two matrices, D×D or N×N, is solved by Cholesky decomposition; its eigenvalues lie between λ
+    and λ + N·D. Everything is float32, on every backend: some multiply matrices in less by default.
+    """
+    with jax.default_matmul_precision("highest"):
+        number, width = x.shape
+        mean = jnp.mean(x, axis=0, keepdims=True)
+        rest = jnp.mean(x - mean, axis=0, keepdims=True)  # what rounding left of the mean
+        z, z_test = x - mean - rest, x_test - mean - rest
+        std = jnp.sqrt(jnp.mean(jnp.square(z), axis=0, keepdims=True)) + STD_EPSILON
+        z, z_test = z / std, z_test / std
+        solve = functools.partial(jax.scipy.linalg.solve, assume_a="pos")
+        if number >= width:
+            weights = solve(z.T @ z + l2_reg * jnp.eye(width), z.T @ y)
+        else:
+            weights = z.T @ solve(z @ z.T + l2_reg * jnp.eye(number), y)
+        intercept = BIAS**2 * jnp.sum(y, axis=0, keepdims=True) / (BIAS**2 * number + l2_reg)
+        return z_test @ weights + intercept

@@ -1,0 +1,204 @@
+"""From a source to batches of numpy arrays, prepared by threads ahead of time and handed out in order.
+
+What a batch holds is a function of (source, preprocessing, seed, step): not of how many threads or hosts work on
+it, nor of where the stream began.
+"""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from input_pipeline.errors import InputError
+from input_pipeline.order import example_at, example_rng
+from input_pipeline.pp import Preprocess
+from input_pipeline.source import Source
+
+Batch = dict[str, np.ndarray]
+Place = tuple[int, int]  # epoch and example index
+Load = Callable[[Place], tuple[dict[str, Any] | None, int]]  # -> the example, and how many were skipped for it
+PREFETCH = 2  # batches prepared beyond the one that is waited for
+CHUNKS = 4  # pieces of a batch for each thread, so that all finish at about the same time
+
+
+class Corrupt:
+    """What becomes of examples that cannot be read or preprocessed: "fail", or "skip" up to `most` of them."""
+
+    def __init__(self, policy: str = "fail", most: int = 100):
+        if policy not in ("fail", "skip") or most < 0:
+            raise InputError(f"corrupt={policy!r}, corrupt_max={most}: expected 'fail' or 'skip', and 0 or more")
+        self.policy, self.most = policy, most
+        self.found: dict[str, str] = {}
+        self.lock = threading.Lock()
+
+    def note(self, where: str, error: InputError) -> None:
+        """Raises InputError, or tells of the example, once, on stderr."""
+        if self.policy == "fail":
+            raise InputError(f"{where}: {error}")
+        with self.lock:
+            if where not in self.found:
+                self.found[where] = str(error)
+                print(f"skipped {where}: {error}", file=sys.stderr)
+            if len(self.found) > self.most:
+                raise InputError(f"more than corrupt_max={self.most} examples are corrupt, the last {where}: {error}")
+
+
+def train_batches(
+    source: Source,
+    pp: str,
+    batch_size: int,
+    seed: int,
+    start_step: int = 0,
+    *,
+    process: tuple[int, int] = (0, 1),
+    corrupt: Corrupt | None = None,
+    threads: int | None = None,
+) -> Iterator[Batch]:
+    """The endless training stream from step `start_step` on, shuffled anew in every epoch.
+
+    An epoch's last batch is filled up from the next epoch; no example is dropped. A skipped example is replaced by
+    the next readable one of the source; the batch's `_skipped` counts, for each example, those passed over.
+
+    Args:
+      source: where examples come from.
+      pp: preprocessing string.
+      batch_size: examples in a batch, of all hosts together.
+      seed: of the order and of every random choice.
+      start_step: the first batch is this one; nothing before it is read.
+      process: (index, count) of the hosts; each reads and yields its own rows of the global batch.
+      corrupt: by default every corrupt example fails.
+      threads: by default one for each CPU; 0 prepares batches in the caller's thread, when they are asked for.
+    """
+    preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
+    rows = _rows(batch_size, process)
+
+    def load(place: Place) -> tuple[dict[str, Any], int]:
+        epoch, first = place
+        for skipped in range(size):
+            index = (first + skipped) % size
+            try:
+                return preprocess(source[index], example_rng(seed, epoch, index)), skipped
+            except InputError as e:
+                corrupt.note(source.describe(index), e)
+        raise InputError(f"not one of {size} examples could be read")
+
+    def plans() -> Iterator[list[Place]]:
+        start = start_step * batch_size
+        while True:
+            yield [example_at(start + row, size, seed) for row in rows]
+            start += batch_size
+
+    for batch, skipped, _ in _prepare(plans(), load, len(rows), threads):
+        yield {**batch, "_skipped": skipped}
+
+
+def eval_batches(
+    source: Source,
+    pp: str,
+    batch_size: int,
+    *,
+    process: tuple[int, int] = (0, 1),
+    corrupt: Corrupt | None = None,
+    threads: int | None = None,
+) -> Iterator[Batch]:
+    """Every example once, in order; for the arguments see `train_batches`.
+
+    The last batch is filled up with zeros, and so is the place of a skipped example; `_mask` is 1 for real ones.
+    All hosts yield the same number of batches.
+    """
+    preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
+    rows = _rows(batch_size, process)
+
+    def load(place: Place) -> tuple[dict[str, Any] | None, int]:
+        epoch, index = place
+        try:
+            return preprocess(source[index], example_rng(0, epoch, index)), 0
+        except InputError as e:
+            corrupt.note(source.describe(index), e)
+            return None, 1
+
+    plans = ([(0, start + row) for row in rows if start + row < size] for start in range(0, size, batch_size))
+    for batch, _, mask in _prepare(plans, load, len(rows), threads, first=((0, i) for i in range(size))):
+        yield {**batch, "_mask": mask}
+
+
+def _rows(batch_size: int, process: tuple[int, int]) -> range:
+    """The rows of the global batch that a host yields."""
+    index, count = process
+    if not 0 <= index < count or batch_size < 1 or batch_size % count:
+        raise InputError(f"a batch of {batch_size} cannot be shared by process {index} of {count}")
+    share = batch_size // count
+    return range(index * share, (index + 1) * share)
+
+
+def _prepare(
+    plans: Iterable[Sequence[Place]], load: Load, rows: int, threads: int | None, first: Iterable[Place] | None = None
+) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    """(batch, examples skipped for each row, mask of filled rows) for each plan, in order, made ahead by threads.
+
+    `first` are places to learn from what an example looks like; by default a plan's own.
+    """
+    threads = (os.cpu_count() or 1) if threads is None else threads
+    layout: dict[str, np.ndarray] | None = None
+    pending: deque[tuple[tuple[Batch, np.ndarray, np.ndarray], list[Future]]] = deque()
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
+        try:
+            for plan in plans:
+                layout = layout or _layout(load, plan if first is None else first)
+                batch = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
+                for array in batch.values():
+                    array[len(plan) :] = 0
+                made = batch, np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+                step = -(-len(plan) // (CHUNKS * max(1, threads))) or 1
+                pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
+                if not threads:
+                    _fill(made, plan, range(len(plan)), load)
+                    yield made
+                    continue
+                pending.append((made, [pool.submit(_fill, made, plan, piece, load) for piece in pieces]))
+                if len(pending) > PREFETCH:
+                    yield _finished(*pending.popleft())
+            while pending:
+                yield _finished(*pending.popleft())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _finished(made: tuple[Batch, np.ndarray, np.ndarray], work: Sequence[Future]) -> Any:
+    """A batch once all its rows are there; raises what went wrong with any."""
+    for future in work:
+        future.result()
+    return made
+
+
+def _layout(load: Load, places: Iterable[Place]) -> dict[str, np.ndarray]:
+    """The arrays of the first readable example, whose shapes and dtypes every other one shares."""
+    example = next((found for found, _ in map(load, places) if found is not None), None)
+    if example is None:
+        raise InputError("not one example could be read")
+    for key, value in example.items():
+        if np.asarray(value).dtype.kind not in "biuf":
+            raise InputError(f"{key!r} is {type(value).__name__}, which makes no batch of arrays; drop it with keep")
+    return {key: np.asarray(value) for key, value in example.items()}
+
+
+def _fill(made: tuple[Batch, np.ndarray, np.ndarray], plan: Sequence[Place], piece: range, load: Load) -> None:
+    """Loads the examples of some rows into their places."""
+    batch, skipped, mask = made
+    for row in piece:
+        example, skipped[row] = load(plan[row])
+        if example is None:
+            for array in batch.values():
+                array[row] = 0
+            continue
+        mask[row] = 1
+        for key, array in batch.items():
+            if np.shape(example[key]) != array.shape[1:]:
+                shapes = sorted({array.shape[1:], np.shape(example[key])})
+                raise InputError(f"{key!r} has shapes {shapes} in one batch; resize it, or drop it with keep")
+            array[row] = example[key]

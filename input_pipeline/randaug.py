@@ -1,0 +1,260 @@
+"""RandAugment (Cubuk et al., 2019, https://arxiv.org/abs/1909.13719), in numpy alone.
+
+Ops, magnitudes and pixels are those of big_vision's TensorFlow code, with all that is peculiar about them: a
+magnitude above 10 is allowed, and numbers that do not fit into a uint8 wrap around or are cut as TensorFlow does it
+(see `solarize` and `posterize`). Images are uint8 of height × width × 3 and are never changed in place. What an op
+cannot fill from the image becomes grey, 128.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from input_pipeline.errors import InputError
+
+__all__ = [
+    "OPS", "autocontrast", "brightness", "color", "contrast", "cutout", "equalize", "invert", "posterize", "randaug",
+    "rotate", "sharpness", "shear_x", "shear_y", "solarize", "solarize_add", "translate_x", "translate_y",
+]  # fmt: skip
+
+GREY = 128
+LEVELS = np.arange(256, dtype=np.uint8)
+CACHED_PIXELS = 2**20  # larger images' geometry is computed anew each time, so that the cache stays below 128 MiB
+
+
+def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnitude: float) -> np.ndarray:
+    """Applies `num_layers` ops, each drawn uniformly from `OPS`, at `magnitude`: usually 5 to 30, 10 in big_vision."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise InputError(f"randaug: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
+    ops = tuple(OPS.values())
+    for _ in range(num_layers):
+        image = ops[rng.integers(len(ops))](image, magnitude, rng)
+    return image
+
+
+def autocontrast(image: np.ndarray) -> np.ndarray:
+    """Stretches each channel linearly, so that its values span 0 to 255; a constant one stays as it is."""
+    tables = []
+    for low, high in zip(image.min(0).min(0), image.max(0).max(0), strict=True):
+        if low == high:
+            tables.append(LEVELS)
+            continue
+        scale = np.float32(255) / (np.float32(high) - np.float32(low))
+        tables.append(np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8))
+    return _lookup(image, *tables)
+
+
+def equalize(image: np.ndarray) -> np.ndarray:
+    """Makes the cumulative histogram of each channel about linear, as Pillow does: with n_v pixels of value v
+
+        v -> min(255, (step // 2 + Σ_{u<v} n_u) // step),   step = (Σ_u n_u - n_{greatest value}) // 255
+
+    A channel whose step is 0 stays as it is.
+    """
+    tables = []
+    for channel in range(3):
+        counts = np.bincount(image[..., channel].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        below = np.cumsum(counts) - counts
+        tables.append(np.minimum((below + step // 2) // step, 255).astype(np.uint8) if step else LEVELS)
+    return _lookup(image, *tables)
+
+
+def invert(image: np.ndarray) -> np.ndarray:
+    """v -> 255 - v."""
+    return np.uint8(255) - image
+
+
+def posterize(image: np.ndarray, bits: int) -> np.ndarray:
+    """Keeps the upper `bits` of each value, 1 to 8.
+
+    TensorFlow takes the 8 - bits to shift as a uint8 and cuts it to 7; so 0 bits, and more than 8, keep one.
+    """
+    shift = np.uint8(min((8 - bits) % 256, 7))
+    return image >> shift << shift
+
+
+def solarize(image: np.ndarray, threshold: int) -> np.ndarray:
+    """Inverts the values from `threshold` on.
+
+    TensorFlow takes the threshold as a uint8: 256, which magnitude 10 asks for, is 0 and inverts the whole image.
+    """
+    return _lookup(image, np.where(threshold % 256 > LEVELS, LEVELS, 255 - LEVELS))
+
+
+def solarize_add(image: np.ndarray, addition: int, threshold: int = 128) -> np.ndarray:
+    """Adds `addition` to the values below `threshold` and cuts the sums to 0 … 255."""
+    added = np.clip(LEVELS.astype(np.int64) + addition, 0, 255).astype(np.uint8)
+    return _lookup(image, np.where(threshold > LEVELS, added, LEVELS))
+
+
+def color(image: np.ndarray, factor: float) -> np.ndarray:
+    """Blends from the grey image (factor 0) to the image (1) and beyond.
+
+    The grey is that of `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colours.
+    """
+    unit = LEVELS * np.float32(1 / 255)
+    red, green, blue = (
+        (unit * np.float32(weight)).take(image[..., channel]) for channel, weight in enumerate((0.2989, 0.587, 0.114))
+    )
+    grey = ((red + green + blue) * np.float32(255.5)).astype(np.uint8)
+    out = np.empty_like(image)
+    for channel in range(3):
+        out[..., channel] = _blend(grey, image[..., channel], factor)
+    return out
+
+
+def contrast(image: np.ndarray, factor: float) -> np.ndarray:
+    """Blends from a constant (factor 0) to the image (1) and beyond.
+
+    The constant should be the mean grey, but the original takes that of the histogram's 256 counts in place of that
+    of the pixels: min(255, height · width // 256), 196 for 224 × 224 pixels.
+    """
+    constant = min(image.shape[0] * image.shape[1] // 256, 255)
+    return _lookup(image, _blend(np.full_like(LEVELS, constant), LEVELS, factor))
+
+
+def brightness(image: np.ndarray, factor: float) -> np.ndarray:
+    """Blends from black (factor 0) to the image (1) and beyond."""
+    return _lookup(image, _blend(np.zeros_like(LEVELS), LEVELS, factor))
+
+
+def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
+    """Blends from a smoothed image (factor 0) to the image (1) and beyond.
+
+    Smooth is the mean over 3 × 3 pixels with the centre counted five times; the outermost pixels stay as they are.
+    The terms are added in float32 in reading order, as TensorFlow's own convolution adds them. Where TensorFlow
+    runs on oneDNN, which rounds differently, about 4 in 1,000 smoothed values are one level off.
+    """
+    height, width = image.shape[:2]
+    once, five = image * (np.float32(1) / np.float32(13)), image * (np.float32(5) / np.float32(13))
+    mean = np.zeros_like(once[2:, 2:])
+    for i in range(3):
+        for j in range(3):
+            mean += (five if i == j == 1 else once)[i : height - 2 + i, j : width - 2 + j]
+    smooth = image.copy()
+    smooth[1:-1, 1:-1] = mean
+    return _blend(smooth, image, factor)
+
+
+def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
+    """Rotates about the centre, counterclockwise for positive `degrees`."""
+    radians = float(np.float32(degrees) * np.float32(math.pi / 180))
+    cos, sin = np.float32(math.cos(radians)), np.float32(math.sin(radians))
+    bottom, right = (np.float32(side - 1) for side in image.shape[:2])
+    x = (right - (cos * right - sin * bottom)) / 2
+    y = (bottom - (sin * right + cos * bottom)) / 2
+    return _transform(image, *map(float, (cos, -sin, x, sin, cos, y)))
+
+
+def shear_x(image: np.ndarray, level: float) -> np.ndarray:
+    """Moves row y to the left by level · y pixels."""
+    return _transform(image, 1, level, 0, 0, 1, 0)
+
+
+def shear_y(image: np.ndarray, level: float) -> np.ndarray:
+    """Moves column x up by level · x pixels."""
+    return _transform(image, 1, 0, 0, level, 1, 0)
+
+
+def translate_x(image: np.ndarray, pixels: float) -> np.ndarray:
+    """Moves the image to the left by `pixels`."""
+    return _transform(image, 1, 0, pixels, 0, 1, 0)
+
+
+def translate_y(image: np.ndarray, pixels: float) -> np.ndarray:
+    """Moves the image up by `pixels`."""
+    return _transform(image, 1, 0, 0, 0, 1, pixels)
+
+
+def cutout(image: np.ndarray, half: int, row: int, column: int) -> np.ndarray:
+    """Greys the square of 2 · half pixels a side (DeVries & Taylor, 2017) about `row` and `column`, as far as it
+    lies in the image."""
+    image = image.copy()
+    image[max(0, row - half) : row + half, max(0, column - half) : column + half] = GREY
+    return image
+
+
+def _random_cutout(image: np.ndarray, half: int, rng: np.random.Generator) -> np.ndarray:
+    row, column = (int(rng.integers(side)) for side in image.shape[:2])
+    return cutout(image, half, row, column)
+
+
+def _signed(value: float, rng: np.random.Generator) -> float:
+    """The value or its negative, each with probability one half."""
+    return value if rng.random() < 0.5 else -value
+
+
+def _factor(magnitude: float) -> float:
+    """How far to blend, at magnitude 5 exactly to the image itself."""
+    return magnitude / 10 * 1.8 + 0.1
+
+
+OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] = {
+    "AutoContrast": lambda image, magnitude, rng: autocontrast(image),
+    "Equalize": lambda image, magnitude, rng: equalize(image),
+    "Invert": lambda image, magnitude, rng: invert(image),
+    "Rotate": lambda image, magnitude, rng: rotate(image, _signed(magnitude / 10 * 30, rng)),
+    "Posterize": lambda image, magnitude, rng: posterize(image, int(magnitude / 10 * 4)),
+    "Solarize": lambda image, magnitude, rng: solarize(image, int(magnitude / 10 * 256)),
+    "Color": lambda image, magnitude, rng: color(image, _factor(magnitude)),
+    "Contrast": lambda image, magnitude, rng: contrast(image, _factor(magnitude)),
+    "Brightness": lambda image, magnitude, rng: brightness(image, _factor(magnitude)),
+    "Sharpness": lambda image, magnitude, rng: sharpness(image, _factor(magnitude)),
+    "ShearX": lambda image, magnitude, rng: shear_x(image, _signed(magnitude / 10 * 0.3, rng)),
+    "ShearY": lambda image, magnitude, rng: shear_y(image, _signed(magnitude / 10 * 0.3, rng)),
+    "TranslateX": lambda image, magnitude, rng: translate_x(image, _signed(magnitude / 10 * 100, rng)),
+    "TranslateY": lambda image, magnitude, rng: translate_y(image, _signed(magnitude / 10 * 100, rng)),
+    "Cutout": lambda image, magnitude, rng: _random_cutout(image, int(magnitude / 10 * 40), rng),
+    "SolarizeAdd": lambda image, magnitude, rng: solarize_add(image, int(magnitude / 10 * 110)),
+}
+
+
+def _lookup(image: np.ndarray, *tables: np.ndarray) -> np.ndarray:
+    """Replaces each value v by table[v], with one table of 256 values for all channels or one for each."""
+    if len(tables) == 1:
+        return tables[0].take(image)
+    out = np.empty_like(image)
+    for channel, table in enumerate(tables):
+        out[..., channel] = table.take(image[..., channel])
+    return out
+
+
+def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
+    """start + factor · (end - start) in float32, cut to 0 … 255 and then to whole numbers."""
+    origin = start.astype(np.float32)
+    mixed = end - origin
+    mixed *= np.float32(factor)
+    mixed += origin
+    return np.clip(mixed, 0, 255, out=mixed).astype(np.uint8)
+
+
+def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
+    """Pixel (x, y) of the result is the image's pixel nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or grey."""
+    height, width = image.shape[:2]
+    sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
+    pixels = np.full((height * width + 1, 3), GREY, np.uint8)  # the last one is what lies outside
+    pixels[:-1] = image.reshape(-1, 3)
+    return pixels.take(sources(height, width, *coefficients), axis=0)
+
+
+def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float, b1: float, b2: float) -> np.ndarray:
+    """For every pixel of a transform's result the index of its source, height · width where that lies outside.
+
+    The float32 arithmetic of TensorFlow's ImageProjectiveTransformV3; halves are rounded away from zero.
+    """
+    y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)
+    across, down = (
+        (np.float32(a) * x + np.float32(b) * y + np.float32(c)).astype(np.float64)  # adding 0.5 has to be exact
+        for a, b, c in ((a0, a1, a2), (b0, b1, b2))
+    )
+    inside = (across > -0.5) & (across < width - 0.5) & (down > -0.5) & (down < height - 0.5)
+    index = np.floor(down + 0.5) * width + np.floor(across + 0.5)
+    sources = np.where(inside, index, height * width).astype(np.intp)
+    sources.setflags(write=False)
+    return sources
+
+
+_cached_sources = functools.lru_cache(maxsize=16)(_sources)  # one size at one magnitude needs 10

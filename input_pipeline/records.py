@@ -1,0 +1,177 @@
+"""Random access to the records of TFRecord and ArrayRecord files.
+
+ArrayRecord has an index of its own. A TFRecord file is a chain of records, each `length` (u64), its checksum
+(u32), the bytes, their checksum (u32); where each begins is found by walking the chain once. The offsets are
+kept beside the file, or in the cache folder where that cannot be written, and made anew when the file changed.
+"""
+
+import functools
+import hashlib
+import io
+import os
+import struct
+import uuid
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from input_pipeline.errors import InputError, first_line
+
+HEADER, FOOTER = 12, 4  # bytes of length and checksum before a record, of checksum after it
+OPEN_READERS = 128  # ArrayRecord files held open at a time; a process may have some thousand files at most
+RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
+
+
+class TFRecordFile:
+    """The records of one TFRecord file by number. Reading is safe from several threads.
+
+    Raises:
+      InputError: the file is missing, damaged, or cut inside a record.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.offsets = _offsets(path)  # int64: where each record begins, and where the file ends
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def read(self, number: int) -> bytes:
+        """The bytes of one record."""
+        start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
+        with _open(self.path) as file:
+            file.seek(start)
+            data = file.read(end - start)
+        if len(data) != end - start:
+            raise InputError(f"{self.path} was cut while it was being read")
+        return data
+
+    def nbytes(self, first: int, last: int) -> int:
+        """Bytes of the records from `first` to before `last`."""
+        return int(self.offsets[last] - self.offsets[first])
+
+
+class ArrayRecordFile:
+    """The records of one ArrayRecord file by number; see `TFRecordFile`."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.length = _reader(path).num_records()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, number: int) -> bytes:
+        """The bytes of one record."""
+        try:
+            data: bytes = _reader(self.path).read([number])[0]
+        except (RuntimeError, ValueError, IndexError) as e:
+            raise InputError(f"{self.path}: cannot read record {number}: {first_line(e)}") from None
+        return data
+
+    def nbytes(self, first: int, last: int) -> int:
+        """Bytes of the records from `first` to before `last`, taken as of equal size."""
+        return _stat(self.path)[0] * (last - first) // max(1, len(self))
+
+
+RecordFile = TFRecordFile | ArrayRecordFile
+
+
+def open_records(path: str) -> RecordFile:
+    """The records of a file, whose name says what it is, as tensorflow-datasets names them."""
+    return (ArrayRecordFile if ".array_record" in Path(path).name else TFRecordFile)(path)
+
+
+@functools.lru_cache(maxsize=OPEN_READERS)
+def _reader(path: str) -> Any:
+    """An open ArrayRecord reader."""
+    from array_record.python import array_record_module
+
+    _stat(path)
+    reader = array_record_module.ArrayRecordReader(path, RANDOM_ACCESS)
+    if not reader.ok():  # the reader of a damaged file says so only when it is asked
+        raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
+    return reader
+
+
+def _offsets(path: str) -> np.ndarray:
+    """The offsets of a TFRecord file: from its index where there is a valid one, or walked and kept."""
+    state = _stat(path)
+    places = _index_places(path)
+    for place in places:
+        index = _load_index(place, state)
+        if index is not None:
+            return index
+    offsets = _walk(path, state[0])
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex}")  # renamed into place, for others read it too
+            fresh.write_bytes(struct.pack("<2q", *state) + offsets.tobytes())
+            fresh.replace(place)
+            break
+        except OSError:
+            continue  # a folder that cannot be written; at worst the walk is done again next time
+    return offsets
+
+
+def _load_index(place: Path, state: tuple[int, int]) -> np.ndarray | None:
+    """The offsets kept in an index, or None where there are none, or of another state of the file."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return None
+    if content[:16] != struct.pack("<2q", *state) or len(content) % 8:
+        return None
+    offsets = np.frombuffer(content, "<i8", offset=16)
+    valid = len(offsets) and offsets[0] == 0 and offsets[-1] == state[0] and bool(np.all(np.diff(offsets) > 0))
+    return offsets if valid else None
+
+
+def _index_places(path: str) -> list[Path]:
+    """Where the index of a file may lie, in order of preference."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
+    cached = cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets"
+    return [cached] if "://" in path else [Path(f"{path}.offsets"), cached]
+
+
+def _walk(path: str, size: int) -> np.ndarray:
+    """The offsets of all records, from the chain of their lengths."""
+    offsets = [0]
+    with _open(path) as file:
+        while offsets[-1] < size:
+            file.seek(offsets[-1])
+            header = file.read(HEADER)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == HEADER else size
+            end = offsets[-1] + HEADER + length + FOOTER
+            if end > size:
+                raise InputError(f"{path} is damaged or cut off: record {len(offsets) - 1} ends outside the file")
+            offsets.append(end)
+    return np.array(offsets, "<i8")
+
+
+def _open(path: str) -> BinaryIO:
+    """A file without read-ahead; remote ones through TensorFlow's file systems."""
+    if "://" in path:
+        from input_pipeline.images import tensorflow
+
+        return tensorflow().io.gfile.GFile(path, "rb")
+    try:
+        return io.FileIO(path)
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}") from None
+
+
+def _stat(path: str) -> tuple[int, int]:
+    """(size in bytes, time of the last change in ns) of a file."""
+    if "://" in path:
+        from input_pipeline.images import tensorflow
+
+        found = tensorflow().io.gfile.stat(path)
+        return int(found.length), int(found.mtime_nsec)
+    try:
+        stat = Path(path).stat()
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}") from None
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,112 @@
+"""Opening data: what every kind of source offers, and how one is found by its kind."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from input_pipeline.errors import InputError, check_arguments, nearest
+
+KINDS = ("digits", "folder", "tfds")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What every kind of data offers: random access to examples, each a dict of arrays and encoded images.
+
+    `class_names` are the names of the labels, `nbytes()` is the size of all examples as they are stored.
+    """
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def describe(self, index: int) -> str: ...
+
+    def nbytes(self) -> int: ...
+
+
+def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **options: Any) -> Source:
+    """Opens the data source of module `input_pipeline.<kind>`.
+
+    Args:
+      kind: one of KINDS.
+      limit: take only the first so many examples.
+      cache: keep every example, as stored, in memory once it was read. The size is said beforehand, and refused
+        where the machine has less memory to spare.
+      **options: arguments of the kind's own `Source`.
+
+    Raises:
+      MissingDataError: the data is not there.
+      InputError: an unknown kind or option, or data that is unusable.
+    """
+    if kind not in KINDS:
+        raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
+    module = importlib.import_module(f"input_pipeline.{kind}")
+    check_arguments(module.Source, (), options, f"data of kind {kind!r}")
+    opened: Source = module.Source(**options)
+    if limit is not None and limit < 1:
+        raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")
+    if not len(opened):
+        raise InputError(f"data of kind {kind!r} with {options} holds no examples")
+    if limit is not None and limit < len(opened):
+        opened = _First(opened, limit)
+    return _Cached(opened) if cache else opened
+
+
+class _First:
+    """The first examples of a source."""
+
+    def __init__(self, source: Source, limit: int):
+        self.source, self.limit = source, limit
+        self.class_names = source.class_names
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.source[index]
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(index)
+
+    def nbytes(self) -> int:
+        return self.source.nbytes() * self.limit // len(self.source)
+
+
+class _Cached:
+    """A source whose examples stay in memory once read."""
+
+    def __init__(self, source: Source):
+        self.source, self.class_names = source, source.class_names
+        available, nbytes = _available_memory(), source.nbytes()
+        size = f"{nbytes / 1e9:.1f} GB of stored examples"
+        if available is not None and nbytes > available:
+            raise InputError(f"cache=True would keep {size} in memory, of which {available / 1e9:.1f} GB are left")
+        print(f"keeping {size} in memory, as they are read", file=sys.stderr)
+        self.examples: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = self.examples.get(index)
+        if example is None:
+            example = self.examples[index] = self.source[index]
+        return example
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(index)
+
+    def nbytes(self) -> int:
+        return self.source.nbytes()
+
+
+def _available_memory() -> int | None:
+    """Bytes of memory that Linux says are left; None where it does not say."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,204 @@
+"""How fast ImageNet-sized JPEGs become training batches, against the bare decoder; how fast a run resumes; memory.
+
+    python scripts/bench_input.py [--rounds 7] [--json docs/input.json]
+
+All on generated JPEGs of 500×375 pixels, quality 90 and about 100 kB, stored as a tensorflow-datasets set.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline import images, order
+
+COMMON = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
+WITHOUT = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON
+FULL = "decode_jpeg_and_inception_crop(224)|flip_lr|randaug(2, 10)" + COMMON
+BATCH, BATCHES = 64, 16  # in each measurement
+SIZE = 1_281_167  # examples of ImageNet's training set
+CORES = len(os.sched_getaffinity(0))
+
+
+class Repeated:
+    """A source of any length over the examples of a small one."""
+
+    class_names = None
+
+    def __init__(self, source: ip.Source, length: int):
+        self.source, self.length = source, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.source[index % len(self.source)]
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(index % len(self.source))
+
+    def nbytes(self) -> int:
+        return self.source.nbytes() * self.length // len(self.source)
+
+
+def photo(seed: int) -> bytes:
+    """A JPEG of noise with the 1/f spectrum of photographs."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)) + 1 / 500
+    grey, *colours = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, 375, 500))) / frequency, s=(375, 500))
+    pixels = np.stack([grey + colour / 2 for colour in colours], axis=-1)
+    file = io.BytesIO()
+    Image.fromarray(np.clip(120 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def prepare(folder: str, count: int) -> ip.Source:
+    """The photos as a prepared dataset."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    image, label = tfds.features.Image(encoding_format="jpeg"), tfds.features.ClassLabel(num_classes=1000)
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="photos",
+        version="1.0.0",
+        data_dir=folder,
+        features=tfds.features.FeaturesDict({"image": image, "label": label}),
+        split_datasets={"train": [(i, {"image": photo(i), "label": i % 1000}) for i in range(count)]},
+    )
+    return ip.open_source("tfds", name="photos", split="train", data_dir=folder)
+
+
+def ceiling(source: ip.Source, threads: int) -> float:
+    """Images/s of the decoder alone, in a loop on each thread, on the crops that training would cut."""
+    tf = images.tensorflow()
+    work = []
+    for epoch, index in (order.example_at(at, len(source), 0) for at in range(BATCH * BATCHES)):
+        data = source[index]["image"]
+        rng = order.example_rng(0, epoch, index)
+        work.append((data, images.sample_window(images.jpeg_size(data), (0.05, 1), (0.75, 1.33), rng)))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(len, range(0)))
+        started = time.perf_counter()
+        for _ in pool.map(lambda job: tf.io.decode_and_crop_jpeg(job[0], job[1], channels=3), work):
+            pass
+        return len(work) / (time.perf_counter() - started)
+
+
+def pipeline(source: ip.Source, pp: str) -> float:
+    """Images/s of the whole pipeline, once its first batches are out."""
+    batches = ip.train_batches(source, pp, BATCH, seed=0)
+    for _ in range(4):
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(BATCHES):
+        next(batches)
+    seconds = time.perf_counter() - started
+    batches.close()
+    return BATCH * BATCHES / seconds
+
+
+def first_batch(source: ip.Source, step: int) -> float:
+    """Seconds until the batch of a step is there, nothing kept from before."""
+    order.permutation.cache_clear()
+    started = time.perf_counter()
+    batches = ip.train_batches(source, WITHOUT, BATCH, seed=0, start_step=step)
+    next(batches)
+    seconds = time.perf_counter() - started
+    batches.close()
+    return seconds
+
+
+def resident() -> float:
+    """Megabytes of memory that the process holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def memory(source: ip.Source, batches: int) -> Iterator[tuple[int, float]]:
+    """Resident megabytes after every tenth part of a stream."""
+    stream = ip.train_batches(source, FULL, 16, seed=0)
+    for number, _ in enumerate(itertools.islice(stream, batches), start=1):
+        if number % (batches // 10) == 0:
+            yield number, resident()
+    stream.close()
+
+
+def interleaved(rounds: int, **measures: Callable[[], float]) -> dict[str, list[float]]:
+    """Each measure once a round, in turn, after one round to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(rounds + 1):
+        for name, measure in measures.items():
+            value = measure()
+            if number:
+                found[name].append(value)
+    return found
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--batches", type=int, default=2000, help="of 16 images, for the memory")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = prepare(folder, args.images)
+        speed = interleaved(
+            args.rounds,
+            ceiling=lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1)),
+            without=lambda: pipeline(source, WITHOUT),
+            full=lambda: pipeline(source, FULL),
+        )
+        large = Repeated(source, SIZE)
+        start = interleaved(args.rounds, early=lambda: first_batch(large, 1), late=lambda: first_batch(large, 100_000))
+        growth = dict(memory(source, args.batches))
+    ratio = {k: summary([v / c for v, c in zip(speed[k], speed["ceiling"], strict=True)]) for k in ("without", "full")}
+    result = {
+        "machine": f"{CORES} cores, {_cpu()}",
+        "images_per_second": {k: summary(v) for k, v in speed.items()},
+        "share_of_ceiling": ratio,
+        "first_batch_seconds": {k: summary(v) for k, v in start.items()},
+        "resident_megabytes": growth,
+    }
+    rows = {"ceiling": "decode_and_crop_jpeg alone, all cores", "without": "training pp without randaug",
+            "full": "training pp with randaug(2, 10)"}  # fmt: skip
+    print(f"{result['machine']}; medians of {args.rounds} interleaved rounds, min–max\n")
+    print("| 500×375 JPEGs to 224×224 | images/s | share of the decoder's |\n|---|---|---|")
+    for key, name in rows.items():
+        v = result["images_per_second"][key]
+        share = f"{ratio[key]['median']:.0%} ({ratio[key]['min']:.0%}–{ratio[key]['max']:.0%})" if key in ratio else ""
+        print(f"| {name} | {v['median']:,.0f} ({v['min']:,.0f}–{v['max']:,.0f}) | {share} |")
+    for key, step in (("early", 1), ("late", 100_000)):
+        v = result["first_batch_seconds"][key]
+        print(f"first batch at step {step:,}: {v['median']:.3f} s ({v['min']:.3f}–{v['max']:.3f})")
+    print("resident memory after batches: " + ", ".join(f"{n}: {mb:.0f} MB" for n, mb in growth.items()))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _cpu() -> str:
+    """The processor's name, where Linux says it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Small images, image folders and tensorflow-datasets sets on disk, written offline and the same in every run."""
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+FileFormat = Literal["tfrecord", "array_record"]
+Example = dict[str, Any]
+
+LABELS = (0, 1, 207, 388, 812, 999)  # the few of ImageNet's thousand classes that the sets below hold
+
+
+def image_array(seed: int, height: int = 60, width: int = 80) -> np.ndarray:
+    """Smooth noise of natural images' 1/f spectrum: uint8 of height × width × 3, its channels alike but not equal.
+
+    A slight blur, as a lens has one, keeps neighbouring pixels close.
+    """
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    frequency[0, 0] = np.inf  # no constant: the mean is set below
+    noise = rng.normal(size=(4, height, width))
+    spectrum = np.exp(-((frequency / 0.2) ** 2)) / frequency
+    grey, *colours = np.fft.irfft2(np.fft.rfft2(noise) * spectrum, s=(height, width))
+    pixels = np.stack([grey + colour / 3 for colour in colours], axis=-1)
+    return np.clip(128 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The image as a file's bytes; `kind` and the options are those of Pillow's `save`."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def jpeg(
+    seed: int, height: int = 60, width: int = 80, mode: str = "RGB", quality: int = 90, **save_options: Any
+) -> bytes:
+    """`image_array` as a JPEG file of Pillow's mode RGB, L or CMYK."""
+    image = Image.fromarray(image_array(seed, height, width)).convert(mode)
+    return encoded(image, "JPEG", quality=quality, **save_options)
+
+
+def make_tfds(
+    root: Path,
+    name: str,
+    splits: Mapping[str, Sequence[Example]],
+    *,
+    file_format: FileFormat = "tfrecord",
+    features: Any = None,
+    version: str = "5.1.0",
+    config: str | None = None,
+    shards: int | None = None,
+) -> dict[str, list[Example]]:
+    """Writes a dataset with tfds' own writer to root/name[/config]/version; returns its examples as they are ordered.
+
+    tfds orders a split by a hash of each example's key: here its "file_name", or where there is none its index.
+    An image given as bytes is stored as it is. Every split has `shards` shards; if None, three or as many as the
+    smallest split has examples. `features` is a dict of tfds' features; if None, imagenet2012's.
+    """
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import hashing
+
+    class Writer(tfds.dataset_builders.AdhocBuilder, skip_registration=True):
+        """Writes the examples that it is given."""
+
+        code_path = None  # tfds' own needs importlib_resources, which tfds 4.9.10 does not declare
+
+    tfds.disable_progress_bar()
+    keyed = {split: [(e.get("file_name", i), e) for i, e in enumerate(splits[split])] for split in splits}
+    writer = Writer(
+        name=name,
+        version=version,
+        config=config,
+        data_dir=root,
+        features=tfds.features.FeaturesDict(features or imagenet_features()),
+        split_datasets=keyed,
+        file_format=file_format,
+    )
+    writer.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(
+            num_shards=shards or min(3, *map(len, splits.values())),
+            try_download_gcs=False,
+        )
+    )
+    hashers = {split: hashing.Hasher(split) for split in splits}
+    return {split: [e for _, e in sorted(keyed[split], key=lambda k: hashers[split].hash_key(k[0]))] for split in keyed}
+
+
+def imagenet_features() -> dict[str, Any]:
+    """The features of imagenet2012 and of most sets derived from it."""
+    import tensorflow_datasets as tfds
+
+    return {"image": tfds.features.Image(encoding_format="jpeg"), "label": class_label(), "file_name": text()}
+
+
+def class_label() -> Any:
+    """A label feature with ImageNet's thousand WordNet ids as names."""
+    import tensorflow_datasets as tfds
+
+    return tfds.features.ClassLabel(names_file=label_file())
+
+
+def text() -> Any:
+    """A text feature."""
+    import tensorflow_datasets as tfds
+
+    return tfds.features.Text()
+
+
+def label_file() -> Path:
+    """The file of ImageNet's WordNet ids, one a line, that tfds itself holds."""
+    import tensorflow_datasets as tfds
+
+    return Path(tfds.core.tfds_path("datasets/imagenet2012/labels.txt"))
+
+
+def labelled(n: int, seed: int, file_name: str) -> list[Example]:
+    """Examples of imagenet2012's features; `file_name` is formatted with `i`, `label` and `wnid`.
+
+    Images vary in size and shape, and labels go round LABELS.
+    """
+    wnids = label_file().read_text().split()
+    examples = []
+    for i in range(n):
+        height, width = np.random.default_rng((seed, i)).integers(40, 100, size=2).tolist()
+        label = LABELS[i % len(LABELS)]
+        name = file_name.format(i=i, label=label, wnid=wnids[label])
+        examples.append({"image": jpeg(seed + i, height, width), "label": label, "file_name": name})
+    return examples
+
+
+def imagenet2012(
+    root: Path, file_format: FileFormat = "tfrecord", n_train: int = 40, n_val: int = 10
+) -> dict[str, list[Example]]:
+    """imagenet2012/5.1.0 with its splits train and validation."""
+    splits = {
+        "train": labelled(n_train, 10_000, "{wnid}_{i}.JPEG"),
+        "validation": labelled(n_val, 20_000, "ILSVRC2012_val_{i:08}.JPEG"),
+    }
+    return make_tfds(root, "imagenet2012", splits, file_format=file_format)
+
+
+def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+    """imagenet2012_real/1.0.0: imagenet2012's validation images; in turn no, one and three real labels.
+
+    The one label is the original label; the three hold the original label in every second case only.
+    """
+    import tensorflow_datasets as tfds
+
+    examples = labelled(n, 20_000, "ILSVRC2012_val_{i:08}.JPEG")
+    for i, example in enumerate(examples):
+        label = example["original_label"] = example.pop("label")
+        several = [(label + k) % 1000 for k in ((0, 5, 500) if i % 2 else (3, 5, 500))]
+        example["real_label"] = ([], [label], several)[i % 3]
+    features = {
+        "image": tfds.features.Image(encoding_format="jpeg"),
+        "original_label": class_label(),
+        "real_label": tfds.features.Sequence(class_label()),
+        "file_name": text(),
+    }
+    splits = {"validation": examples}
+    return make_tfds(root, "imagenet2012_real", splits, file_format=file_format, features=features, version="1.0.0")
+
+
+def imagenet_v2(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+    """imagenet_v2/matched-frequency/3.0.0 with its split test."""
+    splits = {"test": labelled(n, 30_000, "{label}/{i:040x}.jpeg")}
+    config = "matched-frequency"
+    return make_tfds(root, "imagenet_v2", splits, file_format=file_format, version="3.0.0", config=config)
+
+
+def imagenet_a(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+    """imagenet_a/0.1.0 with its split test."""
+    splits = {"test": labelled(n, 40_000, "0.00{i}_wasp _ bee_0.9.jpg")}
+    return make_tfds(root, "imagenet_a", splits, file_format=file_format, version="0.1.0")
+
+
+def imagenet_r(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+    """imagenet_r/0.2.0 with its split test."""
+    splits = {"test": labelled(n, 50_000, "{wnid}/art_{i}.jpg")}
+    return make_tfds(root, "imagenet_r", splits, file_format=file_format, version="0.2.0")
+
+
+def imagenet_sketch(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
+    """imagenet_sketch/1.0.0 with its split test; its image feature names no encoding, its images are JPEGs."""
+    import tensorflow_datasets as tfds
+
+    splits = {"test": labelled(n, 60_000, "{wnid}/sketch_{i}.JPEG")}
+    features = imagenet_features() | {"image": tfds.features.Image()}
+    return make_tfds(root, "imagenet_sketch", splits, file_format=file_format, features=features, version="1.0.0")
+
+
+def image_folder(
+    root: Path,
+    classes: Sequence[str] = ("cat", "dog", "fox"),
+    train: int = 8,
+    val: int = 4,
+    suffixes: Sequence[str] = (".jpg", ".png", ".webp"),
+) -> dict[str, list[tuple[Path, str]]]:
+    """Writes root/train/CLASS/*.ext and root/val/CLASS/*.ext, `train` and `val` images a class, suffixes in turn.
+
+    Returns each split's (path, class), sorted by class and then by file name.
+    """
+    splits: dict[str, list[tuple[Path, str]]] = {}
+    for seed, (split, n) in enumerate({"train": train, "val": val}.items()):
+        for c, name in enumerate(sorted(classes)):
+            folder = Path(root) / split / name
+            folder.mkdir(parents=True)
+            for i in range(n):
+                path = folder / f"{i:03}{suffixes[i % len(suffixes)]}"
+                Image.fromarray(image_array(10_000 * seed + 100 * c + i)).save(path)
+                splits.setdefault(split, []).append((path, name))
+    return splits
+
+
+def odd_images() -> dict[str, bytes]:
+    """Files that an image reader meets sooner or later, by name: odd modes, several frames, broken and hostile ones.
+
+    "exif6.jpg" is stored 80 wide and 60 high and to be shown turned; "bomb.png" and "bomb.jpg" are small files that
+    announce gigapixels.
+    """
+    pixels = image_array(0)
+    rgb = Image.fromarray(pixels)
+    alpha = np.broadcast_to(np.linspace(0, 255, 80).astype(np.uint8), (60, 80))
+    frames = [Image.fromarray(image_array(seed)) for seed in range(3)]
+    animation = {"save_all": True, "append_images": frames[1:], "duration": 100, "loop": 0}
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turn clockwise by a quarter
+    plain = jpeg(0)
+    return {
+        "cmyk.jpg": jpeg(0, mode="CMYK"),
+        "grey.jpg": jpeg(0, mode="L"),
+        "rgba.png": encoded(Image.fromarray(np.dstack([pixels, alpha])), "PNG"),
+        "palette.png": encoded(rgb.quantize(64), "PNG"),
+        "grey16.png": encoded(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG"),
+        "animated.gif": encoded(frames[0], "GIF", **animation),
+        "animated.webp": encoded(frames[0], "WEBP", **animation),
+        "exif6.jpg": jpeg(0, exif=exif),
+        "webp.webp": encoded(rgb, "WEBP"),
+        "empty.jpg": b"",
+        "truncated.jpg": plain[: len(plain) // 2],
+        "bomb.png": bomb_png(60_000),
+        "bomb.jpg": bomb_jpeg(65_000),
+        "text.jpg": b"hello",
+    }
+
+
+def bomb_png(size: int) -> bytes:
+    """A PNG whose valid header announces size × size RGB pixels, with data for one row of one."""
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0),  # 8 bits, RGB, nothing interlaced
+        b"IDAT": zlib.compress(bytes(4)),
+        b"IEND": b"",
+    }
+    crcs = {kind: zlib.crc32(kind + data) for kind, data in chunks.items()}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crcs[kind]) for kind, data in chunks.items()
+    )
+
+
+def bomb_jpeg(size: int) -> bytes:
+    """A JPEG whose start-of-frame segment announces size × size pixels, with data for fewer."""
+    file = jpeg(0)
+    at = file.index(b"\xff\xc0") + 5  # after marker (2 bytes), length (2) and precision (1)
+    return file[:at] + struct.pack(">HH", size, size) + file[at + 4 :]
