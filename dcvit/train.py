@@ -70,7 +70,7 @@ def make_update(
     tx: optax.GradientTransformation,
     schedule: Any,
     config: ConfigDict,
-    on_device: Callable[[jax.Array], jax.Array] = lambda images: images,
+    on_device: Callable[[jax.Array], jax.Array],
 ) -> Callable[..., Any]:
     """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
     clipping, and `skipped` where corrupt examples may be). `on_device` ends the preprocessing of images."""

@@ -6,6 +6,7 @@ All on generated JPEGs of 500×375 pixels, quality 90 and about 100 kB, stored a
 """
 
 import argparse
+import functools
 import io
 import itertools
 import json
@@ -29,6 +30,7 @@ COMMON = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 WITHOUT = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON
 FULL = "decode_jpeg_and_inception_crop(224)|flip_lr|randaug(2, 10)" + COMMON
 BATCH, BATCHES = 64, 16  # in each measurement
+CEILING = "`decode_and_crop_jpeg` alone, on all cores"
 SIZE = 1_281_167  # examples of ImageNet's training set
 CORES = len(os.sched_getaffinity(0))
 
@@ -90,7 +92,6 @@ def ceiling(source: ip.Source, threads: int) -> float:
         rng = order.example_rng(0, epoch, index)
         work.append((data, images.sample_window(images.jpeg_size(data), (0.05, 1), (0.75, 1.33), rng)))
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(len, range(0)))
         started = time.perf_counter()
         for _ in pool.map(lambda job: tf.io.decode_and_crop_jpeg(job[0], job[1], channels=3), work):
             pass
@@ -136,7 +137,7 @@ def memory(source: ip.Source, batches: int) -> Iterator[tuple[int, float]]:
     stream.close()
 
 
-def interleaved(rounds: int, **measures: Callable[[], float]) -> dict[str, list[float]]:
+def interleaved(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
     """Each measure once a round, in turn, after one round to warm up."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
@@ -151,6 +152,53 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def lines(result: dict[str, Any]) -> list[str]:
+    """The numbers as they stand in the README."""
+    found = [
+        f"Measured on {result['machine']}; medians of {result['rounds']} interleaved rounds, min–max:",
+        "",
+        "| 500×375 JPEGs to 224×224 | images/s | share of the decoder's |",
+        "|---|---|---|",
+    ]
+    for name, v in result["images_per_second"].items():
+        share = result["share_of_ceiling"][name]
+        of_ceiling = f"{share['median']:.0%} ({share['min']:.0%}–{share['max']:.0%})"
+        found.append(f"| {name} | {v['median']:,.0f} ({v['min']:,.0f}–{v['max']:,.0f}) | {of_ceiling} |")
+    early, late = (result["first_batch_seconds"][step]["median"] for step in ("1", "100000"))
+    memory = list(result["resident_megabytes"].items())
+    return [
+        *found,
+        "",
+        f"The first batch of a run that resumes among {SIZE:,} examples comes after {early:.3f} s at step 1 and after",
+        f"{late:.3f} s at step 100,000. The process holds {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches and "
+        f"{memory[-1][1]:.0f} MB after {int(memory[-1][0]):,}.",
+    ]
+
+
+def measure(source: ip.Source, rounds: int, batches: int) -> dict[str, Any]:
+    """All numbers, as `--json` writes them."""
+    on_host = {"training pp without randaug": WITHOUT, "training pp": FULL}
+    measures: dict[str, Callable[[], float]] = {
+        CEILING: lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1))
+    }
+    for name, pp in on_host.items():
+        measures[name] = functools.partial(pipeline, source, ip.defer_value_range(pp)[0])
+    for name, pp in on_host.items():
+        measures[f"{name}, value_range on the host too"] = functools.partial(pipeline, source, pp)
+    speed = interleaved(rounds, measures)
+    large = Repeated(source, SIZE)
+    start = interleaved(rounds, {str(step): functools.partial(first_batch, large, step) for step in (1, 100_000)})
+    shares = {k: [one / most for one, most in zip(v, speed[CEILING], strict=True)] for k, v in speed.items()}
+    return {
+        "machine": f"{CORES} cores ({_cpu()})",
+        "rounds": rounds,
+        "images_per_second": {k: summary(v) for k, v in speed.items()},
+        "share_of_ceiling": {k: summary(v) for k, v in shares.items()},
+        "first_batch_seconds": {k: summary(v) for k, v in start.items()},
+        "resident_megabytes": dict(memory(source, batches)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -159,36 +207,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = prepare(folder, args.images)
-        speed = interleaved(
-            args.rounds,
-            ceiling=lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1)),
-            without=lambda: pipeline(source, WITHOUT),
-            full=lambda: pipeline(source, FULL),
-        )
-        large = Repeated(source, SIZE)
-        start = interleaved(args.rounds, early=lambda: first_batch(large, 1), late=lambda: first_batch(large, 100_000))
-        growth = dict(memory(source, args.batches))
-    ratio = {k: summary([v / c for v, c in zip(speed[k], speed["ceiling"], strict=True)]) for k in ("without", "full")}
-    result = {
-        "machine": f"{CORES} cores, {_cpu()}",
-        "images_per_second": {k: summary(v) for k, v in speed.items()},
-        "share_of_ceiling": ratio,
-        "first_batch_seconds": {k: summary(v) for k, v in start.items()},
-        "resident_megabytes": growth,
-    }
-    rows = {"ceiling": "decode_and_crop_jpeg alone, all cores", "without": "training pp without randaug",
-            "full": "training pp with randaug(2, 10)"}  # fmt: skip
-    print(f"{result['machine']}; medians of {args.rounds} interleaved rounds, min–max\n")
-    print("| 500×375 JPEGs to 224×224 | images/s | share of the decoder's |\n|---|---|---|")
-    for key, name in rows.items():
-        v = result["images_per_second"][key]
-        share = f"{ratio[key]['median']:.0%} ({ratio[key]['min']:.0%}–{ratio[key]['max']:.0%})" if key in ratio else ""
-        print(f"| {name} | {v['median']:,.0f} ({v['min']:,.0f}–{v['max']:,.0f}) | {share} |")
-    for key, step in (("early", 1), ("late", 100_000)):
-        v = result["first_batch_seconds"][key]
-        print(f"first batch at step {step:,}: {v['median']:.3f} s ({v['min']:.3f}–{v['max']:.3f})")
-    print("resident memory after batches: " + ", ".join(f"{n}: {mb:.0f} MB" for n, mb in growth.items()))
+        result = measure(prepare(folder, args.images), args.rounds, args.batches)
+    result = json.loads(json.dumps(result))
+    print("\n".join(lines(result)))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

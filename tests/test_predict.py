@@ -257,3 +257,19 @@ def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
     assert status == 2
     assert "has other columns, a,b" in err
     assert out.read_text() == "a,b\n1,2\n"
+
+
+def test_few_shot_evaluation_is_a_row_for_each_number_of_shots(workdir, capsys):
+    few = {
+        "type": "fewshot", "data": {"kind": "digits", "split": "train"}, "test_data": {"kind": "digits", "split": "test"},
+        "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
+    }  # fmt: skip
+    status, out, err = call(
+        capsys, evaluate.main, "--config", "vit_digits", "--config.model.depth=1", f"--config.evals={{'few': {few}}}",
+        "--checkpoint", workdir, "--format", "json",
+    )  # fmt: skip
+    assert status == 0, err
+    one, many = json.loads(out)
+    assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
+    assert 0.2 < one["top1"] < many["top1"]
+    assert (many["n"], many["loss"], many["top5"]) == (360, None, None)

@@ -75,3 +75,11 @@ def test_every_file_it_names_exists():
 def test_its_table_is_what_the_demo_printed():
     for row in json.loads((ROOT / "docs" / "digits.json").read_text()):
         assert "| " + " | ".join(map(str, row.values())) + " |" in README
+
+
+def test_its_input_table_is_what_the_benchmark_measured():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import bench_input
+
+    for line in bench_input.lines(json.loads((ROOT / "docs" / "input.json").read_text())):
+        assert line in README

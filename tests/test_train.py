@@ -82,7 +82,11 @@ def make(**overrides):
     params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
     tx, schedule = build.optimiser(config, params, data)
     batch = {k: jnp.asarray(v) for k, v in next(data.batches(0)).items()}
-    return train.initial_state(config, params, tx), batch, jax.jit(train.make_update(net, tx, schedule, config))
+    return (
+        train.initial_state(config, params, tx),
+        batch,
+        jax.jit(train.make_update(net, tx, schedule, config, data.on_device)),
+    )
 
 
 @pytest.mark.parametrize("mixup", [0.0, 0.2])
@@ -115,7 +119,8 @@ def test_the_steps_loss_and_gradient_are_those_of_the_model():
     net = build.model(configs.load("vit_digits", ["model.width=16", "model.depth=1"]))
 
     def loss(params):
-        log_p = nn.log_softmax(net.apply({"params": params}, batch["image"])[0])
+        images = batch["image"].astype(jnp.float32) / 127.5 - 1
+        log_p = nn.log_softmax(net.apply({"params": params}, images)[0])
         return -jnp.mean(jnp.sum((0.9 * batch["labels"] + 0.01) * log_p, axis=-1))
 
     value, grads = jax.value_and_grad(loss)(state.params)
@@ -324,7 +329,7 @@ def test_the_loss_is_the_configs():
     losses = [float(make(loss=name)[2](*make(loss=name)[:2])[1]["loss"]) for name in ("softmax_xent", "sigmoid_xent")]
     state, batch, _ = make()
     logits = build.model(configs.load("vit_digits", ["model.width=16", "model.depth=1"])).apply(
-        {"params": state.params}, batch["image"]
+        {"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1
     )[0]
     labels = 0.9 * batch["labels"] + 0.01
     sigmoid = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
