@@ -169,8 +169,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [
         *found,
         "",
-        f"The first batch of a run that resumes among {SIZE:,} examples comes after {early:.3f} s at step 1 and after",
-        f"{late:.3f} s at step 100,000. The process holds {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches and "
+        f"Of a run that resumes among {SIZE:,} examples, the first batch comes after {early:.3f} s at step 1 and after",
+        f"{late:.3f} s at step 100,000. The process holds {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches,",
         f"{memory[-1][1]:.0f} MB after {int(memory[-1][0]):,}.",
     ]
 
@@ -178,9 +178,8 @@ def lines(result: dict[str, Any]) -> list[str]:
 def measure(source: ip.Source, rounds: int, batches: int) -> dict[str, Any]:
     """All numbers, as `--json` writes them."""
     on_host = {"training pp without randaug": WITHOUT, "training pp": FULL}
-    measures: dict[str, Callable[[], float]] = {
-        CEILING: lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1))
-    }
+    measures: dict[str, Callable[[], float]] = {}
+    measures[CEILING] = lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1))
     for name, pp in on_host.items():
         measures[name] = functools.partial(pipeline, source, ip.defer_value_range(pp)[0])
     for name, pp in on_host.items():

@@ -261,7 +261,7 @@ def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
 
 def test_few_shot_evaluation_is_a_row_for_each_number_of_shots(workdir, capsys):
     few = {
-        "type": "fewshot", "data": {"kind": "digits", "split": "train"}, "test_data": {"kind": "digits", "split": "test"},
+        "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},
         "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
     }  # fmt: skip
     status, out, err = call(
