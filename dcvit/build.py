@@ -103,6 +103,7 @@ class TrainingData:
         pp = self.config.input.pp
         self.image_shape = example_shape(self.source, pp, self.config, "config.input.pp", self.corrupt)
         self.pp, self.on_device = pixels.split(pp)  # what the host does, and what is done to its images after
+        self._check_predict(self.config.pp_predict)
         total = duration(config, "total", batch_size=self.batch_size, examples=len(self.source))
         if not total:
             raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
@@ -114,6 +115,16 @@ class TrainingData:
             config, name, batch_size=self.batch_size, examples=len(self.source),
             total_steps=self.total_steps, default=default, what=what,
         )  # fmt: skip
+
+    def _check_predict(self, pp: str) -> None:
+        """Raises ConfigError where `pp_predict` does not make a stored image what the model was trained on."""
+        preprocess = input_pipeline.Preprocess(pp)
+        if not pp or self.corrupt.policy == "skip" or not isinstance(image := self.source[0]["image"], bytes):
+            return
+        found = preprocess({"image": image}, np.random.default_rng(0))["image"]
+        if found.shape != self.image_shape or found.dtype != np.float32:
+            expected = f"config.input.pp float32 of {self.image_shape}"
+            raise ConfigError(f"config.pp_predict yields {found.dtype} of {found.shape}, {expected}")
 
     def batches(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
         """The training stream from a step on."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from dcvit.config import check_regex
 from input_pipeline.errors import first_line
 
 FOLDER = "checkpoints"
@@ -110,14 +111,11 @@ def merge_params(loaded: Mapping[str, Any], inited: Mapping[str, Any], dont_load
 
     Raises:
       CheckpointError: a name or shape stands on one side only; both sides are listed.
+      ConfigError: a pattern of `dont_load` is no regular expression.
     """
     old, new = (flax.traverse_util.flatten_dict(dict(tree), sep="/") for tree in (loaded, inited))
-
     for pattern in dont_load:
-        try:
-            re.compile(pattern)
-        except re.error as e:
-            raise CheckpointError(f"dont_load: {pattern!r} is not a regular expression: {e}") from None
+        check_regex(pattern, "dont_load")
 
     def wanted(name: str) -> bool:
         return not any(re.fullmatch(pattern, name) for pattern in dont_load)

@@ -240,11 +240,15 @@ def check_types(config: ConfigDict) -> None:
             )
     for key in ("wd_mults", "lr_mults", "frozen"):
         for rule in config[key]:
-            pattern = rule if key == "frozen" else rule[0]
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as e:
-                raise ConfigError(f"config.{key}: {pattern!r} is not a regular expression: {e}") from None
+            check_regex(rule if key == "frozen" else rule[0], f"config.{key}")
+
+
+def check_regex(pattern: Any, what: str) -> None:
+    """Raises ConfigError where `pattern` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as e:
+        raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
 
 
 def _is_rate(value: Any) -> bool:

@@ -101,6 +101,14 @@ def test_damaged_images_stop_the_run_or_are_skipped_counted_and_named(pets, tmp_
     assert [row["skipped"] for row in rows[1:]] == sorted(row["skipped"] for row in rows[1:])
 
 
+@pytest.mark.parametrize("pp", ["decode|resize(40)|value_range", "decode|resize(32)", "decode|resize(32)|valu_range"])
+def test_predictions_that_could_not_work_are_refused_before_training(pets, tmp_path, capsys, pp):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "run", f"pp_predict={pp}") == 2
+    assert re.search("pp_predict yields|unknown op", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
