@@ -1,6 +1,6 @@
 """ViT-S/16, DCViT-S/16 or ViT-M/16 on ImageNet-1k, the recipe of the DCMHA paper (Section 4.5).
 
-    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir gs://BUCKET/RUN
+    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir W
     python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
     python -m dcvit.evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
 

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import losses, optim, pixels
-from dcvit.config import ConfigError, Options, check_call, duration, is_duration
+from dcvit.config import ConfigError, Options, check_call, duration, is_duration, with_classes
 from input_pipeline.errors import first_line, nearest
 
 MODELS = ("vit",)
@@ -38,8 +38,6 @@ def model_module(config: ConfigDict) -> Any:
 
 def model(config: ConfigDict) -> nn.Module:
     """The linen module of `config.model`."""
-    if config.num_classes is None:
-        raise ConfigError("config.num_classes is known once the data was opened: use --workdir of a training run")
     module = model_module(config)
     fields = config.model.to_dict()
     variant = fields.pop("variant", None)
@@ -99,7 +97,7 @@ class TrainingData:
         self.source = open_source(config.input.data, "config.input.data")
         if len(self.source) < self.batch_size:
             raise ConfigError(f"config.input: {len(self.source)} examples do not fill one batch of {self.batch_size}")
-        self.config = _with_classes(config, self.source.class_names)
+        self.config = with_classes(config, _num_classes(config, self.source.class_names))
         pp = self.config.input.pp
         self.image_shape = example_shape(self.source, pp, self.config, "config.input.pp", self.corrupt)
         self.pp, self.on_device = pixels.split(pp)  # what the host does, and what is done to its images after
@@ -126,25 +124,18 @@ class TrainingData:
             expected = f"config.input.pp float32 of {self.image_shape}"
             raise ConfigError(f"config.pp_predict yields {found.dtype} of {found.shape}, {expected}")
 
-    def batches(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+    def batches(self, start_step: int) -> Generator[dict[str, np.ndarray], None, None]:
         """The training stream from a step on."""
         return input_pipeline.train_batches(
             self.source, self.pp, self.batch_size, self.seed, start_step, corrupt=self.corrupt
         )
 
 
-def _with_classes(config: ConfigDict, class_names: tuple[str, ...] | None) -> ConfigDict:
-    """The config with `num_classes`, where it is None, as the data has them."""
-    if config.num_classes is not None:
-        return config
-    if not class_names:
+def _num_classes(config: ConfigDict, class_names: tuple[str, ...] | None) -> int:
+    """`config.num_classes`, or where it is None as many as the data names."""
+    if config.num_classes is None and not class_names:
         raise ConfigError("config.num_classes=None, but the training data does not name its classes: give the number")
-    filled = config.copy_and_resolve_references().unlock()
-    with filled.ignore_type():
-        filled.num_classes = len(class_names)
-        for holder in (filled.input, *filled.evals.values()):
-            holder.pp = holder.pp.replace("{num_classes}", str(len(class_names)))
-    return filled.lock()
+    return len(class_names or ()) if config.num_classes is None else int(config.num_classes)
 
 
 def open_source(data: Options, what: str) -> input_pipeline.Source:
@@ -154,9 +145,11 @@ def open_source(data: Options, what: str) -> input_pipeline.Source:
 
 
 def check_data(data: Any, what: str) -> None:
-    """Raises ConfigError where `data` does not name a kind."""
+    """Raises ConfigError where `data` does not name a kind, or what every kind takes is of another type."""
     if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
+    own = {key: data[key] for key in ("kind", "limit", "cache") if key in data}
+    check_call(input_pipeline.open_source, own, what)
 
 
 def example_shape(
@@ -217,9 +210,9 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
 
 
 def evaluators(
-    config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, image_shape: tuple[int, ...] | None = None
+    config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, data: TrainingData | None = None
 ) -> dict[str, Any]:
-    """Each evaluator of `config.evals` by name, with the `image_shape` found; all must have the given one, if any.
+    """Each evaluator of `config.evals` by name, with its `image_shape`; they must fit the training data, if given.
 
     An evaluator with `optional=True` whose data is missing is left out, and said so on stderr.
     """
@@ -236,9 +229,20 @@ def evaluators(
                 raise
             print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
             continue
-        if image_shape not in (None, built[name].image_shape):
-            raise ConfigError(f"{what}.pp yields images of {built[name].image_shape}, training of {image_shape}")
+        if data:
+            _check_fit(built[name], data, what)
     return built
+
+
+def _check_fit(evaluator: Any, data: TrainingData, what: str) -> None:
+    """Raises ConfigError where an evaluator's images have another shape than those of training, or its labels
+    another numbering: class names that are partly the same and not all."""
+    if evaluator.image_shape != data.image_shape:
+        raise ConfigError(f"{what}.pp yields images of {evaluator.image_shape}, training of {data.image_shape}")
+    ours, theirs = data.source.class_names or (), evaluator.source.class_names or ()
+    if evaluator.target[1] and ours != theirs and set(ours) & set(theirs):
+        differing = sorted(set(ours) ^ set(theirs)) or ["their order"]
+        raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
 
 
 def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Callable[..., Any], mesh: Mesh) -> Any:

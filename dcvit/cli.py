@@ -48,10 +48,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> Path:
-    """An option's path; an empty one is most likely an unset variable, and refused."""
+    """An option's path, with ~ expanded; an empty one is most likely an unset variable, and refused."""
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
-    return Path(text)
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: only local folders so far")
+    return Path(text).expanduser()
 
 
 def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:

@@ -251,6 +251,17 @@ def check_regex(pattern: Any, what: str) -> None:
         raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
 
 
+def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
+    """The config with that many classes, and the number in place of "{num_classes}" in its preprocessing strings."""
+    filled = config.copy_and_resolve_references().unlock()
+    with filled.ignore_type():
+        filled.num_classes = num_classes
+        for holder in (filled.input, *filled.evals.values()):
+            if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
+                holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
+    return filled.lock()
+
+
 def _is_rate(value: Any) -> bool:
     return has_type(value, float) and math.isfinite(value) and value >= 0
 

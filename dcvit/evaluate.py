@@ -81,12 +81,15 @@ def append_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     with path.open("a+", newline="") as file:
         file.seek(0)
-        header = file.readline().strip()
+        content = file.read()
+        header = content.partition("\n")[0].strip()
         if header and header != ",".join(COLUMNS):
             raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(COLUMNS)}")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if not header:
             writer.writeheader()
+        elif not content.endswith("\n"):
+            file.write("\n")
         writer.writerows(rows)
 
 
@@ -102,7 +105,12 @@ def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Path]:
         raise ConfigError("--config.KEY=VALUE needs --config: a workdir's own config is used as it is")
     else:
         config = configs.read_json(args.workdir / "config.json")
-    return config, args.checkpoint or args.workdir
+    classes = config.num_classes
+    if classes is None and args.workdir:
+        classes = configs.read_json(args.workdir / "config.json").num_classes
+    if classes is None:
+        raise ConfigError("config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER")
+    return configs.with_classes(config, classes), args.checkpoint or args.workdir
 
 
 def add_options(parser: cli.Parser) -> None:

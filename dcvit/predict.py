@@ -102,11 +102,11 @@ def predict(
 
 def read_class_names(workdir: Path | None, num_classes: int) -> list[str]:
     """The names that a run saved with its workdir, or the classes' numbers."""
-    path = workdir / "classes.json" if workdir else None
+    path = workdir / "data.json" if workdir else None
     try:
-        names = json.loads(path.read_text()) if path and path.is_file() else None
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"cannot read {path}: {e}") from None
+        names = json.loads(path.read_text())["class_names"] if path and path.is_file() else None
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise ConfigError(f"cannot read class_names of {path}: {e}") from None
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"{path} should hold a list of class names")
     if names is not None and len(names) != num_classes:

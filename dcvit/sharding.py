@@ -33,8 +33,12 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 def prefetch(batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, ahead: int = 1) -> Iterator[dict[str, jax.Array]]:
     """Batches on the devices, each sent `ahead` batches before it is asked for, so that steps overlap the transfer."""
     sent: deque[dict[str, jax.Array]] = deque()
-    for batch in batches:
-        sent.append(put_batch(batch, mesh))
-        if len(sent) > ahead:
-            yield sent.popleft()
+    try:
+        for batch in batches:
+            sent.append(put_batch(batch, mesh))
+            if len(sent) > ahead:
+                yield sent.popleft()
+    except Exception:  # what was sent before an error is still served
+        yield from sent
+        raise
     yield from sent

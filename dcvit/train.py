@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
 from dcvit.sharding import data_mesh, prefetch, replicated
+from input_pipeline import Source
 
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = ("evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
@@ -129,11 +131,11 @@ def accumulate(
     return jax.tree.map(lambda x: x / parts, total)
 
 
-def claim_workdir(workdir: Path, config: ConfigDict, class_names: Sequence[str] | None) -> None:
-    """Makes the workdir and writes `config.json` and `classes.json` there.
+def claim_workdir(workdir: Path, config: ConfigDict, source: Source) -> None:
+    """Makes the workdir and writes `config.json` and `data.json` there: number of examples and class names.
 
     Raises:
-      ConfigError: the workdir holds a run of another config; the keys that differ are listed.
+      ConfigError: the workdir holds a run of another config, the keys that differ are listed, or of other data.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if not os.access(workdir, os.W_OK | os.X_OK):
@@ -149,7 +151,12 @@ def claim_workdir(workdir: Path, config: ConfigDict, class_names: Sequence[str] 
         ]
         if differing:
             raise ConfigError(f"{workdir} holds a run of another config: {'; '.join(differing)}")
-    for name, content in (("classes.json", json.dumps(class_names)), ("config.json", json.dumps(mine, indent=2))):
+    data = {"examples": len(source), "class_names": source.class_names and list(source.class_names)}
+    path = workdir / "data.json"
+    if path.is_file() and (was := path.read_text()) != json.dumps(data) + "\n":
+        here = json.dumps(data)[:60]
+        raise ConfigError(f"{workdir} holds a run on other data: there {was[:60].strip()}…, here {here}…")
+    for name, content in (("data.json", json.dumps(data)), ("config.json", json.dumps(mine, indent=2))):
         fresh = workdir / f"{name}.new"  # renamed into place: a kill leaves the old file or the new one
         fresh.write_text(content + "\n")
         fresh.replace(workdir / name)
@@ -159,7 +166,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs a config to its end, or goes on where its newest checkpoint left off; returns the last row of metrics,
     empty where all steps were done already.
 
-    Writes to `workdir`: config.json, classes.json, metrics.jsonl, timing.jsonl, checkpoints/.
+    Writes to `workdir`: config.json, data.json, metrics.jsonl, timing.jsonl, checkpoints/.
 
     Raises:
       ConfigError, InputError, CheckpointError: what a user can mend, before anything compiles.
@@ -170,7 +177,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     net = build.model(config)
     shapes = build.param_shapes(net, data.image_shape)
     tx, schedule = build.optimiser(config, shapes, data)
-    evaluators = build.evaluators(config, build.predictor(net), mesh, data.image_shape)
+    evaluators = build.evaluators(config, build.predictor(net), mesh, data)
     every = {
         "log": data.duration(config, "log", "config", default=50),
         "ckpt": data.duration(config, "ckpt", "config", default=data.total_steps),
@@ -179,7 +186,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
     given = _given_params(config, shapes, resumes=bool(saved_steps(workdir)))
-    claim_workdir(workdir, config, data.source.class_names)
+    claim_workdir(workdir, config, data.source)
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
@@ -268,13 +275,14 @@ class Loop:
     def run(self, update: Any, state: TrainState, start: int) -> dict[str, Any]:
         """All steps after `start`; returns the last row of metrics, empty where none was left."""
         total, row = self.data.total_steps, {}
-        with RunProgress(self.workdir.name, total, start) as progress:
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(RunProgress(self.workdir.name, total, start))
             if start:
                 progress.line(f"going on from the checkpoint of step {start} of {total}")
             else:
                 row = self._first_row(state, progress)
-            batches = self.data.batches(start)
-            on_devices = prefetch(batches, self.mesh)
+            batches = stack.enter_context(contextlib.closing(self.data.batches(start)))
+            on_devices = prefetch(itertools.islice(batches, total - start), self.mesh)
             for step in range(start + 1, total + 1):
                 self._profile(step, state, start)
                 batch = next(on_devices)

@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,16 @@ from input_pipeline.pp import Preprocess
 from input_pipeline.source import Source
 
 Batch = dict[str, np.ndarray]
+
+
+class Made(NamedTuple):
+    """A batch while its rows are filled: its arrays, the examples skipped for each row, which rows hold an example."""
+
+    arrays: Batch
+    skipped: np.ndarray
+    mask: np.ndarray
+
+
 Place = tuple[int, int]  # epoch and example index
 Load = Callable[[Place], tuple[dict[str, Any] | None, int]]  # -> the example, and how many were skipped for it
 PREFETCH = 2  # batches prepared beyond the one that is waited for
@@ -58,7 +68,7 @@ def train_batches(
     process: tuple[int, int] = (0, 1),
     corrupt: Corrupt | None = None,
     threads: int | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The endless training stream from step `start_step` on, shuffled anew in every epoch.
 
     An epoch's last batch is filled up from the next epoch; no example is dropped. A skipped example is replaced by
@@ -93,8 +103,8 @@ def train_batches(
             yield [example_at(start + row, size, seed) for row in rows]
             start += batch_size
 
-    for batch, skipped, _ in _prepare(plans(), load, len(rows), threads):
-        yield {**batch, "_skipped": skipped}
+    for made in _prepare(plans(), load, len(rows), threads):
+        yield {**made.arrays, "_skipped": made.skipped}
 
 
 def eval_batches(
@@ -123,8 +133,8 @@ def eval_batches(
             return None, 1
 
     plans = ([(0, start + row) for row in rows if start + row < size] for start in range(0, size, batch_size))
-    for batch, _, mask in _prepare(plans, load, len(rows), threads, first=((0, i) for i in range(size))):
-        yield {**batch, "_mask": mask}
+    for made in _prepare(plans, load, len(rows), threads, first=((0, i) for i in range(size))):
+        yield {**made.arrays, "_mask": made.mask}
 
 
 def _rows(batch_size: int, process: tuple[int, int]) -> range:
@@ -138,28 +148,27 @@ def _rows(batch_size: int, process: tuple[int, int]) -> range:
 
 def _prepare(
     plans: Iterable[Sequence[Place]], load: Load, rows: int, threads: int | None, first: Iterable[Place] | None = None
-) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """(batch, examples skipped for each row, mask of filled rows) for each plan, in order, made ahead by threads.
+) -> Iterator[Made]:
+    """The batch of each plan, in order, made ahead by threads.
 
     `first` are places to learn from what an example looks like; by default a plan's own.
     """
-    threads = (os.cpu_count() or 1) if threads is None else threads
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     layout: dict[str, np.ndarray] | None = None
-    pending: deque[tuple[tuple[Batch, np.ndarray, np.ndarray], list[Future]]] = deque()
+    pending: deque[tuple[Made, list[Future]]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
         try:
             for plan in plans:
-                layout = layout or _layout(load, plan if first is None else first)
-                batch = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
-                for array in batch.values():
-                    array[len(plan) :] = 0
-                made = batch, np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-                step = -(-len(plan) // (CHUNKS * max(1, threads))) or 1
-                pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
+                if layout is None:
+                    layout = _layout(load, plan if first is None else first)
+                made = _empty(layout, rows, len(plan))
                 if not threads:
                     _fill(made, plan, range(len(plan)), load)
                     yield made
                     continue
+                step = -(-len(plan) // (CHUNKS * threads)) or 1
+                pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
                 pending.append((made, [pool.submit(_fill, made, plan, piece, load) for piece in pieces]))
                 if len(pending) > PREFETCH:
                     yield _finished(*pending.popleft())
@@ -169,7 +178,15 @@ def _prepare(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(made: tuple[Batch, np.ndarray, np.ndarray], work: Sequence[Future]) -> Any:
+def _empty(layout: dict[str, np.ndarray], rows: int, filled: int) -> Made:
+    """A batch of examples like those of `layout`, whose first `filled` rows are still to be written."""
+    arrays = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
+    for array in arrays.values():
+        array[filled:] = 0
+    return Made(arrays, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
+
+
+def _finished(made: Made, work: Sequence[Future]) -> Made:
     """A batch once all its rows are there; raises what went wrong with any."""
     for future in work:
         future.result()
@@ -187,18 +204,21 @@ def _layout(load: Load, places: Iterable[Place]) -> dict[str, np.ndarray]:
     return {key: np.asarray(value) for key, value in example.items()}
 
 
-def _fill(made: tuple[Batch, np.ndarray, np.ndarray], plan: Sequence[Place], piece: range, load: Load) -> None:
+def _fill(made: Made, plan: Sequence[Place], piece: range, load: Load) -> None:
     """Loads the examples of some rows into their places."""
-    batch, skipped, mask = made
     for row in piece:
-        example, skipped[row] = load(plan[row])
+        example, made.skipped[row] = load(plan[row])
         if example is None:
-            for array in batch.values():
+            for array in made.arrays.values():
                 array[row] = 0
             continue
-        mask[row] = 1
-        for key, array in batch.items():
-            if np.shape(example[key]) != array.shape[1:]:
-                shapes = sorted({array.shape[1:], np.shape(example[key])})
-                raise InputError(f"{key!r} has shapes {shapes} in one batch; resize it, or drop it with keep")
-            array[row] = example[key]
+        made.mask[row] = 1
+        for key, array in made.arrays.items():
+            value = np.asarray(example[key]) if key in example else None
+            if value is None or value.shape != array.shape[1:] or value.dtype != array.dtype:
+                found = "nothing" if value is None else f"{value.dtype} of {value.shape}"
+                raise InputError(
+                    f"{key!r} is {array.dtype} of {array.shape[1:]} in one example and {found} in number "
+                    f"{plan[row][1]} of the same source; resize it, or drop it with keep"
+                )
+            array[row] = value

@@ -1,6 +1,7 @@
 """What goes wrong with data that a user can mend, told in one line."""
 
 import difflib
+import importlib
 import inspect
 import types
 import typing
@@ -22,6 +23,14 @@ class MissingDataError(InputError):
 def first_line(error: BaseException) -> str:
     """An exception as a message shows it: the first line of its text, or its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def require(module: str) -> Any:
+    """An imported library of the `data` extra. Raises InputError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        raise InputError(f'this needs {e.name}, which is not installed: pip install "dcvit[data]"') from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

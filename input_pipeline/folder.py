@@ -1,16 +1,17 @@
 """A folder of image files, one folder a class: DATA_DIR/{train,val}/CLASS/*.jpg, or DATA_DIR/CLASS/*.jpg."""
 
+import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, nearest
-from input_pipeline.order import permutation
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-SPLIT_SEED = 0
+SPLITS = {"train", "val", "test", "validation"}
 
 
 class Source:
@@ -38,22 +39,18 @@ class Source:
           InputError: an empty class, a class that the training data lacks, a fraction without sense.
         """
         root = Path(data_dir).expanduser()
-        if not root.is_dir():
-            raise MissingDataError(f"no folder {root}")
+        folder = root if val_fraction is not None else root / split
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise InputError(f"val_fraction={val_fraction} should be between 0 and 1")
         if val_fraction is not None and split not in ("train", "val"):
             raise InputError(f"no split {split!r} of {root} with val_fraction; {nearest(split, ('train', 'val'))}")
-        folder = root if val_fraction is not None else root / split
-        if not folder.is_dir():
-            inside = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-            raise MissingDataError(
-                f"no folder {folder} (there: {', '.join(inside[:10]) or 'none'}); or give val_fraction"
-            )
-        named = Path(classes_from).expanduser() if classes_from else root / "train"
-        if (val_fraction is not None and not classes_from) or not named.is_dir():
-            named = folder
+        if classes_from is not None:
+            named = Path(classes_from).expanduser()
+        else:
+            named = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
         self.class_names = tuple(_folders(named))
+        if val_fraction is not None and set(self.class_names) <= SPLITS:
+            raise InputError(f"{root} holds the folders {', '.join(self.class_names)}: take away val_fraction")
         self.files: list[str] = []  # of a million files, a Path each would weigh
         labels: list[int] = []
         for name in _folders(folder):
@@ -61,12 +58,7 @@ class Source:
                 raise InputError(f"class {name!r} of {folder} is not among the {len(self.class_names)} of {named}")
             files = _images(folder / name)
             if val_fraction is not None:
-                held_out = max(1, round(val_fraction * len(files)))
-                order = permutation(len(files), SPLIT_SEED, 0)
-                chosen = np.sort(order[:held_out] if split == "val" else order[held_out:])
-                if not len(chosen):
-                    raise InputError(f"{folder / name} has {len(files)} image(s), too few for train and val")
-                files = [files[i] for i in chosen]
+                files = _part(files, split, val_fraction, root)
             self.files += files
             labels += [self.class_names.index(name)] * len(files)
         self.labels = np.array(labels, np.int32)
@@ -90,8 +82,15 @@ class Source:
 
 
 def _folders(folder: Path) -> list[str]:
-    """The classes in a folder, sorted."""
-    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """The classes in a folder, sorted. Raises MissingDataError where there is no folder, InputError for no class."""
+    if not folder.is_dir():
+        above = folder.parent
+        inside = sorted(p.name for p in above.iterdir() if not p.name.startswith(".")) if above.is_dir() else []
+        raise MissingDataError(f"no folder {folder} (beside it: {', '.join(inside[:10]) or 'nothing'})")
+    try:
+        names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError as e:
+        raise InputError(f"cannot read {folder}: {e.strerror}") from None
     if not names:
         raise InputError(f"{folder} holds no class folders")
     return names
@@ -99,12 +98,31 @@ def _folders(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[str]:
     """The image files of a class, folders inside it included, sorted. Raises InputError for none."""
-    files = [
-        str(Path(inside, name))
-        for inside, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    ]
+
+    def walk(inside: str) -> Iterator[str]:
+        with os.scandir(inside) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield from walk(entry.path)
+                elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                    yield entry.path
+
+    try:
+        files = sorted(walk(str(folder)))
+    except OSError as e:
+        raise InputError(f"cannot read {e.filename}: {e.strerror}") from None
     if not files:
         raise InputError(f"class folder {folder} holds no images ({', '.join(SUFFIXES)})")
-    return sorted(files)
+    return files
+
+
+def _part(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:
+    """The files of a class that are in a split: in "val" those whose names have the smallest hashes, so that files
+    which are added or taken away later hardly change on which side the others are."""
+    ranked = sorted(files, key=lambda file: hashlib.sha256(os.path.relpath(file, root).encode()).digest())
+    held_out = max(1, round(val_fraction * len(files)))
+    if held_out == len(files):
+        raise InputError(f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val")
+    return sorted(ranked[:held_out] if split == "val" else ranked[held_out:])

@@ -1,18 +1,6 @@
 """Encoded bytes to pixels, and pixels to other sizes. JPEGs and resizing go through TensorFlow's kernels, so that
-pixels are big_vision's bit for bit; every other format goes through Pillow.
-
-| file | outcome |
-|---|---|
-| JPEG | TensorFlow's default decoder; Pillow's, which is INTEGER_ACCURATE, with `precise=True` |
-| grey, CMYK, palette | converted to the channels asked for |
-| transparent | the transparency is dropped |
-| 16 bits a channel | the upper 8 bits |
-| 32 bits a channel | refused: nothing says what its white is |
-| animated GIF, WebP | the first frame |
-| EXIF orientation | applied with `exif=True` only: big_vision and TensorFlow ignore it |
-| more than MAX_PIXELS announced | refused before anything is decoded |
-| empty, damaged, no image | refused |
-| truncated | refused where the decoder misses what was cut off; a crop above the cut is still served |
+pixels are big_vision's bit for bit; every other format goes through Pillow. `docs/data.md` has the table of what
+becomes of odd, damaged and hostile files.
 """
 
 import contextlib
@@ -24,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from input_pipeline.errors import InputError
+from input_pipeline.errors import InputError, require
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # what `decode` reads; no format that runs a program
 MAX_PIXELS = 178_956_970  # Pillow's own limit
@@ -42,10 +30,7 @@ def tensorflow() -> Any:
     Raises:
       InputError: it is not installed.
     """
-    try:
-        import tensorflow as tf
-    except ModuleNotFoundError:
-        raise InputError('decoding JPEGs and resizing here need tensorflow: pip install "dcvit[data]"') from None
+    tf = require("tensorflow")
     for kind in ("GPU", "TPU"):
         tf.config.set_visible_devices([], kind)
     with contextlib.suppress(RuntimeError):  # too late where another library has used TensorFlow already
@@ -58,7 +43,7 @@ def is_jpeg(data: bytes) -> bool:
 
 
 def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool = False) -> np.ndarray:
-    """The pixels of an image file, uint8, height × width × channels; the module's table says what becomes of what.
+    """The pixels of an image file, uint8, height × width × channels.
 
     Raises:
       InputError: what cannot or must not be decoded.
@@ -98,7 +83,15 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear", antialias: bool = False) -> np.ndarray:
-    """`tf.image.resize` to (height, width), with the result clipped and cut (not rounded) to the image's own dtype."""
+    """`tf.image.resize` to (height, width), with the result clipped and cut (not rounded) to the image's own dtype.
+
+    Raises:
+      InputError: the result would have more than MAX_PIXELS.
+    """
+    if size[0] * size[1] > MAX_PIXELS:
+        raise InputError(
+            f"resizing {image.shape[1]}x{image.shape[0]} to {size[1]}x{size[0]} exceeds {MAX_PIXELS} pixels"
+        )
     tf = tensorflow()
     if method == "bilinear" and not antialias:  # the kernel itself: its wrapper takes a third of the time
         resized = tf.raw_ops.ResizeBilinear(images=image[None], size=_constant(size), half_pixel_centers=True)

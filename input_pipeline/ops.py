@@ -1,7 +1,8 @@
 """Preprocessing ops. Each function takes the literals of a preprocessing string and returns the op itself:
 a function from an example (a dict) and that example's generator to the changed example.
 
-Names, defaults and pixels are big_vision's. Images are uint8 arrays of height × width × channels until
+Where big_vision has an op of that name, its arguments, defaults and pixels are the same but for `onehot`, whose keys
+default to the recipes', and for `exif`, which is new. Images are uint8 arrays of height × width × channels until
 `value_range` makes them float32.
 """
 
@@ -37,11 +38,11 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
     """Decodes `image` from the bytes of a JPEG, PNG, WebP … file to 1 (grey) or 3 (RGB) channels.
 
     `precise` decodes JPEGs with Pillow, which needs no TensorFlow, instead of TensorFlow's faster default; `exif`
-    turns images upright. `input_pipeline.images` says what becomes of every odd kind of file.
+    turns images upright. `docs/data.md` says what becomes of every odd kind of file.
     """
     if channels not in (1, 3):
         raise InputError(f"decode(channels={channels}): expected 1 or 3")
-    return _on_image(lambda data, rng: images.decode(data, channels, precise=precise, exif=exif))
+    return _on_image(lambda data, rng: images.decode(_encoded(data), channels, precise=precise, exif=exif))
 
 
 def decode_jpeg_and_inception_crop(
@@ -57,8 +58,8 @@ def decode_jpeg_and_inception_crop(
     """`decode|inception_crop(…)` in one, which decodes no more of a JPEG than the crop; other formats work too."""
     place, fit = _inception(size, (area_min, area_max), (ratio_min, ratio_max), method, antialias)
 
-    def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
-        if images.is_jpeg(data):
+    def change(data: Any, rng: np.random.Generator) -> np.ndarray:
+        if images.is_jpeg(_encoded(data)):
             return fit(images.decode_crop(data, place(images.jpeg_size(data), rng), exif=exif))
         image = images.decode(data, exif=exif)
         return fit(_cut(image, place(image.shape[:2], rng)))
@@ -191,8 +192,10 @@ def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
     def op(example: Example, rng: np.random.Generator) -> Example:
         hot, labels = np.zeros(depth, np.float32), np.atleast_1d(example[key])
         if labels.size:
+            if labels.ndim > 1 or labels.dtype.kind not in "iu":
+                raise InputError(f"onehot({depth}): {key} should be an integer or several, found {labels.dtype}")
             if labels.min() < 0 or labels.max() >= depth:
-                raise InputError(f"onehot({depth}): {key}={example[key]} is out of range")
+                raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
             hot[labels] = 1
         return {**example, key_result: hot}
 
@@ -206,6 +209,13 @@ def keep(*keys: str) -> Op:
         return {key: example[key] for key in keys}
 
     return op
+
+
+def _encoded(data: Any) -> bytes:
+    """The bytes of an image file. Raises InputError for what is decoded already."""
+    if not isinstance(data, bytes):
+        raise InputError(f"decode takes the bytes of an image file, not {type(data).__name__}: it is decoded already")
+    return data
 
 
 def _size(op: str, size: int | Sequence[int]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ ArrayRecord has an index of its own. A TFRecord file is a chain of records, each
 kept beside the file, or in the cache folder where that cannot be written, and made anew when the file changed.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from input_pipeline.errors import InputError, first_line
+from input_pipeline.errors import InputError, first_line, require
 
 HEADER, FOOTER = 12, 4  # bytes of length and checksum before a record, of checksum after it
 OPEN_READERS = 128  # ArrayRecord files held open at a time; a process may have some thousand files at most
@@ -42,9 +43,10 @@ class TFRecordFile:
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
         with _open(self.path) as file:
             file.seek(start)
-            data = file.read(end - start)
-        if len(data) != end - start:
-            raise InputError(f"{self.path} was cut while it was being read")
+            data = file.read(end - start + FOOTER)
+        data, checksum = data[:-FOOTER], data[-FOOTER:]
+        if len(data) != end - start or checksum != _checksum(data):
+            raise InputError(f"{self.path}: record {number} is damaged: its checksum does not fit")
         return data
 
     def nbytes(self, first: int, last: int) -> int:
@@ -57,7 +59,7 @@ class ArrayRecordFile:
 
     def __init__(self, path: str):
         self.path = path
-        self.length = _reader(path).num_records()
+        self.length = _reader(path, *_stat(path)).num_records()
 
     def __len__(self) -> int:
         return self.length
@@ -65,7 +67,7 @@ class ArrayRecordFile:
     def read(self, number: int) -> bytes:
         """The bytes of one record."""
         try:
-            data: bytes = _reader(self.path).read([number])[0]
+            data: bytes = _reader(self.path, *_stat(self.path)).read([number])[0]
         except (RuntimeError, ValueError, IndexError) as e:
             raise InputError(f"{self.path}: cannot read record {number}: {first_line(e)}") from None
         return data
@@ -84,12 +86,9 @@ def open_records(path: str) -> RecordFile:
 
 
 @functools.lru_cache(maxsize=OPEN_READERS)
-def _reader(path: str) -> Any:
-    """An open ArrayRecord reader."""
-    from array_record.python import array_record_module
-
-    _stat(path)
-    reader = array_record_module.ArrayRecordReader(path, RANDOM_ACCESS)
+def _reader(path: str, size: int, changed: int) -> Any:
+    """An open ArrayRecord reader of a file in one state."""
+    reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
     if not reader.ok():  # the reader of a damaged file says so only when it is asked
         raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
     return reader
@@ -105,14 +104,15 @@ def _offsets(path: str) -> np.ndarray:
             return index
     offsets = _walk(path, state[0])
     for place in places:
+        fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex}")  # renamed into place, for others read it too
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex}")  # renamed into place, for others read it too
             fresh.write_bytes(struct.pack("<2q", *state) + offsets.tobytes())
             fresh.replace(place)
             break
-        except OSError:
-            continue  # a folder that cannot be written; at worst the walk is done again next time
+        except OSError:  # a folder that cannot be written; at worst the walk is done again next time
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
     return offsets
 
 
@@ -131,9 +131,11 @@ def _load_index(place: Path, state: tuple[int, int]) -> np.ndarray | None:
 
 def _index_places(path: str) -> list[Path]:
     """Where the index of a file may lie, in order of preference."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
-    cached = cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets"
-    return [cached] if "://" in path else [Path(f"{path}.offsets"), cached]
+    places = [] if "://" in path else [Path(f"{path}.offsets")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
+        places.append(cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets")
+    return places
 
 
 def _walk(path: str, size: int) -> np.ndarray:
@@ -145,10 +147,16 @@ def _walk(path: str, size: int) -> np.ndarray:
             header = file.read(HEADER)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == HEADER else size
             end = offsets[-1] + HEADER + length + FOOTER
-            if end > size:
-                raise InputError(f"{path} is damaged or cut off: record {len(offsets) - 1} ends outside the file")
+            if end > size or header[8:] != _checksum(header[:8]):
+                raise InputError(f"{path} is damaged or cut off in record {len(offsets) - 1}")
             offsets.append(end)
     return np.array(offsets, "<i8")
+
+
+def _checksum(data: bytes) -> bytes:
+    """TFRecord's checksum: CRC-32C, turned by 15 bits and shifted by a constant, in 4 bytes."""
+    crc = require("google_crc32c").value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _open(path: str) -> BinaryIO:

@@ -34,7 +34,7 @@ def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **o
 
     Args:
       kind: one of KINDS.
-      limit: take only the first so many examples.
+      limit: take only the first so many examples; of a folder, those of its first classes.
       cache: keep every example, as stored, in memory once it was read. The size is said beforehand, and refused
         where the machine has less memory to spare.
       **options: arguments of the kind's own `Source`.
@@ -106,7 +106,10 @@ class _Cached:
 
 
 def _available_memory() -> int | None:
-    """Bytes of memory that Linux says are left; None where it does not say."""
-    info = Path("/proc/meminfo")
+    """Bytes of memory that Linux says are left, to the machine and to the container; None where it does not say."""
+    info, limit, used = map(Path, ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"))
     lines = info.read_text().splitlines() if info.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    left = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
+        left.append(int(most) - int(used.read_text()))
+    return min(left, default=None)

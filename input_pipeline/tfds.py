@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from input_pipeline.errors import InputError, MissingDataError
+from input_pipeline.errors import InputError, MissingDataError, first_line, require
 from input_pipeline.records import RecordFile, open_records
 
+NAME = re.compile(r"\w[\w-]*(/\w[\w.-]*)?")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 MANUAL = {
     "imagenet2012": "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unextracted,",
@@ -40,12 +41,13 @@ class Source:
           MissingDataError: the dataset was not prepared; the message says how to.
           InputError: no such split, or files that are damaged or do not hold what dataset_info.json says.
         """
-        import tensorflow_datasets as tfds
-
+        tfds = require("tensorflow_datasets")
         root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
         folder = find(name, root if "://" in root else str(Path(root).expanduser()))
-        self.builder = tfds.builder_from_directory(folder)
-        info = self.builder.info
+        try:
+            info = tfds.builder_from_directory(folder).info
+        except Exception as e:  # whatever its files' parsers raise
+            raise InputError(f"{folder} is damaged, prepare it again: {first_line(e)}") from None
         try:
             chosen = info.splits[split]
         except (KeyError, ValueError, AssertionError):
@@ -54,7 +56,7 @@ class Source:
         self.features = info.features
         labels = (self.features[key] for key in ("label", "original_label") if key in self.features)
         self.class_names = next((tuple(label.names) for label in labels if getattr(label, "names", None)), None)
-        self.parts = _open_parts(chosen.file_instructions)
+        self.parts = _open_parts(chosen.file_instructions) if chosen.num_examples > 0 else []
         self.ends = list(itertools.accumulate(take for _, _, take in self.parts))
         self.decoders = {
             key: tfds.decode.SkipDecoding()
@@ -67,7 +69,11 @@ class Source:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, number = self._place(index)
-        example: dict[str, Any] = self.features.deserialize_example_np(file.read(number), decoders=self.decoders)
+        record = file.read(number)
+        try:
+            example: dict[str, Any] = self.features.deserialize_example_np(record, decoders=self.decoders)
+        except Exception as e:
+            raise InputError(f"the record is not what features.json says: {first_line(e)}") from None
         return example
 
     def describe(self, index: int) -> str:
@@ -91,9 +97,10 @@ def find(name: str, root: str) -> str:
     Raises:
       MissingDataError: there is none; the message says how to prepare it.
     """
-    from etils import epath
-
     base, _, version = name.partition(":")
+    if not NAME.fullmatch(base):
+        raise InputError(f"{name!r} is no name of a dataset; expected name, name/config or name:version")
+    epath = require("etils.epath")
     folder = epath.Path(root) / base
     inside = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     versions = [v for v in inside if VERSION.fullmatch(v)]
@@ -124,6 +131,6 @@ def _open_parts(instructions: Sequence[Any]) -> list[tuple[RecordFile, int, int]
                 f"{file.path} holds {len(file)} records, its dataset_info.json says {instruction.examples_in_shard}; "
                 "copy or prepare it again"
             )
-        take = instruction.take if instruction.take >= 0 else len(file) - instruction.skip
+        take = len(file) - instruction.skip if instruction.take == -1 else instruction.take
         parts.append((file, instruction.skip, take))
     return parts

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,8 +178,20 @@ def test_examples_of_unequal_shapes_are_named():
         def __getitem__(self, index):
             return {"image": np.zeros((index + 1, 2))}
 
-    with pytest.raises(ip.InputError, match=r"'image' has shapes \[\(1, 2\), \(2, 2\)\] in one batch"):
+    with pytest.raises(
+        ip.InputError, match=r"'image' is float64 of \(1, 2\) in one example and float64 of \(2, 2\) in number 1"
+    ):
         next(ip.eval_batches(Ragged(2), "", 2))
+
+
+@pytest.mark.parametrize("second", [{"image": np.zeros(2, np.int32)}, {"other": np.zeros(2)}])
+def test_examples_of_another_dtype_or_without_a_key_are_named(second):
+    class Mixed(Numbers):
+        def __getitem__(self, index):
+            return second if index else {"image": np.zeros(2)}
+
+    with pytest.raises(ip.InputError, match=r"'image' is float64 of \(2,\) in one example and .* in number 1"):
+        next(ip.eval_batches(Mixed(2), "", 2))
 
 
 def test_text_makes_no_batch_and_is_named():
@@ -206,5 +219,6 @@ def test_a_stream_that_is_left_ends_its_threads():
 
 
 def test_the_pipeline_knows_nothing_of_jax():
-    code = "import sys, input_pipeline.digits; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'dcvit')))"
+    every = ", ".join(f"input_pipeline.{path.stem}" for path in Path(ip.__file__).parent.glob("[!_]*.py"))
+    code = f"import sys, {every}; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'dcvit', 'tensorflow')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

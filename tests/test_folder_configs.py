@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import datasets
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dcvit import metrics, predict, train
-from dcvit.checkpoint import load_params
+import input_pipeline
+from dcvit import evaluate, metrics, predict, train
+from dcvit.checkpoint import load_params, saved_steps
 from dcvit.cli import run
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -99,6 +101,64 @@ def test_damaged_images_stop_the_run_or_are_skipped_counted_and_named(pets, tmp_
     rows = metrics.read(tmp_path / "skips" / "metrics.jsonl")
     assert rows[-1]["skipped"] == 2  # once an epoch
     assert [row["skipped"] for row in rows[1:]] == sorted(row["skipped"] for row in rows[1:])
+
+
+@pytest.mark.parametrize("change", ["a class renamed", "a file removed"])
+def test_a_run_does_not_go_on_with_other_data(trained, pets, tmp_path, capsys, change):
+    root = tmp_path / "pets"
+    shutil.copytree(pets, root)
+    spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "mine", "total_steps=2") == 0
+    if change == "a class renamed":
+        for split in ("train", "val"):
+            (root / split / "cat").rename(root / split / "zebra")
+    else:
+        next((root / "train" / "cat").iterdir()).unlink()
+    capsys.readouterr()
+    assert command(spec, tmp_path / "mine", "total_steps=2") == 2
+    assert "holds a run on other data" in capsys.readouterr().err
+
+
+def test_an_evaluation_set_that_numbers_classes_differently_is_refused(pets, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(pets, other)
+    for split in ("train", "val"):
+        (other / split / "cat").rename(other / split / "wolf")
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "run", f"evals.val.data.data_dir={other}") == 2
+    assert "has other classes than the training data: cat, wolf" in capsys.readouterr().err
+
+
+def test_a_damaged_image_stops_the_run_at_its_step_and_not_before(pets, tmp_path, capsys):
+    """A run of two steps never meets an example that would come third, though batches are made ahead."""
+    root = tmp_path / "pets"
+    shutil.copytree(pets, root)
+    source = input_pipeline.open_source("folder", data_dir=str(root))
+    third = input_pipeline.order.example_at(2 * 8, len(source), 0)[1]
+    damaged = Path(source.describe(third))
+    damaged.write_bytes(b"")
+    spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,batch_size=8"
+    assert command(spec, tmp_path / "two", "total_steps=2") == 0
+    assert command(spec, tmp_path / "three", "total_steps=3", "ckpt_steps=1") == 2
+    assert str(damaged) in capsys.readouterr().err
+    assert [row["step"] for row in metrics.read(tmp_path / "three" / "metrics.jsonl")] == [0, 1, 2]
+    assert saved_steps(tmp_path / "three") == [2]
+
+
+def test_an_evaluator_without_pp_is_one_line(pets, tmp_path, capsys):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,batch_size=8"
+    assert command(spec, tmp_path / "run", "evals.val.pp=None") == 2
+    assert re.search("config.evals.val: pp=None should be of type str", capsys.readouterr().err)
+
+
+def test_another_config_evaluates_with_the_number_of_classes_of_the_run_or_a_given_one(trained, pets, capsys):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32"
+    words = ["--config", spec, "--config.model.num_heads=4", "--format", "json"]
+    assert run(evaluate.main, [*words, "--workdir", str(trained)]) == 0
+    assert run(evaluate.main, [*words, "--checkpoint", str(trained), "--config.num_classes=3"]) == 0
+    capsys.readouterr()
+    assert run(evaluate.main, [*words, "--checkpoint", str(trained)]) == 2
+    assert "--config.num_classes=NUMBER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pp", ["decode|resize(40)|value_range", "decode|resize(32)", "decode|resize(32)|valu_range"])

@@ -133,7 +133,7 @@ def test_without_tensorflow_the_message_says_what_to_install(monkeypatch):
     images.tensorflow.cache_clear()
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     try:
-        with pytest.raises(ip.InputError, match=r"need tensorflow: pip install"):
+        with pytest.raises(ip.InputError, match=r"needs tensorflow, which is not installed: pip install"):
             decode(ODD["grey.jpg"])
         assert decode(ODD["grey.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
     finally:

@@ -262,6 +262,22 @@ def test_a_bad_string_is_named(spec, message):
         apply(spec, label=0) if spec.startswith("keep('label')") else apply(spec)
 
 
+@pytest.mark.parametrize(
+    ("spec", "image", "message"),
+    [
+        ("decode", SMALL, "decode takes the bytes of an image file, not ndarray"),
+        ("resize_small(256)", np.zeros((20_000, 1, 3), np.uint8), "exceeds 178956970 pixels"),
+        ("onehot(10, key='image')", SMALL.astype(np.float32), "should be an integer or several, found float32"),
+        ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
+        ("randaug(2, 10)", "text", "preprocessing: "),
+    ],
+)
+def test_what_an_op_was_not_made_for_is_one_line(spec, image, message):
+    with pytest.raises(ip.InputError, match=message) as error:
+        apply(spec, image)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("label", [-1, 10])
 def test_a_label_out_of_range_is_refused(label):
     with pytest.raises(ip.InputError, match="out of range"):

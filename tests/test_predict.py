@@ -169,7 +169,7 @@ def damaged(workdir, tmp_path, what):
         config["model"]["width"] = 32
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "classes":
-        (copy / "classes.json").write_text("3")
+        (copy / "data.json").write_text('{"class_names": 3}')
     elif what == "no value_range":
         config = json.loads((copy / "config.json").read_text())
         config["pp_predict"] = "decode(1)|resize_pillow(8)"
@@ -252,6 +252,9 @@ def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
     header, one, other = out.read_text().splitlines()
     assert header == ",".join(evaluate.COLUMNS)
     assert one.rpartition(",")[0] == other.rpartition(",")[0]  # all but the speed
+    out.write_text(f"{header}\n{one}")  # an editor left the last line without its end
+    assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
+    assert len(out.read_text().splitlines()) == 3
     out.write_text("a,b\n1,2\n")
     status, _, err = call(capsys, evaluate.main, "--workdir", workdir, "--out", out)
     assert status == 2

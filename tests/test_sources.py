@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import datasets
@@ -139,9 +140,56 @@ class TestTfds:
         with pytest.raises(ip.InputError, match=r"no split 'test'; known: train \(400\), validation \(10\)"):
             opened(prepared[0]["tfrecord"], "test")
 
-    def test_an_empty_split_is_refused(self, prepared):
+    @pytest.mark.parametrize("split", ["train[:0]", "train[5:3]", "train[60%:40%]"])
+    def test_an_empty_split_is_refused(self, prepared, split):
         with pytest.raises(ip.InputError, match="holds no examples"):
-            opened(prepared[0]["tfrecord"], "train[:0]")
+            opened(prepared[0]["tfrecord"], split)
+
+    def test_a_changed_byte_is_refused_wherever_it_is(self, copy):
+        """As TensorFlow's own reader does: both formats have checksums of every record."""
+        (path,) = (copy / "imagenet2012/5.1.0").glob("imagenet2012-train*-00001-of-00003")
+        whole, rng = path.read_bytes(), np.random.default_rng(0)
+        expected = [opened(copy)[i] for i in range(len(opened(copy)))]
+        used = len(whole.rstrip(b"\0")) if "array" in path.name else len(whole)
+        for at in rng.integers(used, size=25):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :])
+            refused = 0
+            try:
+                source = opened(copy)
+            except ip.InputError:
+                continue
+            for i, example in enumerate(expected):
+                try:
+                    assert source[i] == example
+                except ip.InputError as e:
+                    refused += "damaged" in str(e) or "cannot read" in str(e)
+            assert refused or "array" in path.name  # ArrayRecord has padding that holds nothing
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [
+            ("dataset_info.json", "{broken"),
+            ("dataset_info.json", "{}"),
+            ("features.json", "{"),
+            ("features.json", None),
+        ],
+    )
+    def test_a_damaged_description_is_named(self, copy, file, content):
+        path = copy / "imagenet2012/5.1.0" / file
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(ip.InputError, match=r"imagenet2012/5\.1\.0 is damaged, prepare it again: "):
+            opened(copy)
+
+    @pytest.mark.parametrize("name", ["", "/etc", "../x", "imagenet2012/../x", "a b"])
+    def test_what_is_no_name_is_refused(self, prepared, name):
+        with pytest.raises(ip.InputError, match="is no name of a dataset"):
+            ip.open_source("tfds", name=name, split="train", data_dir=str(prepared[0]["tfrecord"]))
+
+    @pytest.mark.parametrize("module", ["tensorflow_datasets", "etils.epath"])
+    def test_what_is_not_installed_is_named(self, prepared, monkeypatch, module):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ip.InputError, match="which is not installed: pip install"):
+            opened(prepared[0]["tfrecord"])
 
     def test_a_file_cut_inside_a_record_is_named(self, copy):
         (path,) = (copy / "imagenet2012/5.1.0").glob("imagenet2012-train*-00001-of-00003")
@@ -182,6 +230,7 @@ class TestTFRecordIndex:
         path.with_name(path.name + ".offsets").mkdir()  # cannot be written, not even by root
         first = records.TFRecordFile(str(path)).offsets
         assert len(list((tmp_path / "cache/dcvit").glob("*.offsets"))) == 1
+        assert not list(path.parent.glob("*.offsets.*"))
         monkeypatch.setattr(records, "_walk", None)
         np.testing.assert_array_equal(records.TFRecordFile(str(path)).offsets, first)
 
@@ -243,8 +292,23 @@ class TestFolder:
         assert sorted(set(source.labels.tolist())) == [1, 2]
         assert source.class_names == ("cat", "dog", "fox")
 
+    def test_what_is_held_out_stays_so_when_files_are_added(self, root):
+        def held_out():
+            source = ip.open_source("folder", data_dir=str(root / "train"), split="val", val_fraction=0.5)
+            return {source.describe(i) for i in range(len(source))}
+
+        before = held_out()
+        for name in ("000a.jpg", "zzz.jpg"):
+            shutil.copy(root / "val" / "cat" / "000.jpg", root / "train" / "cat" / name)
+        assert len(before - held_out()) <= 1
+
     def test_other_and_hidden_files_are_passed_over(self, root):
         before = len(ip.open_source("folder", data_dir=str(root)))
+        (root / "train" / "cat" / ".checkpoints").mkdir()
+        shutil.copy(root / "val" / "cat" / "000.jpg", root / "train" / "cat" / ".checkpoints" / "000.jpg")
+        os.mkfifo(root / "train" / "cat" / "pipe.jpg")
+        (root / "train" / "cat" / "gone.jpg").symlink_to("/nowhere")
+        (root / "train" / "cat" / "folder.jpg").mkdir()
         (root / "train" / "cat" / "notes.txt").write_text("x")
         (root / "train" / "cat" / "._a.jpg").write_text("x")
         (root / "train" / ".cache").mkdir()
@@ -256,7 +320,9 @@ class TestFolder:
             ("new class in val", {"split": "val"}, ip.InputError, "class 'emu' of .*val is not among the 3 of .*train"),
             ("empty class", {}, ip.InputError, "class folder .*cat holds no images"),
             ("no classes", {}, ip.InputError, "train holds no class folders"),
-            ("", {"split": "test"}, ip.MissingDataError, r"no folder .*test \(there: train, val\)"),
+            ("", {"split": "test"}, ip.MissingDataError, r"no folder .*test \(beside it: train, val\)"),
+            ("", {"classes_from": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
+            ("", {"val_fraction": 0.25}, ip.InputError, "holds the folders train, val: take away val_fraction"),
             ("", {"data_dir": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
             ("", {"val_fraction": 1.5}, ip.InputError, "between 0 and 1"),
             ("", {"val_fraction": 0.1, "split": "test"}, ip.InputError, "no split 'test'"),

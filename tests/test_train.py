@@ -40,7 +40,7 @@ def test_a_run_writes_its_config_classes_and_one_row_a_logged_step(digits_run):
     assert ["test/top1" in row for row in rows] == [True, True, False, True]
     assert all(row["test/n"] == 360 for row in rows if "test/n" in row)
     assert [row["step"] for row in metrics.read(workdir / "timing.jsonl")] == [4, 6]
-    assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
+    assert json.loads((workdir / "data.json").read_text()) == {"examples": 1437, "class_names": list("0123456789")}
     assert configs.read_json(workdir / "config.json").total_steps == 6
 
 
@@ -214,6 +214,9 @@ def test_tensorboard_gets_the_metrics_where_it_is_installed(digits_run):
     assert b"grad_norm" in events
 
 
+FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits"}, "pp": ""}
+
+
 BAD = {
     "unknown field": ({"model.widht": 3}, "config.model has no option 'widht'; did you mean 'width'"),
     "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
@@ -237,6 +240,12 @@ BAD = {
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
     "data": ({"input.data.kind": "mnist"}, "unknown kind of data 'mnist'"),
     "data option": ({"input.data.spilt": "x"}, "did you mean 'split'"),
+    "data limit": ({"input.data.limit": "abc"}, "config.input.data: limit='abc' should be of type int | None"),
+    "data limit of truth": ({"evals.test.data.limit": True}, "config.evals.test.data: limit=True should be of type"),
+    "data cache": ({"input.data.cache": "yes"}, "config.input.data: cache='yes' should be of type bool"),
+    "corrupt": ({"input.corrupt": "ignore"}, "expected 'fail' or 'skip'"),
+    "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
+    "few-shot data": ({"evals": {"a": FEW_SHOT | {"test_data": {"kind": "x"}}}}, "unknown kind of data 'x'"),
     "input key": ({"input.batchsize": 8}, "did you mean 'batch_size'"),
     "evaluator": ({"evals.test.type": "clasification"}, "did you mean 'classification'"),
     "evaluator option": ({"evals.test.batchsize": 8}, "did you mean 'batch_size'"),

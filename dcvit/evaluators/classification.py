@@ -55,6 +55,7 @@ class Evaluator:
         self.batch_size = -(-batch_size // mesh.size) * mesh.size
         self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
         self.present_classes_only = present_classes_only
+        self.present: np.ndarray | None = None  # which classes may be chosen, known after the first batch
         self.cached: list[dict[str, np.ndarray]] | None = [] if cache else None
         self.images_per_second = 0.0  # of the last run, compilation left out
         self.host_pp, on_device = pixels.split(pp)
@@ -77,15 +78,15 @@ class Evaluator:
     def run(self, params: Any) -> dict[str, float]:
         """`top1`, `top5` (fractions of `n`), `loss` (mean, nats) and `n`, the number of examples counted."""
         correct = {"top1": 0, "top5": 0}
-        total, n, seen, present, score = 0.0, 0, 0, None, None
+        total, n, seen, score = 0.0, 0, 0, None
         for batch in self._batches():
-            if present is None:
-                present = jnp.asarray(self._present(batch["labels"].shape[-1]))
+            if self.present is None:
+                self.present = self._present(batch["labels"].shape[-1])
             on_device = put_batch(batch, self.mesh)
             if score is None:
-                score = self.score.lower(params, on_device, present).compile()
+                score = self.score.lower(params, on_device, self.present).compile()
                 started = time.perf_counter()
-            scores = jax.device_get(score(params, on_device, present))
+            scores = jax.device_get(score(params, on_device, self.present))
             counted = scores["counted"]
             n += int(counted.sum())
             seen += int(batch["_mask"].sum())

@@ -7,6 +7,7 @@ the classifier is ridge regression onto labels in {-1, 1}, and the accuracy is t
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,10 +72,13 @@ class Evaluator:
         Raises:
           ConfigError: a number that is too small.
         """
-        if not shots or min(shots) < 1 or num_seeds < 1 or l2_reg <= 0:
+        if not shots or min(shots) < 1 or num_seeds < 1 or not 0 < l2_reg < math.inf:
             raise ConfigError(f"few-shot: {shots=}, {num_seeds=}, {l2_reg=} should all be above 0")
         self.source = input_pipeline.open_source(**data)
         self.test_source = input_pipeline.open_source(**test_data)
+        names = self.source.class_names, self.test_source.class_names
+        if names[0] != names[1] and all(names):
+            raise ConfigError("few-shot: data and test_data have other classes, or number them differently")
         self.pp, self.mesh = pp, mesh
         self.batch_size = -(-batch_size // mesh.size) * mesh.size
         self.shots, self.l2_reg, self.num_seeds = tuple(shots), float(l2_reg), num_seeds
