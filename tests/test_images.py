@@ -121,6 +121,24 @@ def test_bytes_flipped_at_random_never_end_in_another_kind_of_error(spec):
     assert outcomes == {"uint8", 1}
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"exif": b"Exif\0\0" + b"\xff\xc0" * 40}, {"mode": "CMYK"}]
+)
+@pytest.mark.parametrize("size", [(8, 9), (60, 80), (1000, 3)])
+def test_the_size_is_read_from_the_frame_header(size, options):
+    data = datasets.jpeg(0, *size, **options)
+    assert images.jpeg_size(data) == size
+    assert images.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # bytes that fill the space before a marker
+
+
+def test_where_no_frame_header_is_left_it_is_refused():
+    data = datasets.jpeg(0)
+    frame = data.index(b"\xff\xc0")
+    for cut in range(2, frame + 9):
+        with pytest.raises(ip.InputError, match="no JPEG header"):
+            images.jpeg_size(data[:cut])
+
+
 def test_thirty_two_bits_are_refused():
     data = datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
     with pytest.raises(ip.InputError, match="32 bits a channel"):
