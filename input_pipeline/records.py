@@ -20,7 +20,7 @@ import numpy as np
 from input_pipeline.errors import InputError, first_line, require
 
 HEADER, FOOTER = 12, 4  # bytes of length and checksum before a record, of checksum after it
-OPEN_READERS = 128  # ArrayRecord files held open at a time; a process may have some thousand files at most
+OPEN_FILES = 128  # files of each format that are held open; a process may have some thousand at most
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
 
@@ -41,9 +41,7 @@ class TFRecordFile:
     def read(self, number: int) -> bytes:
         """The bytes of one record."""
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
-        with _open(self.path) as file:
-            file.seek(start)
-            data = file.read(end - start + FOOTER)
+        data = _read(self.path, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
             raise InputError(f"{self.path}: record {number} is damaged: its checksum does not fit")
@@ -85,7 +83,7 @@ def open_records(path: str) -> RecordFile:
     return (ArrayRecordFile if ".array_record" in Path(path).name else TFRecordFile)(path)
 
 
-@functools.lru_cache(maxsize=OPEN_READERS)
+@functools.lru_cache(maxsize=OPEN_FILES)
 def _reader(path: str, size: int, changed: int) -> Any:
     """An open ArrayRecord reader of a file in one state."""
     reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
@@ -157,6 +155,21 @@ def _checksum(data: bytes) -> bytes:
     """TFRecord's checksum: CRC-32C, turned by 15 bits and shifted by a constant, in 4 bytes."""
     crc = require("google_crc32c").value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _read(path: str, start: int, length: int) -> bytes:
+    """Bytes of a file, in one call that other threads need not wait for where the file is local."""
+    if "://" not in path:
+        return os.pread(_kept_open(path).fileno(), length, start)
+    with _open(path) as file:
+        file.seek(start)
+        return file.read(length)
+
+
+@functools.lru_cache(maxsize=OPEN_FILES)
+def _kept_open(path: str) -> BinaryIO:
+    """A local file, open until others have taken its place."""
+    return _open(path)
 
 
 def _open(path: str) -> BinaryIO:
