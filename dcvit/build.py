@@ -177,6 +177,8 @@ def example_shape(
     classes = len(example["labels"]) if target[1] else config.num_classes
     if classes != config.num_classes:
         raise ConfigError(f"{what} yields {classes} classes, config.num_classes={config.num_classes}")
+    if target[1] and len(source.class_names or ()) > classes:
+        raise ConfigError(f"{what}: the data has {len(source.class_names or ())} classes, config.num_classes={classes}")
     return tuple(example["image"].shape)
 
 

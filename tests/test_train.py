@@ -235,6 +235,10 @@ BAD = {
     "batch": ({"input.batch_size": 60}, "is no multiple of grad_accum 1 × 8 devices"),
     "large batch": ({"input.batch_size": 1600}, "1437 examples do not fill one batch of 1600"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
+    "fewer classes": (
+        {"num_classes": 9, "input.pp": "value_range|onehot(9)"},
+        "the data has 10 classes, config.num_cl",
+    ),
     "preprocessing": ({"input.pp": "flip"}, "unknown op 'flip'; did you mean 'flip_lr'"),
     "no labels": ({"input.pp": "value_range"}, "expected image (height, width, channels) and labels"),
     "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
