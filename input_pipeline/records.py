@@ -160,16 +160,31 @@ def _checksum(data: bytes) -> bytes:
 def _read(path: str, start: int, length: int) -> bytes:
     """Bytes of a file, in one call that other threads need not wait for where the file is local."""
     if "://" not in path:
-        return os.pread(_kept_open(path).fileno(), length, start)
+        return _kept_open(path).read(start, length)
     with _open(path) as file:
         file.seek(start)
         return file.read(length)
 
 
-@functools.lru_cache(maxsize=OPEN_FILES)
-def _kept_open(path: str) -> BinaryIO:
-    """A local file, open until others have taken its place."""
-    return _open(path)
+class _LocalFile:
+    """A file for reading by position, closed when the last thread that uses it lets go of it."""
+
+    def __init__(self, path: str):
+        self.descriptor = -1
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise InputError(f"cannot read {path}: {e.strerror}") from None
+
+    def read(self, start: int, length: int) -> bytes:
+        return os.pread(self.descriptor, length, start)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+_kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)  # until others have taken its place
 
 
 def _open(path: str) -> BinaryIO:

@@ -1,9 +1,11 @@
 """Sources: the same examples from every format, and what is wrong with data named before it is used."""
 
+import functools
 import itertools
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -218,6 +220,15 @@ class TestTFRecordIndex:
         records_there = [r.numpy() for r in tf.data.TFRecordDataset(str(path))]
         file = records.open_records(str(path))
         assert [file.read(i) for i in range(len(file))] == records_there
+
+    def test_many_threads_read_more_files_than_are_kept_open(self, path, tmp_path, monkeypatch):
+        monkeypatch.setattr(records, "_kept_open", functools.lru_cache(maxsize=2)(records._LocalFile))
+        files = [records.TFRecordFile(str(shutil.copy(path, tmp_path / f"{i}.tfrecord"))) for i in range(8)]
+        expected = [files[0].read(i) for i in range(len(files[0]))]
+        with ThreadPoolExecutor(8) as threads:
+            jobs = [(file, number) for _ in range(40) for number in range(len(expected)) for file in files]
+            for (_, number), data in zip(jobs, threads.map(lambda job: job[0].read(job[1]), jobs), strict=True):
+                assert data == expected[number]
 
     def test_it_is_kept_beside_the_file_and_used(self, path, monkeypatch):
         first = records.TFRecordFile(str(path)).offsets
