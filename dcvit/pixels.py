@@ -14,7 +14,7 @@ def split(pp: str) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     """What of a preprocessing string is left to the host, and the function of images B H W C for the device.
 
     The function is `value_range` where the string ends with it (see `input_pipeline.defer_value_range`), equal to
-    the host's but for the last bit of a float32; otherwise it changes nothing.
+    the host's but for how a compiler rounds float32; otherwise it changes nothing.
     """
     host, found = input_pipeline.defer_value_range(pp)
     if found is None:

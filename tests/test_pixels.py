@@ -42,4 +42,4 @@ def test_the_device_gives_the_hosts_pixels(spec):
     host, on_device = pixels.split(spec)
     half = ip.Preprocess(host)({"image": image}, np.random.default_rng(0))["image"]
     assert half.dtype == np.uint8
-    np.testing.assert_allclose(jax.jit(on_device)(half), whole, rtol=3e-7, atol=3e-7)
+    np.testing.assert_allclose(jax.jit(on_device)(half), whole, rtol=0, atol=1e-6)  # ranges are up to 5 wide
