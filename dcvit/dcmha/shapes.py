@@ -7,10 +7,10 @@ so the core and the models also import where only jax, flax and numpy are presen
 from typing import Any
 
 try:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Bool, Float, Int
 except ModuleNotFoundError:
     from jax import Array
 
-    Bool = Float = Any  # type: ignore[assignment]
+    Bool = Float = Int = Any  # type: ignore[assignment]
 
-__all__ = ["Array", "Bool", "Float"]
+__all__ = ["Array", "Bool", "Float", "Int"]

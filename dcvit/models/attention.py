@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from dcvit import dcmha
+from dcvit.dcmha import decode
 from dcvit.dcmha.compose import (
     ComposeWeights,
     dynamic_gate,
@@ -19,7 +20,7 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
@@ -29,6 +30,28 @@ QK_NORMS = ("layernorm", "rmsnorm", None)
 def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Applies a normalisation in float32, whatever the dtype of `x`, and returns to that dtype."""
     return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+class Progress(NamedTuple):
+    """How far each example of a batch has been decoded; see `dcvit.dcmha.decode`."""
+
+    before: Int[Array, " B"]  # tokens in the cache before this call
+    count: Int[Array, " B"]  # how many of this call's tokens are real; those after them are padding
+    first: Int[Array, " B"]  # the oldest token that may be seen
+
+
+def rotate(x: Float[Array, "B T H D"], positions: Int[Array, "#B T"], *, width: int, base: float) -> Array:
+    """Rotary position embedding (Su et al., 2021) on the first `width` of D numbers, in float32.
+
+    Number i of the first half and number i of the second make a pair, turned by position · base^(-2i/width): the
+    layout of GPT-NeoX and LLaMA.
+    """
+    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., width:]], axis=-1)
 
 
 class Compose(nn.Module):
@@ -85,9 +108,11 @@ class Attention(nn.Module):
       rank: R of the dynamic projections.
       groups: heads compose inside each of this many groups (Section 3.2).
       qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
+      rotary: how many of the D numbers of queries and keys carry a rotary position embedding; `rotary_base` is
+        that of its frequencies.
       causal, window: see `dcvit.dcmha.attention`.
       use_bias: biases on the four projections.
-      kernel_init: of the four projections.
+      kernel_init: of the four projections; `out_init` of the last, where it differs.
       dtype: of the computation; parameters are float32.
       implementation: see `dcvit.dcmha.attention`.
     """
@@ -102,10 +127,13 @@ class Attention(nn.Module):
     rank: int = 2
     groups: int = 1
     qk_norm: str | None = None
+    rotary: int = 0
+    rotary_base: float = 10_000.0
     causal: bool = False
     window: int | None = None
     use_bias: bool = True
     kernel_init: Initializer = nn.initializers.xavier_uniform()
+    out_init: Initializer | None = None
     dtype: Any = None
     implementation: str | None = None
 
@@ -115,8 +143,21 @@ class Attention(nn.Module):
         x_q: Float[Array, "B T M"],
         x_kv: Float[Array, "B S M"] | None = None,
         mask: Bool[Array, "#B 1 #T #S"] | None = None,
-    ) -> Float[Array, "B T M"]:
+        positions: Int[Array, "#B T"] | None = None,
+        cache: decode.Cache | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
         """Attends from `x_q` to `x_kv`, or to `x_q` itself.
+
+        Args:
+          x_q, x_kv: the inputs of queries, and of keys and values.
+          mask: see `dcvit.dcmha.attention`.
+          positions: of the tokens, for a rotary embedding; 0 … T-1 by default.
+          cache: what is known of the tokens before; `progress` says of how many. Several tokens at once go into an
+            empty cache only.
+
+        Returns:
+          The output B T M; with `cache`, a pair of it and the cache with these tokens.
 
         Raises:
           ValueError: a field's value is not one of those listed above, or heads, key heads, groups and
@@ -125,7 +166,30 @@ class Attention(nn.Module):
         x_kv = x_q if x_kv is None else x_kv
         width = x_q.shape[-1]
         self._check(width)
-        head_width = width // self.num_heads
+        q, k, v = self._project(x_q, x_kv, positions)
+        pre, post = (self._compose(where, x_q, x_kv) for where in ("pre", "post"))
+        causal, window = self.causal, self.window
+        if cache is not None and progress is not None:
+            new = decode.Cache(k, v, decode.key_wise(pre), decode.key_wise(post))
+            cache = decode.extend(cache, new, progress.before, progress.count)
+            if x_q.shape[1] == 1:
+                length = progress.before + progress.count
+                mask = decode.visible(cache.k.shape[1], length, window=window, first=progress.first)
+                k, v, causal, window = cache.k, cache.v, False, None
+                pre, post = decode.with_keys(pre, cache.pre), decode.with_keys(post, cache.post)
+        out = dcmha.attention(
+            q, k, v, pre, post, causal=causal, window=window, mask=mask,
+            groups=self.groups if self.compose else 1, implementation=self.implementation,
+        )  # fmt: skip
+        out = nn.DenseGeneral(
+            width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=self.out_init or self.kernel_init,
+            dtype=self.dtype, name="out",
+        )(out)  # fmt: skip
+        return out if cache is None else (out, cache)
+
+    def _project(self, x_q: Array, x_kv: Array, positions: Array | None) -> tuple[Array, Array, Array]:
+        """Queries B T H D, keys and values B S K D, normalised and rotated as the fields say."""
+        head_width = x_q.shape[-1] // self.num_heads
 
         def project(name: str, x: Array, heads: int) -> Array:
             return nn.DenseGeneral(
@@ -140,23 +204,21 @@ class Attention(nn.Module):
             norm: Any = nn.RMSNorm if self.qk_norm == "rmsnorm" else functools.partial(nn.LayerNorm, use_bias=False)
             q = in_float32(norm(name="query_norm"), q)
             k = in_float32(norm(name="key_norm"), k)
+        if self.rotary:
+            if positions is None:
+                positions = jnp.arange(x_q.shape[1])[None]
+            q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
+        return q, k, v
 
-        def composed(where: str) -> ComposeWeights | None:
-            if self.compose not in (where, "both"):
-                return None
-            return Compose(
-                heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
-                static=self.static, rank=self.rank, groups=self.groups, dtype=self.dtype, name=where,
-            )(x_q, x_kv)  # fmt: skip
-
-        out = dcmha.attention(
-            q, k, v, composed("pre"), composed("post"),
-            causal=self.causal, window=self.window, mask=mask,
-            groups=self.groups if self.compose else 1, implementation=self.implementation,
-        )  # fmt: skip
-        return nn.DenseGeneral(
-            width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name="out"
-        )(out)
+    def _compose(self, where: str, x_q: Array, x_kv: Array) -> ComposeWeights | None:
+        """The weights of the compose at `where`, "pre" or "post"; None where there is none."""
+        if self.compose not in (where, "both"):
+            return None
+        weights: ComposeWeights = Compose(
+            heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
+            static=self.static, rank=self.rank, groups=self.groups, dtype=self.dtype, name=where,
+        )(x_q, x_kv)  # fmt: skip
+        return weights
 
     def _check(self, width: int) -> None:
         """Raises ValueError for fields that do not go together."""
@@ -165,6 +227,8 @@ class Attention(nn.Module):
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}")
         if width % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide width={width}")
+        if self.rotary % 2 or not 0 <= self.rotary <= width // self.num_heads:
+            raise ValueError(f"rotary={self.rotary} should be even and at most the head width {width // self.num_heads}")
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         if self.compose and (self.groups < 1 or self.num_heads % self.groups):
