@@ -12,6 +12,9 @@ COMMANDS = {
     "train": "train a model as a config says",
     "evaluate": "run a config's evaluators on a checkpoint",
     "predict": "classify image files with a trained model",
+    "generate": "continue text with a trained language model",
+    "lm_eval": "run tasks of lm-evaluation-harness on a language model",
+    "tokenize": "turn text files into files of tokens, once",
     "plot": "draw the training curves of one or more runs",
 }
 

@@ -9,23 +9,28 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit import losses, optim, pixels
-from dcvit.config import ConfigError, Options, check_call, duration, is_duration, with_classes
+from dcvit import optim
+from dcvit.checkpoint import check_tree, load_params, shapes_of
+from dcvit.config import ConfigError, check_call, is_duration
+from dcvit.models import lm
+from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
 from input_pipeline.errors import first_line, nearest
 
-MODELS = ("vit",)
-EVALUATORS = ("classification", "fewshot")
+# For each model the config's key of its number of outputs, and the argument of Model that names a variant.
+MODELS = {"vit": ("num_classes", "variant"), "lm": ("vocab_size", "preset")}
+EVALUATORS = {"vit": ("classification", "fewshot"), "lm": ("perplexity",)}
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
 
 
@@ -37,149 +42,76 @@ def model_module(config: ConfigDict) -> Any:
 
 
 def model(config: ConfigDict) -> nn.Module:
-    """The linen module of `config.model`."""
+    """The linen module of `config.model`, with one output where the config leaves their number to the data."""
     module = model_module(config)
+    size, named = MODELS[config.model_name]
     fields = config.model.to_dict()
-    variant = fields.pop("variant", None)
-    for key in ("num_classes", "name", "parent"):
+    variant = fields.pop(named, None)
+    for key in (size, "name", "parent"):
         if key in fields:
-            raise ConfigError(f"config.model.{key} is not for a config to set; the classes are config.num_classes")
-    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model")
+            raise ConfigError(f"config.model.{key} is not for a config to set; the number of outputs is config.{size}")
+    outputs = 1 if config[size] is None else config[size] or None
+    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs or 0,))
     try:
-        built: nn.Module = module.Model(config.num_classes or None, variant=variant, **fields)
+        built: nn.Module = module.Model(outputs, **{named: variant}, **fields)
     except (ValueError, AttributeError) as e:
-        raise ConfigError(f"config.model.variant: {e}") from None
+        raise ConfigError(f"config.model.{named}: {e}") from None
     return built
 
 
-def param_shapes(net: nn.Module, image_shape: tuple[int, ...]) -> Any:
-    """The tree of parameter shapes for images of `image_shape` (height, width, channels)."""
-    images = jax.ShapeDtypeStruct((1, *image_shape), np.float32)
+def param_shapes(net: nn.Module, example: jax.ShapeDtypeStruct) -> Any:
+    """The tree of parameter shapes, for model inputs like `example`."""
     try:
-        return jax.eval_shape(net.init, jax.random.key(0), images)["params"]
+        return jax.eval_shape(net.init, jax.random.key(0), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e
 
 
 def predictor(net: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, Any]]]:
-    """(params, images B H W C) -> logits B C and the model's named intermediates, without dropout."""
+    """(params, model inputs) -> logits and the model's named intermediates, without dropout."""
 
-    def predict(params: Any, images: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        return net.apply({"params": params}, images, train=False)  # type: ignore[return-value]
+    def predict(params: Any, inputs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        return net.apply({"params": params}, inputs, train=False)  # type: ignore[return-value]
 
     return predict
 
 
-class TrainingData:
-    """The training source of a config, and what follows from it: image shape, classes and the total of steps.
+def trained_params(net: nn.Module, example: jax.ShapeDtypeStruct, checkpoint: Path) -> Any:
+    """The parameters of a checkpoint. Raises CheckpointError where they are not those of `net` for such inputs."""
+    params = load_params(checkpoint)
+    check_tree(shapes_of(params), shapes_of(param_shapes(net, example)), str(checkpoint))
+    return params
 
-    `config` is the given one with the number of classes filled in, where it was None, and its pp strings with it
-    in place of "{num_classes}".
+
+def language_model(config: ConfigDict, checkpoint: Path) -> tuple[lm.LM, Any]:
+    """A trained language model and its parameters.
+
+    Raises:
+      ConfigError: the config is of another kind of model.
+      CheckpointError: see `trained_params`.
     """
-
-    def __init__(self, config: ConfigDict):
-        known = {"data": dict, "batch_size": int, "pp": str, "corrupt": str, "corrupt_max": int}
-        for key in config.input:
-            if key not in known:
-                raise ConfigError(f"config.input has no key {key!r}; {nearest(key, known)}")
-        options = {"corrupt": "fail", "corrupt_max": 100, **config.input.to_dict()}
-        for key, expected in known.items():
-            value = options.get(key)
-            if not isinstance(value, expected) or isinstance(value, bool):
-                raise ConfigError(f"config.input.{key}={value!r} should be of type {expected.__name__}")
-        self.batch_size, self.seed = options["batch_size"], config.seed
-        if self.batch_size < 1 or self.batch_size % (config.grad_accum * jax.device_count()):
-            raise ConfigError(
-                f"config.input.batch_size={self.batch_size} is no multiple of "
-                f"grad_accum {config.grad_accum} × {jax.device_count()} devices"
-            )
-        self.corrupt = input_pipeline.Corrupt(options["corrupt"], options["corrupt_max"])
-        self.source = open_source(config.input.data, "config.input.data")
-        if len(self.source) < self.batch_size:
-            raise ConfigError(f"config.input: {len(self.source)} examples do not fill one batch of {self.batch_size}")
-        self.config = with_classes(config, _num_classes(config, self.source.class_names))
-        pp = self.config.input.pp
-        self.image_shape = example_shape(self.source, pp, self.config, "config.input.pp", self.corrupt)
-        self.pp, self.on_device = pixels.split(pp)  # what the host does, and what is done to its images after
-        self._check_predict(self.config.pp_predict)
-        total = duration(config, "total", batch_size=self.batch_size, examples=len(self.source))
-        if not total:
-            raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
-        self.total_steps = total
-
-    def duration(self, config: Options, name: str, what: str, default: int | None = None) -> int | None:
-        """A duration of the config in steps; see `dcvit.config.duration`."""
-        return duration(
-            config, name, batch_size=self.batch_size, examples=len(self.source),
-            total_steps=self.total_steps, default=default, what=what,
-        )  # fmt: skip
-
-    def _check_predict(self, pp: str) -> None:
-        """Raises ConfigError where `pp_predict` does not make a stored image what the model was trained on."""
-        preprocess = input_pipeline.Preprocess(pp)
-        if not pp or self.corrupt.policy == "skip" or not isinstance(image := self.source[0]["image"], bytes):
-            return
-        found = preprocess({"image": image}, np.random.default_rng(0))["image"]
-        if found.shape != self.image_shape or found.dtype != np.float32:
-            expected = f"config.input.pp float32 of {self.image_shape}"
-            raise ConfigError(f"config.pp_predict yields {found.dtype} of {found.shape}, {expected}")
-
-    def batches(self, start_step: int) -> Generator[dict[str, np.ndarray], None, None]:
-        """The training stream from a step on."""
-        return input_pipeline.train_batches(
-            self.source, self.pp, self.batch_size, self.seed, start_step, corrupt=self.corrupt
-        )
+    if config.model_name != "lm":
+        raise ConfigError(f"config.model_name={config.model_name!r}: this needs a language model, 'lm'")
+    net: Any = model(config)
+    return net, trained_params(net, jax.ShapeDtypeStruct((1, 1), jnp.int32), checkpoint)
 
 
-def _num_classes(config: ConfigDict, class_names: tuple[str, ...] | None) -> int:
-    """`config.num_classes`, or where it is None as many as the data names."""
-    if config.num_classes is None and not class_names:
-        raise ConfigError("config.num_classes=None, but the training data does not name its classes: give the number")
-    return len(class_names or ()) if config.num_classes is None else int(config.num_classes)
+def tokenizer(config: ConfigDict, given: str | None = None) -> Any:
+    """The tokenizer at the path `given`, or else that of the training data; of bytes, where text was read as such.
 
-
-def open_source(data: Options, what: str) -> input_pipeline.Source:
-    """`input_pipeline.open_source` of a config's `data`."""
-    check_data(data, what)
-    return input_pipeline.open_source(**dict(data))
-
-
-def check_data(data: Any, what: str) -> None:
-    """Raises ConfigError where `data` does not name a kind, or what every kind takes is of another type."""
-    if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
-        raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
-    own = {key: data[key] for key in ("kind", "limit", "cache") if key in data}
-    check_call(input_pipeline.open_source, own, what)
-
-
-def example_shape(
-    source: input_pipeline.Source,
-    pp: str,
-    config: ConfigDict,
-    what: str,
-    corrupt: input_pipeline.Corrupt,
-    target: tuple[str, int] = ("labels", 1),
-) -> tuple[int, ...]:
-    """The shape of a preprocessed image; checks that `pp` yields what the model and the loss take.
-
-    `target` is the name and rank of what stands beside the image: "labels", a vector over the classes, or "label".
+    Raises:
+      ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
     """
-    batches = input_pipeline.eval_batches(source, pp, 1, corrupt=corrupt, threads=0)
-    example = next(({k: v[0] for k, v in batch.items()} for batch in batches if batch["_mask"][0]), {})
-    for key, ndim in (("image", 3), target):
-        if key not in example or example[key].ndim != ndim:
-            raise ConfigError(
-                f"{what} yields {', '.join(k for k in example if k != '_mask')}; expected image (height, width, "
-                f"channels) and {target[0]}"
-            )
-    if example["image"].dtype != np.float32:
-        raise ConfigError(f"{what} yields {example['image'].dtype} images; add value_range(-1, 1)")
-    classes = len(example["labels"]) if target[1] else config.num_classes
-    if classes != config.num_classes:
-        raise ConfigError(f"{what} yields {classes} classes, config.num_classes={config.num_classes}")
-    if target[1] and len(source.class_names or ()) > classes:
-        raise ConfigError(f"{what}: the data has {len(source.class_names or ())} classes, config.num_classes={classes}")
-    return tuple(example["image"].shape)
+    from input_pipeline.tokenizer import open_tokenizer
+
+    data = config.input.get("data", {})
+    path = given or data.get("tokenizer")
+    if path is None and data.get("kind") not in ("text", "stdlib", "spans"):
+        raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
+    found = open_tokenizer(path)
+    if found.vocab_size > config.vocab_size:
+        raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {config.vocab_size}")
+    return found
 
 
 def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[optax.GradientTransformation, Any]:
@@ -214,11 +146,10 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
 def evaluators(
     config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, data: TrainingData | None = None
 ) -> dict[str, Any]:
-    """Each evaluator of `config.evals` by name, with its `image_shape`; they must fit the training data, if given.
+    """Each evaluator of `config.evals` by name, with an `example` of its model input; images must fit `data`, if given.
 
     An evaluator with `optional=True` whose data is missing is left out, and said so on stderr.
     """
-    check_loss(config.loss, "config.loss")
     built = {}
     for name, options in config.evals.items():
         what = f"config.evals.{name}"
@@ -231,7 +162,7 @@ def evaluators(
                 raise
             print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
             continue
-        if data:
+        if data and config.model_name == "vit":
             _check_fit(built[name], data, what)
     return built
 
@@ -239,8 +170,9 @@ def evaluators(
 def _check_fit(evaluator: Any, data: TrainingData, what: str) -> None:
     """Raises ConfigError where an evaluator's images have another shape than those of training, or its labels
     another numbering: class names that are partly the same and not all."""
-    if evaluator.image_shape != data.image_shape:
-        raise ConfigError(f"{what}.pp yields images of {evaluator.image_shape}, training of {data.image_shape}")
+    shape, expected = evaluator.example.shape[1:], data.task.example.shape[1:]
+    if shape != expected:
+        raise ConfigError(f"{what}.pp yields images of {shape}, training of {expected}")
     ours, theirs = data.source.class_names or (), evaluator.source.class_names or ()
     if evaluator.target[1] and ours != theirs and set(ours) & set(theirs):
         differing = sorted(set(ours) ^ set(theirs)) or ["their order"]
@@ -250,8 +182,9 @@ def _check_fit(evaluator: Any, data: TrainingData, what: str) -> None:
 def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Callable[..., Any], mesh: Mesh) -> Any:
     """One evaluator, its arguments and its first example checked."""
     kind = options.get("type")
-    if kind not in EVALUATORS:
-        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), EVALUATORS)}")
+    known = EVALUATORS[config.model_name]
+    if kind not in known:
+        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), known)}")
     kwargs = {
         k: v for k, v in options.to_dict().items() if k not in ("type", "optional") and not is_duration(k, ("log",))
     }
@@ -264,11 +197,8 @@ def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Call
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(evaluator, kwargs, what, args=(predict, mesh))
     built = evaluator(predict, mesh, **kwargs)
-    built.image_shape = example_shape(built.source, built.pp, config, f"{what}.pp", built.corrupt, evaluator.target)
+    if config.model_name == "lm":
+        built.example = text_example(built.source, config, f"{what}.data")
+    else:
+        built.example = image_example(built.source, built.pp, config, f"{what}.pp", built.corrupt, evaluator.target)
     return built
-
-
-def check_loss(name: Any, what: str) -> None:
-    """Raises ConfigError where there is no such loss."""
-    if name not in losses.NAMES:
-        raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")

@@ -31,11 +31,15 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "seed": (int, 0),
     "input": (dict, {}),  # data: arguments of open_source; batch_size; pp; corrupt: "fail" or "skip", corrupt_max
     "num_classes": (int | None, 0),  # 0 leaves the head away; None takes as many as the training data names
+    "vocab_size": (int | None, None),  # of a language model; None takes as many as the training data names
+    "document_mask": (bool, False),  # tokens see their own document only
     "model_name": (str, "vit"),
     "model": (dict, {}),  # arguments of dcvit.models.<model_name>.Model
     "model_init": (str | None, None),  # a checkpoint to start from
     "model_load": (dict, {}),  # further arguments of the model's load()
     "loss": (str, "softmax_xent"),
+    "loss_chunk": (int | None, None),  # of a row's tokens, how many have logits at a time; None: all
+    "z_loss": (float, 0.0),
     "label_smoothing": (float, 0.0),
     "mixup": (float, 0.0),  # α of Beta(α, α); 0 is off
     "optax_name": (str, "scale_by_adam"),
@@ -224,6 +228,9 @@ def check_types(config: ConfigDict) -> None:
         "ckpt_keep": (lambda v: v >= 1, "1 or more"),
         "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
         "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
+        "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),
+        "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
+        "z_loss": (_is_rate, "finite and not negative"),
         "mixup": (_is_rate, "finite and not negative"),
         "lr": (_is_rate, "finite and not negative"),
         "wd": (_is_rate, "finite and not negative"),
@@ -260,6 +267,15 @@ def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
             if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
                 holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
     return filled.lock()
+
+
+def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
+    """The config with other values of some of its keys."""
+    changed = config.copy_and_resolve_references().unlock()
+    with changed.ignore_type():
+        for key, value in values.items():
+            changed[key] = value
+    return changed.lock()
 
 
 def _is_rate(value: Any) -> bool:

@@ -7,6 +7,7 @@ says all that a table of results needs, and `--out` collects the rows of many mo
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,52 +20,41 @@ from dcvit import build, cli
 from dcvit import config as configs
 from dcvit.checkpoint import check_tree, load_params, shapes_of, step_folder
 from dcvit.config import ConfigError
-from dcvit.flops import vit_flops
-from dcvit.models.vit import ViT
 from dcvit.sharding import data_mesh, replicated
 
-COLUMNS = (
-    "evaluation", "model", "step", "parameters", "gflops", "image_size",
-    "top1", "top5", "loss", "n", "images_per_second",
-)  # fmt: skip
+COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
 
 
-def evaluate(config: ConfigDict, checkpoint: Path) -> list[dict[str, Any]]:
-    """A row of COLUMNS for each evaluation set of the config, and for each number of shots of few-shot ones.
+def evaluate(config: ConfigDict, checkpoint: Path, out: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of each evaluator of the config, all with the same keys: COLUMNS and those of the evaluators.
 
-    `gflops` are those of one image's forward pass (see `dcvit.flops`), `step` is None for a file that knows none.
+    `step` is None for a checkpoint that knows none, and so is what an evaluator does not say. `out` is the CSV file
+    that the rows are for: what is wrong with it is said before the work.
 
     Raises:
-      ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`.
+      ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`; and `append_csv`.
     """
     mesh = data_mesh()
     net = build.model(config)
     evaluators = build.evaluators(config, build.predictor(net), mesh)
     if not evaluators:
         raise ConfigError("config.evals names no evaluator whose data is there")
+    columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
+    if out:
+        append_csv(out, columns)
     params = load_params(checkpoint)
     for evaluator in evaluators.values():
-        check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.image_shape)), str(checkpoint))
+        check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.example)), str(checkpoint))
     params = jax.device_put(params, replicated(mesh))
     about = {
-        "model": config.model.get("variant") or config.model_name,
+        "model": config.model.get(build.MODELS[config.model_name][1]) or config.model_name,
         "step": None if checkpoint.is_file() else _step(checkpoint),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
     rows: list[dict[str, Any]] = []
     for name, evaluator in evaluators.items():
-        numbers = evaluator.run(params)
-        shape = evaluator.image_shape
-        flops = vit_flops(net, shape) if isinstance(net, ViT) else None
-        size = {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{shape[0]}x{shape[1]}"}
-        speed = {"images_per_second": round(evaluator.images_per_second, 1)}
-        if "top1" in numbers:
-            found = {name: numbers}
-        else:  # few-shot: an accuracy for each number of shots
-            found = {f"{name}/{k}": {"top1": v, "n": numbers["n"]} for k, v in numbers.items() if k != "n"}
-        for each, values in found.items():
-            rows.append({k: ({"evaluation": each} | about | size | values | speed).get(k) for k in COLUMNS})
-    return rows
+        rows += [about | row for row in evaluator.rows(name, evaluator.run(params), net)]
+    return [{key: row.get(key) for key in columns} for row in rows]
 
 
 def _step(checkpoint: Path) -> int | None:
@@ -73,23 +63,27 @@ def _step(checkpoint: Path) -> int | None:
     return int(name) if name.isdigit() else None
 
 
-def append_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends rows of COLUMNS to a CSV file, which gets its header first where it is new or empty.
+def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Appends rows of `columns` to a CSV file, which gets its header first where it is new or empty.
 
     Raises:
       ConfigError: the file has other columns.
     """
-    with path.open("a+", newline="") as file:
-        file.seek(0)
-        content = file.read()
-        header = content.partition("\n")[0].strip()
-        if header and header != ",".join(COLUMNS):
-            raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(COLUMNS)}")
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    header, last = "", b"\n"
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(0)
+            header = file.readline().decode(errors="replace").strip()
+            file.seek(-1, os.SEEK_END)
+            last = file.read()
+    if header and header != ",".join(columns):
+        raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
+    with path.open("a", newline="") as text:
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         if not header:
             writer.writeheader()
-        elif not content.endswith("\n"):
-            file.write("\n")
+        elif last != b"\n":
+            text.write("\n")
         writer.writerows(rows)
 
 
@@ -105,12 +99,24 @@ def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Path]:
         raise ConfigError("--config.KEY=VALUE needs --config: a workdir's own config is used as it is")
     else:
         config = configs.read_json(args.workdir / "config.json")
-    classes = config.num_classes
-    if classes is None and args.workdir:
-        classes = configs.read_json(args.workdir / "config.json").num_classes
-    if classes is None:
-        raise ConfigError("config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER")
-    return configs.with_classes(config, classes), args.checkpoint or args.workdir
+    own = configs.read_json(args.workdir / "config.json") if args.workdir else ConfigDict()
+    return _sized(config, own), args.checkpoint or args.workdir
+
+
+def _sized(config: ConfigDict, own: ConfigDict) -> ConfigDict:
+    """The config with what a training run took from its data, read from the run's own config where it is missing.
+
+    Raises:
+      ConfigError: the number of classes, or of tokens, is in neither.
+    """
+    key = build.MODELS[config.model_name][0] if config.model_name in build.MODELS else "num_classes"
+    size = own.get(key) if config[key] is None else config[key]
+    if size is None:
+        raise ConfigError(f"config.{key}=None: give --workdir of the training run, or --config.{key}=NUMBER")
+    if config.model_name != "lm":
+        return configs.with_classes(config, size)
+    filled = {name: own.model[name] for name in ("context", "end_of_text") if name in own.get("model", {})}
+    return configs.replaced(config, vocab_size=size, model={**filled, **config.model.to_dict()})
 
 
 def add_options(parser: cli.Parser) -> None:
@@ -127,12 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to append the rows to")
     args, overrides = parser.parse(argv)
-    if args.out:
-        append_csv(args.out, [])  # what is wrong with the file is said now, not after the work
-    rows = evaluate(*run_config(args, overrides))
+    rows = evaluate(*run_config(args, overrides), args.out)
     cli.show(rows, args.format)
     if args.out:
-        append_csv(args.out, rows)
+        append_csv(args.out, list(rows[0]), rows)
     return 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
 
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, Int
 
 NAMES = ("softmax_xent", "sigmoid_xent")
 
@@ -37,3 +39,40 @@ def mixup(
     drawn = jax.random.beta(key, alpha, alpha)
     share = jnp.maximum(drawn, 1 - drawn)
     return tuple(x * share + jnp.roll(x, 1, axis=0) * (1 - share) for x in (images, labels))  # type: ignore[return-value]
+
+
+def token_xent(
+    unembed: Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]],
+    hidden: Float[Array, "B T M"],
+    targets: Int[Array, "B T"],
+    *,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+) -> Float[Array, "B T"]:
+    """Cross-entropy of each token, in nats, and z_loss · log²Z beside it (PaLM, Section 5): Z normalises its logits.
+
+    Args:
+      unembed: hidden states to logits.
+      hidden: what predicts the targets.
+      targets: below V.
+      chunk: so many positions have logits at a time, in the forward and, computed again, in the backward pass: the
+        B·T·V logits of a long batch never exist at once. None: all of them.
+      z_loss: weight of the z-loss.
+    """
+
+    def nats(hidden: Array, targets: Array) -> Array:
+        logits = unembed(hidden)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return log_z - picked + z_loss * jnp.square(log_z)
+
+    batch, length, width = hidden.shape
+    if chunk is None or chunk >= length:
+        return nats(hidden, targets)
+    pieces = -(-length // chunk)
+    rest = pieces * chunk - length
+    hidden = jnp.pad(hidden, [(0, 0), (0, rest), (0, 0)]).reshape(batch, pieces, chunk, width)
+    targets = jnp.pad(targets, [(0, 0), (0, rest)]).reshape(batch, pieces, chunk)
+    swapped = (jnp.swapaxes(x, 0, 1) for x in (hidden, targets))
+    _, found = jax.lax.scan(lambda _, piece: (None, jax.checkpoint(nats)(*piece)), None, tuple(swapped))
+    return jnp.swapaxes(found, 0, 1).reshape(batch, pieces * chunk)[:, :length]

@@ -88,9 +88,9 @@ def _tensorboard(workdir: Path) -> Any:
     """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
-    import tensorflow as tf
+    from input_pipeline.images import tensorflow
+
+    tensorflow()  # before clu uses it: kept off the accelerators
     from clu import metric_writers
 
-    for kind in ("GPU", "TPU"):
-        tf.config.set_visible_devices([], kind)
     return metric_writers.SummaryWriter(str(workdir))

@@ -9,9 +9,12 @@ from pathlib import Path
 from dcvit import cli, metrics
 from dcvit.config import ConfigError
 
+# What is drawn of the evaluations: the first of these that a run has. Its unit, and what it is multiplied by.
+METRICS = {"top1": ("top-1 (%)", 100), "bits_per_byte": ("bits per byte", 1), "loss": ("loss (nats)", 1)}
+
 
 def plot(workdirs: Sequence[Path], out: Path) -> None:
-    """Draws each run's training loss and its evaluators' top-1 against the step into one picture.
+    """Draws each run's training loss and its evaluators' accuracy, or bits per byte, against the step in one picture.
 
     Raises:
       ConfigError: a workdir without metrics, or a kind of picture that is not known.
@@ -24,6 +27,7 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    units: set[str] = set()
     for i, workdir in enumerate(workdirs):
         rows = metrics.read(workdir / "metrics.jsonl")
         if not rows:
@@ -31,13 +35,16 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
         run = workdir.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         left.plot(*zip(*losses, strict=True), color=f"C{i}", label=run)
-        names = sorted({name for row in rows for name in row if name.endswith("/top1")})
+        seen = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
+        metric = next((name for name in METRICS if name in seen), "loss")
+        units.add(METRICS[metric][0])
+        names = sorted({name for row in rows for name in row if name.endswith(f"/{metric}")})
         for name, style in zip(names, ("-", "--", ":", "-.") * len(names), strict=False):
-            points = [(row["step"], 100 * row[name]) for row in rows if name in row]
-            label = f"{run} {name.removesuffix('/top1')}"
+            points = [(row["step"], METRICS[metric][1] * row[name]) for row in rows if name in row]
+            label = f"{run} {name.removesuffix(f'/{metric}')}"
             right.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=label)
     left.set(xlabel="step", ylabel="training loss (nats)")
-    right.set(xlabel="step", ylabel="top-1 (%)")
+    right.set(xlabel="step", ylabel=", ".join(sorted(units)))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes.lines:

@@ -90,7 +90,8 @@ def predict(
     for names, images in read_images(files, config.pp_predict, failed):
         if not rows:
             what = f"{checkpoint}, with images of {images.shape[1:]} from config.pp_predict,"
-            check_tree(shapes_of(params), shapes_of(build.param_shapes(net, images.shape[1:])), what)
+            example = jax.ShapeDtypeStruct((1, *images.shape[1:]), np.float32)
+            check_tree(shapes_of(params), shapes_of(build.param_shapes(net, example)), what)
         padded = np.pad(images, [(0, BATCH - len(images)), (0, 0), (0, 0), (0, 0)])
         scores = np.asarray(normalise(logits(params, jnp.asarray(padded))))
         for name, score in zip(names, scores, strict=False):

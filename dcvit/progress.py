@@ -10,9 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunProgress:
-    """Use as a context manager around the training loop; `advance` at every step, `report` at logged ones."""
+    """Use as a context manager around the training loop; `advance` at every step, `report` at logged ones.
 
-    def __init__(self, title: str, total: int, start: int = 0):
+    `rate` is the unit of speed and how many of it an example is.
+    """
+
+    def __init__(self, title: str, total: int, start: int = 0, rate: tuple[str, int] = ("img/s", 1)):
+        self.rate = rate
         self.console = Console(soft_wrap=True, highlight=False)
         self.live = self.console.is_terminal
         self.total = total
@@ -41,7 +45,8 @@ class RunProgress:
         """Shows a logged step: evaluations as a line of their own, the rest in the bar or as a line."""
         status = f"loss {metrics['loss']:.4f}" if "loss" in metrics else ""
         if timing:
-            status += f"  {timing['examples_per_second']:.0f} img/s  {timing['step_seconds'] * 1e3:.1f} ms/step"
+            unit, each = self.rate
+            status += f"  {timing['examples_per_second'] * each:.0f} {unit}  {timing['step_seconds'] * 1e3:.1f} ms/step"
         self.bar.update(self.task, completed=step, status=status)
         if not self.live and status:
             left = (self.total - step) * timing["step_seconds"] if timing else 0

@@ -26,13 +26,14 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from dcvit import build, cli, losses
+from dcvit import build, cli
 from dcvit import config as configs
 from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
 from dcvit.sharding import data_mesh, prefetch, replicated
+from dcvit.tasks import Task, TrainingData
 from input_pipeline import Source
 
 # What may change between the stretches of one run: it does not touch what a step computes.
@@ -67,32 +68,16 @@ def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformat
     return TrainState(step=zero, params=params, opt_state=tx.init(params), ema=ema, skipped=jnp.copy(zero))
 
 
-def make_update(
-    net: Any,
-    tx: optax.GradientTransformation,
-    schedule: Any,
-    config: ConfigDict,
-    on_device: Callable[[jax.Array], jax.Array],
-) -> Callable[..., Any]:
+def make_update(net: Any, task: Task, tx: optax.GradientTransformation, schedule: Any) -> Callable[..., Any]:
     """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
-    clipping, and `skipped` where corrupt examples may be). `on_device` ends the preprocessing of images."""
-    loss_fn = getattr(losses, config.loss)
-
-    def loss_of(params: Any, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
-        logits, _ = net.apply({"params": params}, images, train=True, rngs={"dropout": key})
-        return jnp.mean(loss_fn(logits, labels))
+    clipping, and `skipped` where corrupt examples may be)."""
+    config, loss_of = task.config, task.loss(net)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        mix_key, dropout_key = jax.random.split(key)
-        images, labels = on_device(batch["image"]), batch["labels"]
-        if config.label_smoothing:
-            labels = losses.smooth(labels, config.label_smoothing)
-        if config.mixup:
-            images, labels = losses.mixup(mix_key, images, labels, config.mixup)
-        loss, grads = accumulate(
-            jax.value_and_grad(loss_of), state.params, images, labels, dropout_key, config.grad_accum
-        )
+        prepare_key, dropout_key = jax.random.split(key)
+        prepared = task.prepare(batch, prepare_key)
+        loss, grads = accumulate(jax.value_and_grad(loss_of), state.params, prepared, dropout_key, config.grad_accum)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -109,25 +94,25 @@ def make_update(
 
 
 def accumulate(
-    value_and_grad: Callable[..., Any], params: Any, images: jax.Array, labels: jax.Array, key: jax.Array, parts: int
+    value_and_grad: Callable[..., Any], params: Any, batch: dict[str, jax.Array], key: jax.Array, parts: int
 ) -> Any:
     """Loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
     Every device's examples are dealt out over all parts, so that each part keeps all devices busy.
     """
     if parts == 1:
-        return value_and_grad(params, images, labels, key)
+        return value_and_grad(params, batch, key)
 
     def deal(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
 
-    def add(total: Any, part: Any) -> tuple[Any, None]:
-        i, part_images, part_labels = part
-        result = value_and_grad(params, part_images, part_labels, jax.random.fold_in(key, i))
+    def add(total: Any, numbered: Any) -> tuple[Any, None]:
+        i, part = numbered
+        result = value_and_grad(params, part, jax.random.fold_in(key, i))
         return jax.tree.map(jnp.add, total, result), None
 
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), deal(images), deal(labels)))
+    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), jax.tree.map(deal, batch)))
     return jax.tree.map(lambda x: x / parts, total)
 
 
@@ -172,10 +157,11 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
       ConfigError, InputError, CheckpointError: what a user can mend, before anything compiles.
     """
     mesh = data_mesh()
-    data = build.TrainingData(config)
+    build.model(config)  # a misspelt variant is said before the data is read
+    data = TrainingData(config)
     config = data.config
     net = build.model(config)
-    shapes = build.param_shapes(net, data.image_shape)
+    shapes = build.param_shapes(net, data.task.example)
     tx, schedule = build.optimiser(config, shapes, data)
     evaluators = build.evaluators(config, build.predictor(net), mesh, data)
     every = {
@@ -190,12 +176,12 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
-    state = _start_state(config, net, tx, given, data.image_shape, mesh, checkpoints)
+    state = _start_state(config, net, tx, given, data.task.example, mesh, checkpoints)
     writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
     evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
     loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
     try:
-        return loop.run(jax.jit(make_update(net, tx, schedule, config, data.on_device), donate_argnums=0), state, start)
+        return loop.run(jax.jit(make_update(net, data.task, tx, schedule), donate_argnums=0), state, start)
     finally:
         checkpoints.close()
         writer.close()
@@ -217,14 +203,14 @@ def _start_state(
     net: Any,
     tx: Any,
     given: Any,
-    image_shape: tuple[int, ...],
+    example: jax.ShapeDtypeStruct,
     mesh: Mesh,
     checkpoints: Checkpoints,
 ) -> TrainState:
     """The newest checkpoint's state, or a fresh one with the arrays of `given` among its parameters."""
 
     def fresh(given: Any) -> TrainState:
-        params = net.init(jax.random.key(config.seed), jnp.zeros((1, *image_shape)))["params"]
+        params = net.init(jax.random.key(config.seed), jnp.zeros(example.shape, example.dtype))["params"]
         params = jax.tree.map(lambda g, p: p if g is None else g, given, params, is_leaf=lambda leaf: leaf is None)
         return initial_state(config, params, tx)
 
@@ -265,7 +251,7 @@ class Loop:
 
     config: ConfigDict
     workdir: Path
-    data: build.TrainingData
+    data: TrainingData
     mesh: Mesh
     writer: MetricWriter
     checkpoints: Checkpoints
@@ -276,7 +262,7 @@ class Loop:
         """All steps after `start`; returns the last row of metrics, empty where none was left."""
         total, row = self.data.total_steps, {}
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(RunProgress(self.workdir.name, total, start))
+            progress = stack.enter_context(RunProgress(self.workdir.name, total, start, self.data.task.rate))
             if start:
                 progress.line(f"going on from the checkpoint of step {start} of {total}")
             else:

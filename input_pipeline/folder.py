@@ -53,7 +53,7 @@ class Source:
             raise InputError(f"{root} holds the folders {', '.join(self.class_names)}: take away val_fraction")
         self.files: list[str] = []  # of a million files, a Path each would weigh
         labels: list[int] = []
-        for name in _folders(folder):
+        for name in self.class_names if folder == named else _folders(folder):
             if name not in self.class_names:
                 raise InputError(f"class {name!r} of {folder} is not among the {len(self.class_names)} of {named}")
             files = _images(folder / name)

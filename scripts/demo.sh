@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Trains DCViT and a plain ViT of the same shape on embedded images and compares them.
-#   scripts/demo.sh [--epochs N] [--out FOLDER]
+# Trains a model with dynamically composed attention and a plain one of the same shape, and compares them.
+#   scripts/demo.sh    [--epochs N] [--out FOLDER]                   DCViT and ViT on embedded images
+#   scripts/demo.sh lm [--steps N] [--seeds 0,1,2] [--out FOLDER]    DCFormer++ and Transformer++ on embedded text
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-echo "dcvit demo: DCViT against a plain ViT on 1,797 handwritten digits"
+script=demo.py
+if [ "${1:-}" = lm ]; then
+  shift
+  script=demo_lm.py
+  echo "dcvit demo: DCFormer++ against Transformer++ on the text of Python's standard library"
+else
+  echo "dcvit demo: DCViT against a plain ViT on 1,797 handwritten digits"
+fi
 bash "$root/scripts/setup.sh"
-exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/demo.py" "$@"
+exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/$script" "$@"

@@ -13,9 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent
 # Layers from the top: a module imports from its own layer or from lower ones.
 LAYERS = [
     ["dcvit.__main__"],
-    ["dcvit.train", "dcvit.evaluate", "dcvit.predict", "dcvit.plot"],
+    [
+        "dcvit.train",
+        "dcvit.evaluate",
+        "dcvit.predict",
+        "dcvit.generate",
+        "dcvit.lm_eval",
+        "dcvit.harness",
+        "dcvit.plot",
+        "dcvit.tokenize",
+    ],
     ["dcvit.cli"],
-    ["dcvit.build", "dcvit.progress"],
+    ["dcvit.build", "dcvit.tasks", "dcvit.decoding", "dcvit.progress"],
     [
         "dcvit.evaluators",
         "dcvit.models",

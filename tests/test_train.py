@@ -13,6 +13,7 @@ import pytest
 from dcvit import build, metrics, sharding, train
 from dcvit import config as configs
 from dcvit.checkpoint import load_params
+from dcvit.tasks import TrainingData
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -76,16 +77,16 @@ def make(**overrides):
     """A net, its parameters, a batch and a step function of a small config."""
     words = [f"{k}={v}" for k, v in {"total_steps": 10, "model.width": 16, "model.depth": 1, **overrides}.items()]
     config = configs.load("vit_digits", words)
-    data = build.TrainingData(config)
+    data = TrainingData(config)
     net = build.model(config)
-    params = net.init(jax.random.key(0), jnp.zeros((1, *data.image_shape)))["params"]
+    params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape))["params"]
     params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
     tx, schedule = build.optimiser(config, params, data)
     batch = {k: jnp.asarray(v) for k, v in next(data.batches(0)).items()}
     return (
         train.initial_state(config, params, tx),
         batch,
-        jax.jit(train.make_update(net, tx, schedule, config, data.on_device)),
+        jax.jit(train.make_update(net, data.task, tx, schedule)),
     )
 
 
@@ -261,7 +262,7 @@ BAD = {
     "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
     "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
-    "model field of the trainer": ({"model.num_classes": 5}, "the classes are config.num_classes"),
+    "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
     "no groups": ({"model.groups": 0}, "groups=0 does not divide num_heads=4"),
     "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
     "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),

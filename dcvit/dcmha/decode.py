@@ -8,7 +8,7 @@ Token p of an example stands in slot p % S of its S slots. With S = window the s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +71,3 @@ def with_keys(weights: ComposeWeights | None, cached: ComposeWeights | None) -> 
     if weights is None or cached is None:
         return weights
     return weights._replace(k1=cached.k1, k2=cached.k2, kg=cached.kg)
-
-
-def empty(like: Any, slots: int) -> Cache:
-    """An empty cache of so many slots for tokens like those of `like`, a Cache of arrays or of their shapes."""
-    made: Cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], slots, *x.shape[2:]), x.dtype), like)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,8 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit import losses, pixels
-from dcvit.sharding import put_batch, replicated
+from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
+from dcvit.sharding import replicated
 
 ABSENT = -1e9  # the logit of a class that is not to be chosen; finite, so that 0 · log p stays 0
 
@@ -22,6 +22,8 @@ class Evaluator:
     """Counts an example as correct when any of its labels is hit; one without labels is left out, as in ReaL."""
 
     target = ("labels", 1)  # what the preprocessing yields beside the image, and its rank
+    columns = IMAGE_COLUMNS
+    example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
 
     def __init__(
         self,
@@ -51,18 +53,17 @@ class Evaluator:
           corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.Corrupt`.
         """
         self.source = input_pipeline.open_source(**data)
-        self.pp, self.mesh = pp, mesh
-        self.batch_size = -(-batch_size // mesh.size) * mesh.size
+        self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
         self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
         self.present_classes_only = present_classes_only
         self.present: np.ndarray | None = None  # which classes may be chosen, known after the first batch
         self.cached: list[dict[str, np.ndarray]] | None = [] if cache else None
         self.images_per_second = 0.0  # of the last run, compilation left out
-        self.host_pp, on_device = pixels.split(pp)
+        self.host_pp, to_numbers = pixels.split(pp)
         loss_fn = getattr(losses, loss)
 
         def score(params: Any, batch: dict[str, jax.Array], present: jax.Array) -> dict[str, jax.Array]:
-            logits = jnp.where(present, predict(params, on_device(batch["image"]))[0], ABSENT)
+            logits = jnp.where(present, predict(params, to_numbers(batch["image"]))[0], ABSENT)
             labels = batch["labels"]
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0
@@ -78,23 +79,23 @@ class Evaluator:
     def run(self, params: Any) -> dict[str, float]:
         """`top1`, `top5` (fractions of `n`), `loss` (mean, nats) and `n`, the number of examples counted."""
         correct = {"top1": 0, "top5": 0}
-        total, n, seen, score = 0.0, 0, 0, None
+        total, n, score = 0.0, 0, Timed(self.score, self.mesh)
         for batch in self._batches():
             if self.present is None:
                 self.present = self._present(batch["labels"].shape[-1])
-            on_device = put_batch(batch, self.mesh)
-            if score is None:
-                score = self.score.lower(params, on_device, self.present).compile()
-                started = time.perf_counter()
-            scores = jax.device_get(score(params, on_device, self.present))
+            scores = score(params, batch, self.present)
             counted = scores["counted"]
             n += int(counted.sum())
-            seen += int(batch["_mask"].sum())
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
-        self.images_per_second = seen / (time.perf_counter() - started)
+        self.images_per_second = score.examples / score.seconds
         return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
+
+    def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
+        """One row."""
+        speed = {"images_per_second": round(self.images_per_second, 1)}
+        return [{"evaluation": name, **about_images(net, self.example), **numbers, **speed}]
 
     def _batches(self) -> Iterator[dict[str, np.ndarray]]:
         """The preprocessed batches, from memory where they are kept there."""
@@ -102,7 +103,7 @@ class Evaluator:
             yield from self.cached
             return
         kept = []
-        for batch in input_pipeline.eval_batches(self.source, self.host_pp, self.batch_size, corrupt=self.corrupt):
+        for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             yield batch
             if self.cached is not None:
                 kept.append(batch)
@@ -114,5 +115,5 @@ class Evaluator:
         if not self.present_classes_only:
             return np.ones(classes, bool)
         pp = f"onehot({classes})|keep('labels')"  # leaves the image encoded
-        batches = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)
-        return np.any([np.any(batch["labels"] > 0, axis=0) for batch in batches], axis=0)
+        read = batches(self.source, pp, self.batch_size, self.mesh, self.corrupt)
+        return np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ import input_pipeline
 from dcvit import pixels
 from dcvit.config import ConfigError
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.sharding import put_batch, replicated
+from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
+from dcvit.sharding import replicated
 from input_pipeline.errors import nearest
 
 BIAS = 100.0  # the value of the constant feature, so large that the intercept is hardly regularised
@@ -37,6 +37,8 @@ class Evaluator:
     """
 
     target = ("label", 0)  # what the preprocessing yields beside the image, and its rank
+    columns = IMAGE_COLUMNS
+    example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
 
     def __init__(
         self,
@@ -79,16 +81,16 @@ class Evaluator:
         names = self.source.class_names, self.test_source.class_names
         if names[0] != names[1] and all(names):
             raise ConfigError("few-shot: data and test_data have other classes, or number them differently")
-        self.pp, self.mesh = pp, mesh
-        self.batch_size = -(-batch_size // mesh.size) * mesh.size
-        self.shots, self.l2_reg, self.num_seeds = tuple(shots), float(l2_reg), num_seeds
+        self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
+        self.shots, self.l2_reg, self.num_seeds = tuple(dict.fromkeys(shots)), float(l2_reg), num_seeds
         self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
         self.images_per_second = 0.0  # of the last run, compilation left out
 
-        self.host_pp, on_device = pixels.split(pp)
+        self.host_pp, to_numbers = pixels.split(pp)
 
-        def represent(params: Any, images: jax.Array) -> jax.Array:
-            features = intermediate(predict(params, on_device(images))[1], representation)
+        def represent(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+            images = to_numbers(batch["image"])
+            features = intermediate(predict(params, images)[1], representation)
             return features.reshape(len(images), -1).astype(jnp.float32)
 
         self.represent = jax.jit(represent, out_shardings=replicated(mesh))
@@ -99,10 +101,10 @@ class Evaluator:
         Raises:
           ConfigError: the model has no such intermediate.
         """
-        (x, labels, seconds), (x_test, labels_test, more) = (
-            self._features(source, params) for source in (self.source, self.test_source)
-        )
-        self.images_per_second = (len(self.source) + len(self.test_source)) / (seconds + more)
+        fitted, counted = Timed(self.represent, self.mesh), Timed(self.represent, self.mesh)
+        x, labels = self._features(self.source, params, fitted)
+        x_test, labels_test = self._features(self.test_source, params, counted)
+        self.images_per_second = (fitted.examples + counted.examples) / (fitted.seconds + counted.seconds)
         classes = len(self.source.class_names or ()) or int(labels.max()) + 1
         hits = dict.fromkeys(self.shots, 0)
         for seed in range(self.num_seeds):
@@ -116,18 +118,20 @@ class Evaluator:
         n = len(labels_test)
         return {f"{k}shot": count / (self.num_seeds * n) for k, count in hits.items()} | {"n": n}
 
-    def _features(self, source: input_pipeline.Source, params: Any) -> tuple[np.ndarray, np.ndarray, float]:
-        """Features N D and labels N of all examples of a source, and how many seconds they took."""
-        features, labels, represent, started = [], [], None, 0.0
-        for batch in input_pipeline.eval_batches(source, self.host_pp, self.batch_size, corrupt=self.corrupt):
-            images = put_batch({"image": batch["image"]}, self.mesh)["image"]
-            if represent is None:
-                represent = self.represent.lower(params, images).compile()
-                started = time.perf_counter()
+    def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
+        """A row for each number of shots, "name/5shot", with its accuracy as `top1`."""
+        speed = {"images_per_second": round(self.images_per_second, 1)}
+        about = {**about_images(net, self.example), "n": numbers["n"], **speed}
+        return [{"evaluation": f"{name}/{k}shot", **about, "top1": numbers[f"{k}shot"]} for k in self.shots]
+
+    def _features(self, source: input_pipeline.Source, params: Any, represent: Timed) -> tuple[np.ndarray, np.ndarray]:
+        """Features N D and labels N of all examples of a source."""
+        features, labels = [], []
+        for batch in batches(source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             real = batch["_mask"] > 0
-            features.append(jax.device_get(represent(params, images))[real])
+            features.append(represent(params, batch)[real])
             labels.append(batch["label"][real])
-        return np.concatenate(features), np.concatenate(labels), time.perf_counter() - started
+        return np.concatenate(features), np.concatenate(labels)
 
 
 def intermediate(out: dict[str, Any], name: str) -> Array:

@@ -36,7 +36,7 @@ class Progress(NamedTuple):
     """How far each example of a batch has been decoded; see `dcvit.dcmha.decode`."""
 
     before: Int[Array, " B"]  # tokens in the cache before this call
-    count: Int[Array, " B"]  # how many of this call's tokens are real; those after them are padding
+    added: Int[Array, " B"]  # how many of this call's tokens are real; those after them are padding
     first: Int[Array, " B"]  # the oldest token that may be seen
 
 
@@ -171,9 +171,9 @@ class Attention(nn.Module):
         causal, window = self.causal, self.window
         if cache is not None and progress is not None:
             new = decode.Cache(k, v, decode.key_wise(pre), decode.key_wise(post))
-            cache = decode.extend(cache, new, progress.before, progress.count)
+            cache = decode.extend(cache, new, progress.before, progress.added)
             if x_q.shape[1] == 1:
-                length = progress.before + progress.count
+                length = progress.before + progress.added
                 mask = decode.visible(cache.k.shape[1], length, window=window, first=progress.first)
                 k, v, causal, window = cache.k, cache.v, False, None
                 pre, post = decode.with_keys(pre, cache.pre), decode.with_keys(post, cache.post)
@@ -228,7 +228,9 @@ class Attention(nn.Module):
         if width % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide width={width}")
         if self.rotary % 2 or not 0 <= self.rotary <= width // self.num_heads:
-            raise ValueError(f"rotary={self.rotary} should be even and at most the head width {width // self.num_heads}")
+            raise ValueError(
+                f"rotary={self.rotary} should be even and at most {width // self.num_heads}, a head's width"
+            )
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         if self.compose and (self.groups < 1 or self.num_heads % self.groups):

@@ -7,7 +7,6 @@ composed attention they are the paper's DCFormer, DCFormer++ and DCPythia (Secti
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +103,7 @@ class Group(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`depth` layers whose windows follow a pattern, unrolled, or as a scan over whole patterns and an unrolled rest."""
+    """`depth` layers whose windows follow a pattern; unrolled, or a scan over whole patterns and an unrolled rest."""
 
     depth: int
     windows: Sequence[int | None]
@@ -132,7 +131,7 @@ class Decoder(nn.Module):
         for layer in range(repeats * period, self.depth):
             name = f"decoderblock_{layer}"
             block = self.layer(window=self.windows[layer % period], name=name)
-            x, (out[f"block{layer:02d}"], kept[name]) = block(x, sight, caches and caches[name])
+            x, (out[f"block{layer:02d}"], kept[name]) = block(x, sight, caches[name] if caches else None)
         out["pre_ln"] = x
         return in_float32(self.norm(name="decoder_norm"), x), out, kept if caches else None
 
@@ -314,7 +313,7 @@ class _Kernel(nn.Module):
 
 def unembed(hidden: Float[Array, "*B M"], kernel: Float[Array, "M V"]) -> Float[Array, "*B V"]:
     """Logits in float32 from the last hidden states, in whose dtype the factors are multiplied."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = jnp.float32 if hidden.dtype == jnp.bfloat16 else hidden.dtype  # promote_types refuses where it is strict
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
 
 
@@ -334,15 +333,23 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
     Local layers keep a window, in a ring; the others `length` tokens.
     """
-    head_width, dtype = net.width // net.num_heads, jnp.dtype(net.dtype_mm)
-    per_token = jax.ShapeDtypeStruct((batch, 1, net.num_key_heads or net.num_heads, head_width), dtype)
-    factor = jax.ShapeDtypeStruct((batch, 1, net.rank, net.num_heads), dtype) if net.projection else None
-    gate = jax.ShapeDtypeStruct((batch, 1, net.num_heads), dtype) if net.gate else None
-    weights = decode.key_wise(decode.ComposeWeights(k1=factor, k2=factor, kg=gate)) if "k" in net.branches else None
-    pre, post = (weights if net.compose in (where, "both") else None for where in ("pre", "post"))
-    like = decode.Cache(per_token, per_token, pre, post)
-    windows = layer_windows(net)
-    caches = [decode.empty(like, min(window or length, length)) for window in windows]
+    windows, dtype = layer_windows(net), jnp.dtype(net.dtype_mm)
+    key_heads, key_wise = net.num_key_heads or net.num_heads, net.compose and "k" in net.branches
+
+    def layer(window: int | None) -> decode.Cache:
+        def slots(*per_token: int) -> Array:
+            return jnp.zeros((batch, min(window or length, length), *per_token), dtype)
+
+        def composed(where: str) -> decode.ComposeWeights | None:
+            if not key_wise or net.compose not in (where, "both") or not (net.projection or net.gate):
+                return None
+            factors = [slots(net.rank, net.num_heads) if net.projection else None for _ in range(2)]
+            return decode.ComposeWeights(k1=factors[0], k2=factors[1], kg=slots(net.num_heads) if net.gate else None)
+
+        keys, values = (slots(key_heads, net.width // net.num_heads) for _ in range(2))
+        return decode.Cache(keys, values, composed("pre"), composed("post"))
+
+    caches = [layer(window) for window in windows]
     repeats = net.depth // len(windows) if net.scan else 0
     layers: dict[str, Any] = {
         f"decoderblock_{i}": caches[i % len(windows)] for i in range(repeats * len(windows), net.depth)

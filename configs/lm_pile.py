@@ -1,0 +1,162 @@
+"""The language models of the DCMHA paper on the Pile, by name.
+
+    python -m dcvit.train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
+    python -m dcvit.train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile,branches=q --workdir W
+    python -m dcvit.train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
+
+Parameters are counted with the vocabulary given here. Batches are rows of 2048 tokens. The paper's results: validation
+perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 and 9).
+
+    preset                   parameters    steps  batch  tokens   result
+    Transformer-405M        407,334,912   13,500    256      7B   Figure 3
+    DCFormer-405M           415,595,520   13,500    256      7B   Figure 3
+    Transformer++-405M      411,257,856   13,500    256      7B   11.68
+    DCFormer++-405M         419,518,464   13,500    256      7B   10.83
+    Transformer-834M        837,494,784   28,610    256     15B   Figure 3
+    DCFormer-834M           856,077,312   28,610    256     15B   Figure 3
+    Transformer++-834M      833,942,016   28,610    256     15B   Figure 3
+    DCFormer++-834M         852,524,544   28,610    256     15B   Figure 3
+    Transformer-1.4B      1,418,649,600   49,591    256     26B   Figure 3
+    DCFormer-1.4B         1,451,682,816   49,591    256     26B   Figure 3
+    Transformer++-1.4B    1,439,078,400   49,591    256     26B   Figure 3
+    DCFormer++-1.4B       1,472,111,616   49,591    256     26B   Figure 3
+    Transformer++-2.8B    2,795,036,160  143,000  1,024    300B   (1)
+    DCFormer++-2.8B       2,849,562,112  143,000  1,024    300B   6.11 / 56.4
+    Transformer++-6.9B    6,887,976,960  143,000  1,024    300B   (1)
+    DCFormer++-6.9B       6,973,960,192  143,000  1,024    300B   (1)
+    Transformer++-13B    13,202,816,000  143,000  1,024    300B   (1)
+    DCFormer++-13B       13,370,752,000  143,000  1,024    300B   (1)
+    Transformer++-33B    32,771,980,800  143,000  1,024    300B   (1)
+    DCFormer++-33B       33,197,698,560  143,000  1,024    300B   (1)
+    Pythia-2.8B           2,775,208,960  143,000  1,024    300B   6.63 / 53.1
+    DCPythia-2.8B         2,829,740,032  143,000  1,024    300B   6.36 / 54.5
+    Pythia-6.9B           6,857,302,016  143,000  1,024    300B   6.29 / 55.1
+    DCPythia-6.9B         6,943,293,440  143,000  1,024    300B   5.95 / 56.7
+    Pythia-12B           11,846,072,320  143,000  1,024    300B   6.01 / 56.5
+
+    (1) Table 6 times these; the paper does not train them. Steps and batch are the 2.8B's, learning rates LLaMA's
+        (Touvron et al., 2023, Table 2).
+
+Transformer is GPT-3's architecture with untied embeddings, Transformer++ LLaMA's. DCFormer(++) and DCPythia replace
+their attention by DCMHA, with every other layer, the first included, local (256 tokens); the models of Table 3 and
+DCPythia also normalise queries and keys. All train with AdamW (0.9, 0.95, eps 1e-8), weight decay 0.1 on matrices,
+clipping at 1.0, warm-up for 1 % of the steps and a cosine to 10 % of the peak (Appendix C). The 405M models train for
+13,500 steps, as released; 834M and 1.4B for Table 3's tokens over its batch of 0.5M.
+
+Ablations and trade-offs; each changes what the preset says:
+
+    Table 9    +static proj.   compose=both,projection=false,gate=false,static=true
+               +dyn. proj.     gate=false          +dyn. gate     projection=false     +all   static=true
+               +query-wise     branches=q          +key-wise      branches=k
+               +pre comp.      compose=pre         +post comp.    compose=post         R=1, 2, 4   rank=1
+    Table 10   3:1, 7:1        window_pattern=3:1  QW             branches=q
+    Section 3.2                groups=2
+
+The data: `kind=megatron`, Pythia's pre-tokenised files (`data` is the path of the .bin), of which the last
+`validation` rows are held out; `kind=text`, .txt, .jsonl and .jsonl.zst with `tokenizer=…/tokenizer.json`; or
+`kind=input_ids`, TFRecords. For the latter two, DATA/train and DATA/validation. docs/text.md says more.
+`document_mask=true` keeps attention inside documents; the paper's crosses them. `end_of_text` is the token that ends
+one, where the data does not say (Pythia's files: 0).
+"""
+
+from ml_collections import ConfigDict
+
+GPT2_VOCAB = 50_257
+
+
+def get_config(
+    preset: str = "DCFormer++-405M",
+    data: str = "/data/pile",
+    kind: str = "megatron",
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    end_of_text: int | None = None,
+    context: int = 2048,
+    validation: int = 2048,
+    document_mask: bool = False,
+    compose: str | None = "preset",
+    branches: str = "preset",
+    projection: bool | None = None,
+    gate: bool | None = None,
+    static: bool | None = None,
+    rank: int | None = None,
+    groups: int | None = None,
+    window_pattern: str = "preset",
+    runlocal: bool = False,
+) -> ConfigDict:
+    """`preset` names the model, `data` the files; what is not given is the preset's. See above."""
+    steps, batch_size, lr = recipe(preset)
+    config = ConfigDict()
+    config.seed = 0
+    config.total_steps = steps
+
+    config.vocab_size = vocab_size or vocabulary(preset)
+    options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
+    if kind != "text":  # tokens already
+        options |= {"vocab_size": config.vocab_size, "end_of_text": end_of_text}
+    if kind == "megatron":
+        train = options | {"path": data, "rows": (0, -validation)}
+        held_out = options | {"path": data, "rows": (-validation, None)}
+    else:
+        train, held_out = (options | {"path": f"{data}/{split}"} for split in ("train", "validation"))
+    config.input = ConfigDict()
+    config.input.data = train
+    config.input.batch_size = batch_size
+    config.document_mask = document_mask
+
+    config.model_name = "lm"
+    config.model = {"preset": preset, "context": context, "scan": True, "remat": "full", "dtype_mm": "bfloat16"}
+    given = {"compose": compose, "branches": branches, "window_pattern": window_pattern}
+    config.model.update({name: value for name, value in given.items() if value != "preset"})
+    given = {"projection": projection, "gate": gate, "static": static, "rank": rank, "groups": groups}
+    config.model.update({name: value for name, value in given.items() if value is not None})
+    config.loss_chunk = 512
+
+    config.optax_name = "scale_by_adam"
+    config.optax = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+    config.grad_clip_norm = 1.0
+    config.lr = lr
+    config.wd = 0.1
+    config.wd_times_lr = True
+    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
+    config.schedule = {"decay_type": "cosine", "warmup_percent": 1, "end": 0.1}
+
+    config.log_steps = 50
+    config.ckpt_steps = 500
+    config.evals = {"validation": {"type": "perplexity", "data": held_out, "batch_size": batch_size, "log_steps": 1000}}
+    if runlocal:
+        _shrink(config)
+    return config
+
+
+def recipe(preset: str) -> tuple[int, int, float]:
+    """Steps, rows in a batch and peak learning rate: Table 3; Pythia (Biderman et al., 2023, Appendix E)."""
+    family, _, size = preset.rpartition("-")
+    if "Pythia" in family:
+        return 143_000, 1024, {"2.8B": 1.6e-4}.get(size, 1.2e-4)
+    return {
+        "405M": (13_500, 256, 3e-4),
+        "834M": (28_610, 256, 2.5e-4),
+        "1.4B": (49_591, 256, 2e-4),
+        "2.8B": (143_000, 1024, 3.2e-4),
+        "33B": (143_000, 1024, 1.5e-4),
+    }.get(size, (143_000, 1024, 3e-4))
+
+
+def vocabulary(preset: str) -> int:
+    """Tokens of GPT-2's tokenizer; Pythia's, padded as its checkpoints are."""
+    family, _, size = preset.rpartition("-")
+    return {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}.get(size, 50_304) if "Pythia" in family else GPT2_VOCAB
+
+
+def _shrink(config: ConfigDict) -> None:
+    """A tiny model of the preset's kind for a few steps on short rows, through the same code."""
+    tiny = {"width": 64, "depth": 4, "num_heads": 2, "mlp_dim": 128, "window": 16, "dtype_mm": "float32"}
+    config.model.update(tiny)
+    config.input.batch_size = 2
+    config.total_steps = 12
+    config.loss_chunk = 32
+    config.log_steps = 2
+    config.ckpt_steps = 6
+    config.evals.validation.update({"batch_size": 2, "log_steps": 6})
+    config.evals.validation.data.limit = 32

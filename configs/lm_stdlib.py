@@ -1,0 +1,51 @@
+"""A small DCFormer++, or Transformer++ of the same shape, on the text of the running Python's standard library.
+
+    python -m dcvit.train --config configs/lm_stdlib.py --workdir W
+    python -m dcvit.train --config configs/lm_stdlib.py:attention=mha --workdir W
+    python -m dcvit.generate --workdir W --prompt "def main"
+
+Tokens are bytes, nothing is downloaded, and a run takes minutes on two CPU cores; `bash scripts/demo.sh lm` compares
+the two. Every twentieth file or so makes up the validation split.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
+    """`attention` is "dcmha" (both composes) or "mha"; `steps` is how long it trains."""
+    composes = {"dcmha": "both", "mha": None}
+    if attention not in composes:
+        raise ValueError(f"attention={attention!r}; known: {', '.join(composes)}")
+    config = ConfigDict()
+    config.seed = 0
+    config.total_steps = steps
+
+    config.input = ConfigDict()
+    config.input.data = {"kind": "stdlib", "split": "train", "context": 256}
+    config.input.batch_size = 8
+    config.vocab_size = 257  # bytes, and the end of a file
+
+    config.model_name = "lm"
+    config.model = {
+        "width": 128, "depth": 4, "num_heads": 8, "mlp_dim": 344, "init_std": 0.02, "qk_norm": "rmsnorm",
+        "compose": composes[attention],
+    }  # fmt: skip
+
+    config.optax_name = "scale_by_adam"
+    config.optax = {"b1": 0.9, "b2": 0.95}
+    config.grad_clip_norm = 1.0
+    config.lr = 3e-3
+    config.wd = 0.1
+    config.wd_times_lr = True
+    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.)", 1.0), (".*", 0.0))
+    config.schedule = {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
+
+    config.log_steps = 50
+    config.ckpt_percent = 50
+    config.evals = {
+        "validation": {
+            "type": "perplexity", "data": {"kind": "stdlib", "split": "validation", "context": 256, "limit": 512},
+            "batch_size": 16, "log_percent": 25,
+        }
+    }  # fmt: skip
+    return config
