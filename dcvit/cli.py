@@ -6,7 +6,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +69,7 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
 
 
 def show(rows: Sequence[Mapping[str, Any]], form: str, *, title: str | None = None) -> None:
-    """Prints rows of equal keys as a table, as CSV or as JSON."""
+    """Prints rows of equal keys as CSV, as JSON or as a table, which lies on its side where the terminal is narrow."""
     if form == "json":
         print(json.dumps(list(rows), indent=2))
     elif form == "csv":
@@ -77,9 +77,20 @@ def show(rows: Sequence[Mapping[str, Any]], form: str, *, title: str | None = No
         writer.writeheader()
         writer.writerows(rows)
     else:
-        table = Table(title=title, title_justify="left")
-        for i, name in enumerate(rows[0] if rows else ()):
-            table.add_column(name, justify="right" if i else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(f"{v:.4f}" if isinstance(v, float) else str(v)) for v in row.values()))
-        Console().print(table)
+        names = list(rows[0]) if rows else []
+        lines = [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+        console, table = Console(), _table(title, names, lines)
+        if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
+            sideways = list(zip(names, *lines, strict=True))
+            table = _table(title, sideways[0], sideways[1:])
+        console.print(table)
+
+
+def _table(title: str | None, header: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """A table of text, its first column to the left and the others to the right."""
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table

@@ -11,6 +11,8 @@ from typing import Any
 import beartype
 import beartype.door
 
+LM_LIBRARIES = ("tokenizers", "zstandard")  # of the `lm` extra; the others are of `data`
+
 
 class InputError(ValueError):
     """Bad data or a bad description of data; the message names the file, record or option."""
@@ -26,11 +28,12 @@ def first_line(error: BaseException) -> str:
 
 
 def require(module: str) -> Any:
-    """An imported library of the `data` extra. Raises InputError where it is not installed."""
+    """An imported library of the `data` or `lm` extra. Raises InputError, naming the extra, where it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
-        raise InputError(f'this needs {e.name}, which is not installed: pip install "dcvit[data]"') from None
+        extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
+        raise InputError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

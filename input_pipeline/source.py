@@ -7,14 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from input_pipeline.errors import InputError, check_arguments, nearest
 
-KINDS = ("digits", "folder", "tfds")
+KINDS = ("digits", "folder", "input_ids", "megatron", "spans", "stdlib", "text", "tfds")
 
 
 @runtime_checkable
 class Source(Protocol):
     """What every kind of data offers: random access to examples, each a dict of arrays and encoded images.
 
-    `class_names` are the names of the labels, `nbytes()` is the size of all examples as they are stored.
+    `class_names` are the names of the labels, `nbytes()` is the size of all examples as they are stored. What a kind
+    offers beyond that, such as the `context` of tokens, is there with `limit` and `cache` as well.
     """
 
     @property
@@ -64,6 +65,9 @@ class _First:
         self.source, self.limit = source, limit
         self.class_names = source.class_names
 
+    def __getattr__(self, name: str) -> Any:
+        return _inner(self, name)
+
     def __len__(self) -> int:
         return self.limit
 
@@ -89,6 +93,9 @@ class _Cached:
         print(f"keeping {size} in memory, as they are read", file=sys.stderr)
         self.examples: dict[int, dict[str, Any]] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        return _inner(self, name)
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -103,6 +110,13 @@ class _Cached:
 
     def nbytes(self) -> int:
         return self.source.nbytes()
+
+
+def _inner(wrapper: Any, name: str) -> Any:
+    """An attribute of the source inside a wrapper, which has none of that name itself."""
+    if name == "source":  # while a wrapper is unpickled, it has no source yet
+        raise AttributeError(name)
+    return getattr(wrapper.source, name)
 
 
 def _available_memory() -> int | None:

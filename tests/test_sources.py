@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline import records
+from input_pipeline import folder, records
 
 PP = 'decode|resize_pillow(8)|flip_lr|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 
@@ -283,6 +283,16 @@ class TestFolder:
             assert [source[i]["label"] for i in range(3 * n)] == [0] * n + [1] * n + [2] * n
             assert all(source[i]["image"] == file.read_bytes() for i, file in enumerate(files))
             assert source.nbytes() == sum(file.stat().st_size for file in files)
+
+    @pytest.mark.parametrize(
+        ("options", "listed"),
+        [({}, ["train"]), ({"split": "val"}, ["train", "val"]), ({"split": "val", "val_fraction": 0.5}, ["train"])],
+    )
+    def test_no_folder_of_classes_is_listed_twice(self, root, monkeypatch, options, listed):
+        seen, folders = [], folder._folders
+        monkeypatch.setattr(folder, "_folders", lambda path: seen.append(path.name) or folders(path))
+        ip.open_source("folder", data_dir=str(root / "train" if "val_fraction" in options else root), **options)
+        assert seen == listed
 
     def test_one_folder_is_split_by_a_fraction_of_each_class(self, root):
         splits = {

@@ -1,0 +1,208 @@
+"""Documents from files: .txt, one a file; .jsonl and .jsonl.zst, one a line. Read once, in order, in little memory."""
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from input_pipeline.errors import InputError, MissingDataError, first_line, nearest, require
+from input_pipeline.tokenizer import Tokenizer
+
+LINES = (".jsonl", ".jsonl.zst")
+SUFFIXES = (".txt", *LINES)
+INDEX = ".offsets"  # of what `input_pipeline.records` keeps beside a file
+PIECE = 1 << 16  # bytes read at a time; zstd's best ratio makes less than 2 GB of them
+BATCH = 1 << 20  # characters that are tokenised together
+WINDOW = 1 << 31  # the largest that zstd's --long allows; so much memory only where a file was written so
+
+
+class Document(NamedTuple):
+    """The strings of one document; `where` is its "file:line", `name` the same from the folder on, `read` the number
+    of bytes read so far of all files as they are stored."""
+
+    texts: tuple[str, ...]
+    where: str
+    name: str
+    read: int
+
+
+Encoded = tuple[Document, list[np.ndarray]]  # with the tokens of its texts
+
+
+class Files(NamedTuple):
+    """Files in order, the folder that their names count from, and their bytes together."""
+
+    paths: list[Path]
+    root: Path
+    nbytes: int
+
+
+def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = "") -> Files:
+    """A file; or all files below a folder, hidden ones left out; or those that a glob names. Sorted.
+
+    Args:
+      path: the file, folder or glob.
+      suffixes: how the names have to end, where `contains` is empty.
+      contains: what the names of a folder's files have to contain instead; any other name is given on purpose.
+
+    Raises:
+      MissingDataError: there are none.
+      InputError: a name of another suffix, or a file that cannot be read.
+    """
+    if "://" in path:
+        raise InputError(f"{path}: only local files so far")
+    place = Path(path).expanduser()
+    expected = f"with {contains!r} in their names" if contains else f"ending in {', '.join(suffixes)}"
+
+    def fits(file: Path) -> bool:
+        name = file.name
+        return contains in name and not name.endswith(INDEX) if contains else name.endswith(tuple(suffixes))
+
+    if place.is_dir():
+        found = (p for p in place.rglob("*") if fits(p) and p.is_file())
+        paths = [p for p in found if not any(part.startswith(".") for part in p.relative_to(place).parts)]
+        root = place
+    else:
+        paths = [place] if place.is_file() else [Path(p) for p in glob.glob(str(place), recursive=True)]  # noqa: PTH207
+        paths = [p for p in paths if p.is_file() and (not contains or not p.name.endswith(INDEX))]
+        root = Path(os.path.commonpath([p.parent for p in paths])) if paths else place
+    if not paths:
+        raise MissingDataError(f"no files at {path}: expected a file, a glob, or a folder of files {expected}")
+    for file in paths:
+        if not contains and not fits(file):
+            raise InputError(f"{file}: expected a name {expected}")
+    paths.sort(key=lambda file: file.relative_to(root).as_posix())
+    return Files(paths, root, sum(file.stat().st_size for file in paths))
+
+
+def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
+    """Every document with the strings of its `keys`; of a .txt file, which has no keys, all of it. None is empty.
+
+    Raises:
+      InputError: a file that is cut off or damaged, text that is not UTF-8, a line that is no JSON object, a key that
+        is not there or holds no string; the message names file and line.
+    """
+    before = 0
+    for file in files.paths:
+        name = file.relative_to(files.root).as_posix()
+        try:
+            if file.name.endswith(LINES):
+                for number, line, read in _lines(file):
+                    where = f"{file}:{number}"
+                    texts = _strings(line, keys, where)
+                    if any(texts):
+                        yield Document(texts, where, f"{name}:{number}", before + read)
+            elif text := _decode(file.read_bytes(), f"{file}:1"):
+                yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
+            before += file.stat().st_size
+        except OSError as e:
+            raise InputError(f"cannot read {file}: {e.strerror}") from None
+
+
+def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Each document with the tokens of its texts; some are tokenised together, which may take several threads."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += sum(map(len, document.texts))
+        if size >= BATCH:
+            yield from _encoded(batch, tokenizer)
+            batch, size = [], 0
+    yield from _encoded(batch, tokenizer)
+
+
+def held_out(name: str, fraction: float) -> bool:
+    """Whether a document is for validation: by a hash of its name, so that others that come or go move none."""
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") < fraction * 2**64
+
+
+def _encoded(batch: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    tokens = iter(tokenizer.encode_batch([text for document in batch for text in document.texts]))
+    for document in batch:
+        yield document, [next(tokens) for _ in document.texts]
+
+
+def _strings(line: bytes, keys: Sequence[str], where: str) -> tuple[str, ...]:
+    """The strings of some keys of a JSON object."""
+    try:
+        content = json.loads(_decode(line, where))
+    except json.JSONDecodeError as e:
+        raise InputError(f"{where}: not JSON: {e.msg} at character {e.pos + 1}") from None
+    except RecursionError:
+        raise InputError(f"{where}: not JSON of a document: nested too deeply") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: {type(content).__name__} instead of a JSON object")
+    for key in keys:
+        if key not in content:
+            raise InputError(f"{where}: no key {key!r}; {nearest(key, content)}")
+        if not isinstance(content[key], str):
+            raise InputError(f"{where}: {key!r} is {type(content[key]).__name__}, expected a string")
+        try:
+            content[key].encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"{where}: {key!r} is not Unicode: {e.reason} at character {e.start + 1}") from None
+    return tuple(content[key] for key in keys)
+
+
+def _decode(data: bytes, where: str) -> str:
+    """UTF-8 to a string. Raises InputError with the line, counted from that in `where`, and the byte in it."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        file, _, first = where.rpartition(":")
+        line = int(first) + data.count(b"\n", 0, e.start)
+        at = e.start - (data.rfind(b"\n", 0, e.start) + 1)
+        raise InputError(f"{file}:{line}: not UTF-8: {e.reason} at byte {at + 1}") from None
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
+    """(number, line, bytes of the file read so far) of each line that is not blank."""
+    number, rest = 0, [b""]
+    read = 0
+    for data, read in _unpacked(file) if file.name.endswith(".zst") else _pieces(file):
+        first, *others = data.split(b"\n")
+        rest.append(first)
+        for other in others:
+            number, line, rest = number + 1, b"".join(rest), [other]
+            if line.strip():
+                yield number, line, read
+    if (line := b"".join(rest)).strip():
+        yield number + 1, line, read
+
+
+def _pieces(file: Path) -> Iterator[tuple[bytes, int]]:
+    """(some bytes, bytes read so far) of a file."""
+    read = 0
+    with file.open("rb") as stream:
+        while data := stream.read(PIECE):
+            read += len(data)
+            yield data, read
+
+
+def _unpacked(file: Path) -> Iterator[tuple[bytes, int]]:
+    """(unpacked bytes, packed bytes read so far) of a zstd file of any number of frames.
+
+    A reader of the stream would yield what there is of a file that is cut off; here the last frame has to end.
+    """
+    zstandard = require("zstandard")
+    unpacker: Any = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    frame: Any = None
+    read = 0
+    for data, read in _pieces(file):
+        while data:
+            frame = frame or unpacker.decompressobj()
+            try:
+                unpacked = frame.decompress(data)
+            except zstandard.ZstdError as e:
+                raise InputError(f"{file} is damaged before byte {read:,}: {first_line(e)}") from None
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+            yield unpacked, read
+    if frame is not None or not read:
+        raise InputError(f"{file} is cut off at byte {read:,}: its last zstd frame does not end")

@@ -1,0 +1,113 @@
+"""The tokenise-once command: the same rows as reading the text itself, and nothing left of a run that fails."""
+
+import json
+
+import corpora
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from dcvit import __main__ as commands
+from dcvit import tokenize
+from dcvit.cli import run
+
+CONTEXT = 24
+
+
+@pytest.fixture(params=["bytes", "trained"])
+def arguments(request, tmp_path):
+    """--tokenizer and its file, or neither; the file or None."""
+    if request.param == "bytes":
+        return [], None
+    path = corpora.train_tokenizer(tmp_path / "tokenizer.json")
+    return ["--tokenizer", str(path)], path
+
+
+def command(tmp_path, *words):
+    return run(tokenize.main, ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "pile"), *words])
+
+
+def test_its_files_hold_the_rows_of_the_text(tmp_path, arguments, capsys):
+    words, path = arguments
+    texts = corpora.documents(60)
+    corpora.write_jsonl(tmp_path / "data" / "a.jsonl.zst", texts[:30], key="body")
+    corpora.write_jsonl(tmp_path / "data" / "b.jsonl", texts[30:], key="body")
+    assert command(tmp_path, *words, "--key", "body") == 0
+    source = ip.open_source("megatron", path=str(tmp_path / "out" / "pile"), context=CONTEXT)
+    read = {"context": CONTEXT, "tokenizer": path and str(path), "key": "body"}
+    expected = ip.open_source("text", path=str(tmp_path / "data"), **read)
+    assert (source.vocab_size, source.end_of_text) == (expected.vocab_size, expected.end_of_text)
+    assert len(source) == len(expected)
+    for i in range(len(source)):
+        for key in ("tokens", "is_target"):
+            np.testing.assert_array_equal(source[i][key], expected[i][key])
+    about = json.loads((tmp_path / "out" / "pile.json").read_bytes())
+    nbytes = sum(len(text.encode()) for text in texts)
+    assert about == {
+        "vocab_size": source.vocab_size, "end_of_text": source.end_of_text, "tokenizer": path and str(path),
+        "bytes": nbytes, "documents": 60, "tokens": len(expected.tokens),
+    }  # fmt: skip
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"60 documents, {nbytes:,} bytes of text, {len(expected.tokens):,} tokens in ")
+    assert "tokens/s)" in shown
+    assert f"vocab_size {source.vocab_size}, end_of_text {source.end_of_text}" in shown
+    known = ip.open_source(
+        "megatron", path=str(tmp_path / "out" / "pile"), context=CONTEXT, tokenizer=path and str(path)
+    )
+    np.testing.assert_array_equal(known.token_bytes, expected.token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"txet": "y"}\n', [], "a.jsonl:2: no key 'text'; did you mean 'txet'?"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', [], "a.jsonl:2: not UTF-8"),
+        ("a.jsonl.zst", None, [], "a.jsonl.zst is cut off at byte "),
+        ("a.txt", b"", [], "no documents to write"),
+        ("a.md", b"x", [], "no files at "),
+        ("a.txt", b"x", ["--tokenizer", "/nowhere"], "no tokenizer /nowhere"),
+        ("a.txt", b"x", ["--data", ""], "an empty path"),
+        ("a.txt", b"x", ["--contxt", "3"], "unknown option --contxt"),
+        ("a.txt", b"x", ["--config.lr=3"], "tokenize takes no --config.lr=3"),
+        ("a.txt", b"x", ["--out", "/proc/nothing/x"], "cannot write /proc/nothing/x.bin: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_leaves_nothing(tmp_path, capsys, name, content, words, message):
+    path = corpora.write(tmp_path / "data" / name, b'{"text": "x"}\n' * 50 if content is None else content)
+    if content is None:
+        path.write_bytes(path.read_bytes()[:-3])
+    assert command(tmp_path, *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_it_overwrites_nothing(tmp_path, capsys):
+    corpora.write(tmp_path / "data" / "a.txt", b"x")
+    assert command(tmp_path) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert command(tmp_path) == 2
+    assert "pile.bin is there already; remove it" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_it_is_a_command_and_tells_its_progress_in_lines(tmp_path, capsys, monkeypatch):
+    corpora.write_jsonl(tmp_path / "data" / "a.jsonl", ["x" * 1000] * 3000)
+    monkeypatch.setattr(tokenize, "LINE_SECONDS", 0.0)
+    words = ["tokenize", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "pile")]
+    assert commands.dispatch(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("tokenising: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
+
+
+def test_progress_is_live_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with tokenize.Bar("tokenising", 1000) as bar:
+        bar.shown -= 1
+        bar.update(500, 100)
+        assert bar.live
+        assert bar.bar.tasks[0].completed == 500
+    assert "ETA" in capsys.readouterr().err
