@@ -44,7 +44,7 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.ckpt_percent = 50
     config.evals = {
         "validation": {
-            "type": "perplexity", "data": {"kind": "stdlib", "split": "validation", "context": 256, "limit": 512},
+            "type": "perplexity", "data": {"kind": "stdlib", "split": "validation", "context": 256, "limit": 256},
             "batch_size": 16, "log_percent": 25,
         }
     }  # fmt: skip

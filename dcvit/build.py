@@ -27,6 +27,7 @@ from dcvit.config import ConfigError, check_call, is_duration
 from dcvit.models import lm
 from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
 from input_pipeline.errors import first_line, nearest
+from input_pipeline.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer
 
 # For each model the config's key of its number of outputs, and the argument of Model that names a variant.
 MODELS = {"vit": ("num_classes", "variant"), "lm": ("vocab_size", "preset")}
@@ -96,19 +97,20 @@ def language_model(config: ConfigDict, checkpoint: Path) -> tuple[lm.LM, Any]:
     return net, trained_params(net, jax.ShapeDtypeStruct((1, 1), jnp.int32), checkpoint)
 
 
-def tokenizer(config: ConfigDict, given: str | None = None) -> Any:
+def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
     """The tokenizer at the path `given`, or else that of the training data; of bytes, where text was read as such.
 
     Raises:
       ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
     """
-    from input_pipeline.tokenizer import open_tokenizer
-
     data = config.input.get("data", {})
     path = given or data.get("tokenizer")
     if path is None and data.get("kind") not in ("text", "stdlib", "spans"):
         raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
-    found = open_tokenizer(path)
+    ends = data.get("end_of_text", END_OF_TEXT)
+    found = open_tokenizer(path, ends if isinstance(ends, str) else None)
+    if isinstance(ends, int) and path is not None:  # data that came as tokens gives the number, not the name
+        found.end_of_text = ends
     if found.vocab_size > config.vocab_size:
         raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {config.vocab_size}")
     return found

@@ -177,9 +177,9 @@ def text_example(source: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeSt
     """A model input of one row of tokens; checks that the data is text, of no more tokens than the model's."""
     if not hasattr(source, "context"):
         raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
-    if source.vocab_size is None and config.vocab_size is None:
-        raise ConfigError(f"config.vocab_size=None, but {what} does not say how many tokens there are: give the number")
-    if config.vocab_size is not None and (source.vocab_size or 0) > config.vocab_size:
+    if source.vocab_size is None:
+        raise ConfigError(f"{what} does not say how many different tokens it has: give {what}.vocab_size")
+    if config.vocab_size is not None and source.vocab_size > config.vocab_size:
         raise ConfigError(f"{what} has {source.vocab_size} tokens, config.vocab_size={config.vocab_size}")
     return jax.ShapeDtypeStruct((1, source.context), np.int32)
 

@@ -47,7 +47,7 @@ class Source:
     ):
         """
         Args:
-          path: of the .bin, of the .idx, or what the two have in common.
+          path: of the .bin, of the .idx, what the two have in common, or a folder with one such pair.
           context: a row holds one token more.
           vocab_size: all tokens are less than this.
           end_of_text: the token that ends a document; Pythia's is 0.
@@ -67,6 +67,8 @@ class Source:
         about = _about(prefix)
         if about.get("documents", index.sequences) != index.sequences:
             raise InputError(f"{prefix}.json tells of {about['documents']:,} documents, the .idx {index.sequences:,}")
+        if vocab_size is not None and about.get("vocab_size", 0) > vocab_size:
+            raise InputError(f"{prefix}.json tells of {about['vocab_size']:,} tokens, vocab_size={vocab_size:,}")
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(
             tokenizer,
             about.get("vocab_size") if vocab_size is None else vocab_size,
@@ -259,6 +261,12 @@ def _prefix(path: str) -> str:
     if "://" in path:
         raise InputError(f"{path}: only local files so far")
     whole = str(Path(path).expanduser())
+    if Path(whole).is_dir():
+        inside = sorted(Path(whole).glob("*.bin"))
+        if len(inside) != 1:
+            names = ", ".join(file.name for file in inside[:6]) or "none"
+            raise MissingDataError(f"{path} is a folder: expected one .bin file in it, found {names}")
+        whole = str(inside[0])
     prefix = whole.removesuffix(".bin").removesuffix(".idx")
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():

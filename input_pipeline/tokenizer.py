@@ -151,11 +151,14 @@ def vocabulary(
     """The vocabulary of data that came as tokens: as given, and otherwise that of the tokenizer, where there is one.
 
     `vocab_size` may be more than the tokenizer's, as where it is padded; what is added stands for no bytes. `of_bytes`
-    says that without a tokenizer the tokens are bytes. Raises InputError where `end_of_text` is not in the vocabulary.
+    says that without a tokenizer the tokens are bytes. Raises InputError where the tokenizer has more tokens, or
+    `end_of_text` is not among them.
     """
     known = None
     if tokenizer is not None or of_bytes:
         known = open_tokenizer(tokenizer, END_OF_TEXT if end_of_text is None else None)
+    if known is not None and vocab_size is not None and known.vocab_size > vocab_size:
+        raise InputError(f"the tokenizer has {known.vocab_size:,} tokens, vocab_size={vocab_size:,}")
     if known is not None:
         vocab_size = known.vocab_size if vocab_size is None else vocab_size
         end_of_text = known.end_of_text if end_of_text is None else end_of_text

@@ -52,6 +52,18 @@ class TestMegatron:
             assert (source.vocab_size, source.end_of_text, source.token_bytes) == (high, 0, None)
             assert source.describe(3) == f"{prefix}.bin, row 3"
 
+    def test_a_folder_of_one_pair_is_that_pair(self, tmp_path):
+        prefix = corpora.write_megatron(tmp_path / "pile", sequences())
+        assert rows(opened(tmp_path)) == rows(opened(prefix))
+        corpora.write_megatron(tmp_path / "another", sequences())
+        with pytest.raises(ip.MissingDataError, match=r"expected one \.bin file in it, found another\.bin, pile\.bin"):
+            opened(tmp_path)
+
+    def test_a_vocabulary_below_that_of_the_files_is_refused(self, tmp_path):
+        written(tmp_path / "pile", [[1, 2, 3]] * 20, vocab_size=500)
+        with pytest.raises(ip.InputError, match=r"pile\.json tells of 500 tokens, vocab_size=499"):
+            opened(tmp_path / "pile", vocab_size=499)
+
     def test_rows_are_chosen_as_by_a_slice(self, tmp_path):
         prefix = corpora.write_megatron(tmp_path / "pile", RNG.integers(0, 9, (50, CONTEXT + 1)).tolist())
         whole = rows(opened(prefix))
