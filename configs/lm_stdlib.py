@@ -21,8 +21,8 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.total_steps = steps
 
     config.input = ConfigDict()
-    config.input.data = {"kind": "stdlib", "split": "train", "context": 256}
-    config.input.batch_size = 8
+    config.input.data = {"kind": "stdlib", "split": "train", "context": 128}
+    config.input.batch_size = 16
     config.vocab_size = 257  # bytes, and the end of a file
 
     config.model_name = "lm"
@@ -44,7 +44,7 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.ckpt_percent = 50
     config.evals = {
         "validation": {
-            "type": "perplexity", "data": {"kind": "stdlib", "split": "validation", "context": 256, "limit": 256},
+            "type": "perplexity", "data": {"kind": "stdlib", "split": "validation", "context": 128, "limit": 512},
             "batch_size": 16, "log_percent": 25,
         }
     }  # fmt: skip

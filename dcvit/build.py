@@ -4,6 +4,7 @@ together is a ConfigError here, before anything compiles.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -26,8 +27,9 @@ from dcvit.checkpoint import check_tree, load_params, shapes_of
 from dcvit.config import ConfigError, check_call, is_duration
 from dcvit.models import lm
 from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
+from input_pipeline import megatron
 from input_pipeline.errors import first_line, nearest
-from input_pipeline.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer
+from input_pipeline.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer
 
 # For each model the config's key of its number of outputs, and the argument of Model that names a variant.
 MODELS = {"vit": ("num_classes", "variant"), "lm": ("vocab_size", "preset")}
@@ -104,12 +106,16 @@ def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
       ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
     """
     data = config.input.get("data", {})
-    path = given or data.get("tokenizer")
-    if path is None and data.get("kind") not in ("text", "stdlib", "spans"):
-        raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
-    ends = data.get("end_of_text", END_OF_TEXT)
+    known = {"tokenizer": None, **dict(data)}
+    if data.get("kind") in ("megatron", "input_ids") and not (given or known["tokenizer"]):
+        known = {}
+        with contextlib.suppress(input_pipeline.MissingDataError):
+            known = megatron.about(data.path) if data.kind == "megatron" else {}
+        if "tokenizer" not in known:
+            raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
+    path, ends = given or known["tokenizer"], known.get("end_of_text", END_OF_TEXT)
     found = open_tokenizer(path, ends if isinstance(ends, str) else None)
-    if isinstance(ends, int) and path is not None:  # data that came as tokens gives the number, not the name
+    if isinstance(found, FileTokenizer) and isinstance(ends, int):  # tokens' data gives the number, not the name
         found.end_of_text = ends
     if found.vocab_size > config.vocab_size:
         raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {config.vocab_size}")

@@ -51,7 +51,7 @@ class Source:
           context: a row holds one token more.
           vocab_size: all tokens are less than this.
           end_of_text: the token that ends a document; Pythia's is 0.
-          tokenizer: the tokenizer.json the tokens come from, for their bytes.
+          tokenizer: the tokenizer.json the tokens come from, for their bytes; by default the one PREFIX.json names.
           rows: [first, last) of the rows, as in a slice: (0, -100) and (-100, None) are training and validation.
 
         `vocab_size` and `end_of_text` are by default those in PREFIX.json, as `dcvit.tokenize` writes it, or else the
@@ -69,6 +69,9 @@ class Source:
             raise InputError(f"{prefix}.json tells of {about['documents']:,} documents, the .idx {index.sequences:,}")
         if vocab_size is not None and about.get("vocab_size", 0) > vocab_size:
             raise InputError(f"{prefix}.json tells of {about['vocab_size']:,} tokens, vocab_size={vocab_size:,}")
+        made_by = about.get("tokenizer")
+        if tokenizer is None and isinstance(made_by, str) and Path(made_by).exists():
+            tokenizer, end_of_text = made_by, about.get("end_of_text") if end_of_text is None else end_of_text
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(
             tokenizer,
             about.get("vocab_size") if vocab_size is None else vocab_size,
@@ -272,6 +275,11 @@ def _prefix(path: str) -> str:
         if not Path(prefix + suffix).is_file():
             raise MissingDataError(f"no file {prefix}{suffix}: expected {prefix}.bin and {prefix}.idx")
     return prefix
+
+
+def about(path: str) -> dict[str, Any]:
+    """What PREFIX.json says of a pair; nothing where there is none. Raises as `Source` does."""
+    return _about(_prefix(path))
 
 
 def _about(prefix: str) -> dict[str, Any]:

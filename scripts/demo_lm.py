@@ -13,7 +13,7 @@ from demo import ROOT, run
 
 RUNS = {"DCFormer++": "dcmha", "Transformer++": "mha"}
 PROMPT = "def main("
-GENERATED = 160  # bytes of each sample
+GENERATED = 118  # bytes of each sample
 
 
 def seeds(text: str) -> list[int]:
@@ -64,7 +64,7 @@ def main() -> None:
     from dcvit import cli
 
     print()
-    title = f"{args.steps} steps of 8×256 bytes; {os.cpu_count()} CPU cores, Python {platform.python_version()}"
+    title = f"{args.steps} steps of 16×128 bytes; {os.cpu_count()} CPU cores, Python {platform.python_version()}"
     rows = [result(name, workdirs[name]) for name in RUNS]
     cli.show(rows, "table", title=title)
     (out / "table.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")

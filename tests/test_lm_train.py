@@ -4,14 +4,16 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
+import corpora
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit import build, cli, evaluate, metrics, sharding, train
+from dcvit import build, cli, evaluate, generate, metrics, sharding, tokenize, train
 from dcvit import config as configs
 from dcvit.checkpoint import load_params
 from dcvit.evaluators.perplexity import Evaluator
@@ -259,3 +261,55 @@ def test_every_ablation_is_an_argument(arguments):
         net = build.model(config)
         assert {key: getattr(net, key) for key in ABLATIONS[arguments]} == ABLATIONS[arguments]
         build.param_shapes(net, jax.ShapeDtypeStruct((1, 64), jnp.int32))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A Megatron pair of bytes as the tokenise command writes it, in a folder of its own."""
+    (tmp_path / "text").mkdir()
+    for i in range(6):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 100)
+    assert cli.run(tokenize.main, ["--data", str(tmp_path / "text"), "--out", str(tmp_path / "pile" / "all")]) == 0
+    return tmp_path / "pile"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B", "DCFormer-834M"])
+def test_the_config_of_the_pile_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset):
+    """configs/lm_pile.py, unchanged, from a checkpoint of half the steps to text."""
+    arguments = f"preset={preset},data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"
+    argv = ["--config", f"{PILE}:{arguments}", "--workdir", str(tmp_path / "w"), "--config.input.batch_size=8"]
+    assert cli.run(train.main, [*argv, "--config.tensorboard=false"]) == 0
+    rows = metrics.read(tmp_path / "w" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "validation/loss" in row] == [0, 6, 12]
+    # 6 · 2113 tokens are 384 rows of 33 and 6 tokens more, of which 5 are targets
+    assert (rows[-1]["validation/tokens"], rows[-1]["validation/documents"]) == (15 * 32 + 5, 1)
+    assert rows[-1]["validation/bytes"] == 15 * 32 + 4
+    assert rows[-1]["loss"] < rows[1]["loss"]
+    capsys.readouterr()
+    # the pair's description says that its tokens are bytes
+    assert cli.run(generate.main, ["--workdir", str(tmp_path / "w"), "--prompt", "the ", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
+    shutil.rmtree(tokens)
+    assert cli.run(generate.main, ["--workdir", str(tmp_path / "w"), "--prompt", "the "]) == 2
+    assert "give --tokenizer" in capsys.readouterr().err
+
+
+def test_a_run_knows_the_tokenizer_of_its_text(tmp_path):
+    corpora.train_tokenizer(tmp_path / "tokenizer.json")
+    path = str(tmp_path / "tokenizer.json")
+    text = {"kind": "text", "path": "x", "context": 8, "tokenizer": path}
+    tokens = {"kind": "input_ids", "path": "x", "context": 8}
+
+    def of(data, given=None, vocab_size=1000):
+        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}"])
+        return build.tokenizer(configs.replaced(config, input={"data": data}), given)
+
+    assert of({"kind": "stdlib"}).vocab_size == 257
+    assert of(text).encode("a") == of(tokens, path).encode("a") == of({**tokens, "tokenizer": path}).encode("a")
+    assert of(text).end_of_text == of(tokens, path).end_of_text
+    assert of({**tokens, "tokenizer": path, "end_of_text": 7}).end_of_text == 7
+    with pytest.raises(configs.ConfigError, match="give --tokenizer"):
+        of(tokens)
+    with pytest.raises(configs.ConfigError, match="tokens, the model 100"):
+        of(text, vocab_size=100)
