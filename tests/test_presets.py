@@ -1,0 +1,216 @@
+"""The paper's language models by name: their exact sizes, that each and every ablation traces, how they begin."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcvit.models import lm
+from dcvit.models.presets import PRESETS
+
+VOCAB = 50_257  # GPT-2's
+PYTHIA_VOCAB = {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}  # as padded when they were trained
+COMPOSED = sorted(name for name in PRESETS if name.startswith("DC"))
+
+
+def baseline(name):
+    return name.removeprefix("DC").replace("Former", "Transformer")
+
+
+@functools.cache
+def trace(preset, vocab=VOCAB, *, length=8, **fields):
+    """The model and its parameters as shapes, without computing any."""
+    net = lm.Model(vocab, preset=preset, scan=True, **fields)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return net, jax.eval_shape(net.init, jax.random.key(0), tokens)["params"]
+
+
+def count(params, only=lambda path: True):
+    leaves = jax.tree.leaves_with_path(params)
+    return sum(x.size for path, x in leaves if only(jax.tree_util.keystr(path, simple=True, separator="/")))
+
+
+def traces(preset, **fields):
+    """Whether the logits, the loss and the gradient of a row of the whole context have the shapes they must."""
+    net, params = trace(preset, **fields)
+    tokens = jax.ShapeDtypeStruct((1, net.context), jnp.int32)
+
+    def loss(params, tokens):
+        logits = net.apply({"params": params}, tokens)[0]
+        return jnp.mean(logits), logits
+
+    (value, logits), gradient = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), params, tokens)
+    assert (value.shape, value.dtype) == ((), jnp.float32)
+    assert (logits.shape, logits.dtype) == ((1, 2048, VOCAB), jnp.float32)
+    same = jax.tree.map(lambda g, p: g.shape == p.shape and g.dtype == p.dtype == jnp.float32, gradient, params)
+    return all(jax.tree.leaves(same))
+
+
+def test_every_model_of_the_paper_has_a_name():
+    table_3, table_4, table_6 = ("405M", "834M", "1.4B"), ("2.8B", "6.9B"), ("2.8B", "6.9B", "13B", "33B")
+    names = {f"{kind}-{size}" for kind in ("Transformer", "DCFormer") for size in table_3}
+    names |= {f"{kind}-{size}" for kind in ("Transformer++", "DCFormer++") for size in table_3 + table_6}
+    names |= {f"{kind}-{size}" for kind in ("Pythia", "DCPythia") for size in table_4} | {"Pythia-12B"}
+    assert PRESETS.keys() == names
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "width", "heads"), [("405M", 24, 1024, 16), ("834M", 24, 1536, 24), ("1.4B", 24, 2048, 32)]
+)
+def test_table_3_counts_the_matrices_of_the_transformer(size, layers, width, heads):
+    net, params = trace(f"Transformer-{size}")
+    assert (net.depth, net.width, net.num_heads, net.context) == (layers, width, heads, 2048)
+    matrices = 12 * width**2 * layers + 2 * VOCAB * width
+    assert count(params, lambda name: name.endswith(("kernel", "embedding/embedding"))) == matrices
+    assert count(params, lambda name: name == "pos_embedding") == 2048 * width
+    assert count(params, lambda name: name.endswith("norm/scale")) == (2 * layers + 1) * width
+    # q, k, v, out; the MLP's 4·M and M; two norms a layer, and the last
+    assert count(params, lambda name: name.endswith("bias")) == layers * (4 + 5 + 2) * width + width
+    assert count(params) == matrices + 2048 * width + (13 * layers + 2) * width
+    assert size == (f"{matrices / 1e6:.0f}M" if matrices < 1e9 else f"{matrices / 1e9:.1f}B")
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("2.8B", 2_775_208_960), ("6.9B", 6_857_302_016), ("12B", 11_846_072_320)]
+)
+def test_pythia_has_its_published_number_of_parameters(size, number):
+    assert count(trace(f"Pythia-{size}", PYTHIA_VOCAB[size])[1]) == number
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("6.9B", 6_738_415_616), ("13B", 13_015_864_320), ("33B", 32_528_943_616)]
+)
+def test_transformer_plus_plus_with_llamas_vocabulary_has_llamas_number_of_parameters(size, number):
+    assert count(trace(f"Transformer++-{size}", 32_000)[1]) == number
+
+
+@pytest.mark.parametrize("preset", COMPOSED)
+def test_composition_adds_what_appendix_e_says_and_qk_norm_two_head_widths_a_layer(preset):
+    net, params = trace(preset)
+    plain_net, plain = trace(baseline(preset))
+    assert (net.compose, net.window_pattern, net.window) == ("both", "1:1", 256)
+    assert (plain_net.compose, plain_net.window_pattern, plain_net.qk_norm) == (None, "none", None)
+    inner = 2 * net.rank * net.num_heads
+    composition = 4 * (net.width * inner + inner**2 + net.width * net.num_heads)
+    norms = 2 * (net.width // net.num_heads) if net.qk_norm else 0
+    assert count(params) == count(plain) + net.depth * (composition + norms)
+    normed = preset.startswith("DCPythia") or preset.endswith(("405M", "834M", "1.4B"))
+    assert net.qk_norm == ("rmsnorm" if normed else None)
+
+
+@pytest.mark.parametrize("preset", ["Transformer-405M", "DCFormer-405M", "DCFormer++-405M", "DCPythia-6.9B"])
+def test_a_gradient_step_over_the_whole_context_traces(preset):
+    assert traces(preset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_gradient_step_of_every_preset_traces_in_bfloat16_and_recomputed(preset):
+    assert traces(preset, dtype_mm="bfloat16", remat="full")
+
+
+GATE = 1024 * 16  # M·H at 405M, where R = 2 makes 2RH = 64
+TABLE_9 = {  # fields, and the parameters that they add to each layer, QK-norm aside
+    "static proj.": (dict(static=True, projection=False, gate=False), 2 * 16**2),
+    "dyn. proj.": (dict(gate=False), 4 * (1024 * 64 + 64**2)),
+    "dyn. gate": (dict(projection=False), 4 * GATE),
+    "all": (dict(static=True), 4 * (1024 * 64 + 64**2 + GATE) + 2 * 16**2),
+    "query-wise": (dict(branches="q"), 2 * (1024 * 64 + 64**2 + GATE)),
+    "key-wise": (dict(branches="k"), 2 * (1024 * 64 + 64**2 + GATE)),
+    "pre comp.": (dict(compose="pre"), 2 * (1024 * 64 + 64**2 + GATE)),
+    "post comp.": (dict(compose="post"), 2 * (1024 * 64 + 64**2 + GATE)),
+    "R=1": (dict(rank=1), 4 * (1024 * 32 + 32**2 + GATE)),
+    "R=2": (dict(rank=2), 4 * (1024 * 64 + 64**2 + GATE)),
+    "R=4": (dict(rank=4), 4 * (1024 * 128 + 128**2 + GATE)),
+    "two groups": (dict(groups=2), 4 * (1024 * 64 + 2 * 32**2 + GATE)),
+    "eight groups, all": (dict(groups=8, static=True), 4 * (1024 * 64 + 8 * 8**2 + GATE) + 2 * 8 * 2**2),
+}
+TABLE_10 = {
+    "1:1": dict(window_pattern="1:1"),
+    "3:1": dict(window_pattern="3:1"),
+    "7:1": dict(window_pattern="7:1"),
+    "1:1 QW": dict(window_pattern="1:1", branches="q"),
+    "3:1 QW": dict(window_pattern="3:1", branches="q"),
+}
+
+
+@pytest.mark.parametrize(("fields", "added"), TABLE_9.values(), ids=TABLE_9)
+def test_every_ablation_of_table_9_traces_and_adds_its_own_parameters(fields, added):
+    plain, composed = (trace(name, **more)[1] for name, more in (
+        ("Transformer++-405M", {}), ("DCFormer++-405M", {"qk_norm": None, **fields})
+    ))  # fmt: skip
+    assert count(composed) - count(plain) == 24 * added
+
+
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", "DCPythia-6.9B"])
+@pytest.mark.parametrize("fields", TABLE_10.values(), ids=TABLE_10)
+def test_every_trade_off_of_table_10_traces(preset, fields):
+    params = trace(preset, **fields)[1]
+    assert params["Transformer"].keys() == {"group", "decoder_norm"}
+    assert len(params["Transformer"]["group"]) == sum(map(int, fields["window_pattern"].split(":")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [*(fields for fields, _ in TABLE_9.values()), *TABLE_10.values()], ids=str)
+def test_a_gradient_step_of_every_ablation_and_trade_off_traces(fields):
+    assert traces("DCFormer++-405M", **fields)
+
+
+def test_33b_with_7_1_leaves_four_layers_beyond_the_scanned_groups():
+    _, params = trace("DCFormer++-33B", window_pattern="7:1")
+    assert {f"decoderblock_{i}" for i in range(56, 60)} | {"group", "decoder_norm"} == params["Transformer"].keys()
+    assert {x.shape[0] for x in jax.tree.leaves(params["Transformer"]["group"])} == {7}
+    assert count(params) == count(trace("DCFormer++-33B")[1])
+
+
+@pytest.mark.parametrize(
+    ("preset", "scan", "std", "out_std"),
+    [
+        ("DCFormer-405M", False, 0.006, 0.006),
+        ("Transformer++-1.4B", False, 0.006, 0.006),
+        ("Pythia-2.8B", False, math.sqrt(2 / (5 * 2560)), 2 / 32 / math.sqrt(2560)),
+        ("DCPythia-6.9B", True, math.sqrt(2 / (5 * 4096)), 2 / 32 / math.sqrt(4096)),
+        ("Pythia-12B", True, math.sqrt(2 / (5 * 5120)), 2 / 36 / math.sqrt(5120)),
+    ],
+)
+def test_initial_values_have_the_spread_of_the_recipe(preset, scan, std, out_std):
+    """Measured on fewer and narrower layers: small init, and Wang init of what writes to the residual stream."""
+    width, heads = 256, 16
+    depth = 4 if scan else 1
+    net = lm.Model(512, preset=preset, width=width, num_heads=heads, depth=depth, mlp_dim=256, context=512, scan=scan)
+    params = jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    expected = {"w_q1": math.sqrt(2 / (width + 64)), "w_q2": 0.02 / (math.sqrt(2 * 16 * 2) * (16 + 2))}
+    expected["w_qg"] = 0.05 * math.sqrt(2 / (width + 16))
+    expected |= {name.replace("q", "k"): value for name, value in expected.items()}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        *_, owner, name = (key.key for key in (jax.tree_util.DictKey("params"), *path))
+        values = np.asarray(leaf, np.float64)
+        if name in ("scale", "bias"):
+            assert (values == (name == "scale")).all()
+            continue
+        assert np.unique(values).size > 0.9 * values.size  # no two layers begin alike
+        spread = expected.get(name, out_std if owner == "out" else std)
+        assert values.std() == pytest.approx(spread, rel=4 / math.sqrt(2 * values.size)), jax.tree_util.keystr(path)
+        assert abs(values.mean()) < 4 * spread / math.sqrt(values.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("DCFormer++-405", "'DCFormer\\+\\+-405'; nearest: DCFormer\\+\\+-405M"),
+        ("pythia-6.9b", "Pythia-6.9B"),
+        ("DCPythia-12B", "nearest: .*Pythia-12B"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest_ones(name, nearest):
+    with pytest.raises(ValueError, match=nearest):
+        lm.Model(VOCAB, preset=name)
+
+
+def test_fields_come_before_the_presets_and_leave_it_as_it_was():
+    assert lm.Model(VOCAB, preset="DCFormer-405M", rank=4, depth=3).depth == 3
+    assert lm.Model(VOCAB, preset="DCFormer-405M").rank == 2
+    assert lm.Model(VOCAB) == lm.LM(VOCAB)
