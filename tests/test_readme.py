@@ -72,8 +72,9 @@ def test_every_file_it_names_exists():
         assert any(f"/{file}".endswith(f"/{name}") for file in files), f"the map names {name}"
 
 
-def test_its_table_is_what_the_demo_printed():
-    for row in json.loads((ROOT / "docs" / "digits.json").read_text()):
+@pytest.mark.parametrize("table", ["digits", "stdlib"])
+def test_its_tables_are_what_the_demos_printed(table):
+    for row in json.loads((ROOT / "docs" / f"{table}.json").read_text()):
         assert "| " + " | ".join(map(str, row.values())) + " |" in README
 
 
