@@ -85,6 +85,8 @@ def get_config(
     runlocal: bool = False,
 ) -> ConfigDict:
     """`preset` names the model, `data` the files; what is not given is the preset's. See above."""
+    if kind == "text" and tokenizer is None:
+        raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
     steps, batch_size, lr = recipe(preset)
     config = ConfigDict()
     config.seed = 0
@@ -118,7 +120,7 @@ def get_config(
     config.lr = lr
     config.wd = 0.1
     config.wd_times_lr = True
-    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
+    config.wd_mults = (("(.*/)?(kernel|(pos_)?embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
     config.schedule = {"decay_type": "cosine", "warmup_percent": 1, "end": 0.1}
 
     config.log_steps = 50

@@ -37,7 +37,7 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.lr = 3e-3
     config.wd = 0.1
     config.wd_times_lr = True
-    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.)", 1.0), (".*", 0.0))
+    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
     config.schedule = {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
 
     config.log_steps = 50

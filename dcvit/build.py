@@ -53,8 +53,8 @@ def model(config: ConfigDict) -> nn.Module:
     for key in (size, "name", "parent"):
         if key in fields:
             raise ConfigError(f"config.model.{key} is not for a config to set; the number of outputs is config.{size}")
-    outputs = 1 if config[size] is None else config[size] or None
-    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs or 0,))
+    outputs = 1 if config[size] is None else config[size]
+    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
     try:
         built: nn.Module = module.Model(outputs, **{named: variant}, **fields)
     except (ValueError, AttributeError) as e:
@@ -105,16 +105,22 @@ def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
     Raises:
       ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
     """
-    data = config.input.get("data", {})
-    known = {"tokenizer": None, **dict(data)}
-    if data.get("kind") in ("megatron", "input_ids") and not (given or known["tokenizer"]):
-        known = {}
+    known = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
+    about: dict[str, Any] = {}
+    if known.get("kind") == "megatron":
         with contextlib.suppress(input_pipeline.MissingDataError):
-            known = megatron.about(data.path) if data.kind == "megatron" else {}
-        if "tokenizer" not in known:
-            raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
-    path, ends = given or known["tokenizer"], known.get("end_of_text", END_OF_TEXT)
-    found = open_tokenizer(path, ends if isinstance(ends, str) else None)
+            about = megatron.about(known["path"])
+    known = {**about, **known}
+    path = given or known.get("tokenizer")
+    if path is None and known.get("kind") in ("megatron", "input_ids") and "tokenizer" not in about:
+        raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
+    ends = known.get("end_of_text", END_OF_TEXT)
+    try:
+        found = open_tokenizer(path, ends if isinstance(ends, str) else None)
+    except input_pipeline.InputError:
+        if "end_of_text" in known:
+            raise
+        found = open_tokenizer(path, None)  # one whose texts end otherwise, where nothing says how
     if isinstance(found, FileTokenizer) and isinstance(ends, int):  # tokens' data gives the number, not the name
         found.end_of_text = ends
     if found.vocab_size > config.vocab_size:
@@ -154,7 +160,7 @@ def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[opta
 def evaluators(
     config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, data: TrainingData | None = None
 ) -> dict[str, Any]:
-    """Each evaluator of `config.evals` by name, with an `example` of its model input; images must fit `data`, if given.
+    """Each evaluator of `config.evals` by name, with an `example` of its model input; they must fit `data`, if given.
 
     An evaluator with `optional=True` whose data is missing is left out, and said so on stderr.
     """
@@ -170,14 +176,19 @@ def evaluators(
                 raise
             print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
             continue
-        if data and config.model_name == "vit":
+        if data:
             _check_fit(built[name], data, what)
     return built
 
 
 def _check_fit(evaluator: Any, data: TrainingData, what: str) -> None:
     """Raises ConfigError where an evaluator's images have another shape than those of training, or its labels
-    another numbering: class names that are partly the same and not all."""
+    another numbering: class names that are partly the same and not all; or where its texts end otherwise."""
+    if data.config.model_name == "lm":
+        ends = data.source.end_of_text, evaluator.source.end_of_text  # type: ignore[attr-defined]
+        if None not in ends and ends[0] != ends[1]:
+            raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
+        return
     shape, expected = evaluator.example.shape[1:], data.task.example.shape[1:]
     if shape != expected:
         raise ConfigError(f"{what}.pp yields images of {shape}, training of {expected}")
@@ -198,8 +209,9 @@ def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Call
     }
     for key in ("data", "test_data") if "test_data" in kwargs else ("data",):
         check_data(kwargs.get(key), f"{what}.{key}")
-    if isinstance(kwargs.get("batch_size"), int) and kwargs["batch_size"] < 1:
-        raise ConfigError(f"{what}.batch_size={kwargs['batch_size']} should be 1 or more")
+    for key in ("batch_size", "loss_chunk"):
+        if isinstance(kwargs.get(key), int) and kwargs[key] < 1:
+            raise ConfigError(f"{what}.{key}={kwargs[key]} should be 1 or more")
     evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
     if "loss" in inspect.signature(evaluator).parameters:
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")

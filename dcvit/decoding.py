@@ -153,6 +153,8 @@ def _checked(net: LM, prompt: Sequence[int], max_tokens: int, begin: int | None)
     for token in tokens:
         if not 0 <= token < net.vocab_size:
             raise ConfigError(f"token {token} of a prompt is none of the model's {net.vocab_size}")
+    if len(tokens) >= net.context:
+        raise ConfigError(f"a prompt of {len(tokens)} tokens fills the model's context of {net.context}")
     if len(tokens) + max_tokens > net.context:
         raise ConfigError(
             f"{len(tokens)} tokens of a prompt and {max_tokens} new ones are more than the model's context of "
@@ -177,7 +179,7 @@ def _steps(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     count = np.array([len(prompt) for prompt in prompts], np.int32)
-    params = _narrowed(net, params)
+    params = narrowed(net, params)
     token, cache = _prefill(net, choice, slots, params, tokens, count, keys)
     ended = [False] * len(prompts)
     for number in range(1, max_tokens + 1):
@@ -233,8 +235,11 @@ def _rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _narrowed(net: LM, params: Any) -> Any:
-    """The parameters on the device, in the dtype to which the modules would cast them again for each token."""
+def narrowed(net: LM, params: Any) -> Any:
+    """The parameters on the device, in the dtype to which the modules would cast them again for each token.
+
+    The results do not change; those that are narrowed already are not copied.
+    """
 
     def narrow(path: tuple[Any, ...], leaf: Any) -> Array:
         return jnp.asarray(leaf, net.dtype_mm if path[-1].key in CAST else None)
@@ -259,7 +264,7 @@ class TextStream:
         if not all(stop):
             raise ConfigError("an empty stop string would end every text before it begins")
         self.decode, self.stop, self.stopped = decode, tuple(stop), False
-        self._ids = list(after)[-self.KEPT :]
+        self._ids = self._tail(list(after))
         self._shown = len(self._whole())
 
     def push(self, token: int) -> str:
@@ -277,7 +282,7 @@ class TextStream:
             end = next((at for at in starts if any(word.startswith(text[at:]) for word in self.stop)), end)
         piece, self._shown = text[self._shown : end], max(self._shown, end)
         if len(self._ids) > 4 * self.KEPT and self._shown == len(self.decode(self._ids)):
-            del self._ids[: -self.KEPT]
+            self._ids = self._tail(self._ids)
             self._shown = len(self._whole())
         return piece
 
@@ -286,5 +291,12 @@ class TextStream:
         return "" if self.stopped else self._whole()[self._shown :]
 
     def _whole(self) -> str:
-        """The text without a last character that is not whole: only the last one can be."""
-        return self.decode(self._ids).removesuffix(INCOMPLETE)
+        """The text without what is not whole yet at its end: some decoders give a mark for each byte of it, and for
+        those of the whole characters just before."""
+        return self.decode(self._ids).rstrip(INCOMPLETE)
+
+    def _tail(self, ids: list[int]) -> list[int]:
+        """The last KEPT tokens, or up to 3 more, so that they do not begin inside a character of 4 bytes."""
+        starts = [max(0, len(ids) - self.KEPT - more) for more in range(4)]
+        whole = (start for start in starts if not self.decode(ids[start:]).startswith(INCOMPLETE))
+        return ids[next(whole, starts[0]) :]

@@ -21,6 +21,7 @@ from dcvit import config as configs
 from dcvit.checkpoint import check_tree, load_params, shapes_of, step_folder
 from dcvit.config import ConfigError
 from dcvit.sharding import data_mesh, replicated
+from dcvit.tasks import with_text
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
 
@@ -109,14 +110,14 @@ def _sized(config: ConfigDict, own: ConfigDict) -> ConfigDict:
     Raises:
       ConfigError: the number of classes, or of tokens, is in neither.
     """
-    key = build.MODELS[config.model_name][0] if config.model_name in build.MODELS else "num_classes"
-    size = own.get(key) if config[key] is None else config[key]
-    if size is None:
-        raise ConfigError(f"config.{key}=None: give --workdir of the training run, or --config.{key}=NUMBER")
-    if config.model_name != "lm":
-        return configs.with_classes(config, size)
-    filled = {name: own.model[name] for name in ("context", "end_of_text") if name in own.get("model", {})}
-    return configs.replaced(config, vocab_size=size, model={**filled, **config.model.to_dict()})
+    if config.model_name == "lm":
+        model, data = own.get("model", {}), config.input.get("data", {})
+        context = model.get("context", data.get("context"))
+        return with_text(config, own.get("vocab_size"), context, model.get("end_of_text"))
+    classes = own.get("num_classes") if config.num_classes is None else config.num_classes
+    if classes is None:
+        raise ConfigError("config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER")
+    return configs.with_classes(config, classes)
 
 
 def add_options(parser: cli.Parser) -> None:

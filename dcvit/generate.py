@@ -42,6 +42,8 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
     for file in files:
         try:
             prompts.append(file.read_bytes().decode())
+        except OSError as e:
+            raise InputError(f"cannot read {file}: {e.strerror}") from None
         except UnicodeDecodeError as e:
             raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}") from None
     return prompts

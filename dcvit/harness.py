@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from dcvit.config import ConfigError
 from dcvit.dcmha.shapes import Array
-from dcvit.decoding import Sampling, TextStream, generate
+from dcvit.decoding import Sampling, TextStream, generate, narrowed
 from dcvit.models.lm import LM, head_kernel, unembed
 from dcvit.sharding import data_mesh, prefetch, replicated
 
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         self.net, self.text, self.end = net, tokenizer, int(end)
         self.mesh = data_mesh()
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
-        self.params = jax.device_put(params, replicated(self.mesh))
+        self.params = jax.device_put(narrowed(net, params), replicated(self.mesh))
         self.score = scorer(net, self.mesh)
 
     @property

@@ -25,6 +25,7 @@ from input_pipeline.errors import first_line
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
+READERS = ("pandas", "sql", "spark", "generator")  # of data: unpickle, open any data base or file, run code
 CODE_KEYS = ("hf_evaluate", "use_prompt", "unsafe_code")  # keys of a task that load code or let some run
 RESAMPLES = (
     1000  # of the bootstrap, for metrics whose standard error has no formula; the harness's 100,000 take minutes
@@ -93,8 +94,8 @@ def _code(value: Any) -> str | None:
         for key in CODE_KEYS:
             if key in value:
                 return f"the key {key!r}"
-        if value.get("dataset_path") == "pandas":
-            return "pickled data ('pandas')"
+        if value.get("dataset_path") in READERS:
+            return f"data read by {value['dataset_path']!r}"
         listed = value.get("metric_list")
         for metric in listed if isinstance(listed, list) else []:
             name = metric.get("metric") if isinstance(metric, dict) else metric

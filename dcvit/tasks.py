@@ -79,15 +79,10 @@ class Tokens:
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
         rows: Any = source
         self.example = text_example(rows, config, "config.input.data")
-        model = {"context": rows.context, **config.model.to_dict()}
-        if model["context"] < rows.context:
-            raise ConfigError(f"config.model.context={model['context']} is less than the data's {rows.context}")
-        if config.document_mask:
-            if rows.end_of_text is None:
-                raise ConfigError("config.document_mask: the data does not say which token ends a document")
-            model["end_of_text"] = rows.end_of_text
-        vocab_size = rows.vocab_size if config.vocab_size is None else config.vocab_size
-        self.config = replaced(config, vocab_size=vocab_size, model=model)
+        self.config = with_text(config, rows.vocab_size, rows.context, rows.end_of_text)
+        context = self.config.model.context
+        if context < rows.context:
+            raise ConfigError(f"config.model.context={context} is less than the data's {rows.context}")
         self.pp = config.input.get("pp", "")
         self.rate = ("tok/s", rows.context)
 
@@ -173,8 +168,30 @@ def _num_classes(config: ConfigDict, class_names: tuple[str, ...] | None) -> int
     return len(class_names or ()) if config.num_classes is None else int(config.num_classes)
 
 
+def with_text(config: ConfigDict, vocab_size: int | None, context: int | None, end_of_text: int | None) -> ConfigDict:
+    """The config with what it leaves to the text: `vocab_size`, `model.context` and, where a document mask is asked
+    for, `model.end_of_text`.
+
+    Raises:
+      ConfigError: one of them is needed and not known.
+    """
+    model = {"context": context, **config.model.to_dict()}
+    if config.document_mask:
+        model = {"end_of_text": end_of_text, **model}
+    vocab_size = vocab_size if config.vocab_size is None else config.vocab_size
+    known = {
+        "vocab_size": vocab_size,
+        "model.context": model["context"],
+        "model.end_of_text": model.get("end_of_text", 0),
+    }
+    for key, value in known.items():
+        if value is None:
+            raise ConfigError(f"config.{key} is not known: give it, or what it follows from: the data, or --workdir")
+    return replaced(config, vocab_size=vocab_size, model=model)
+
+
 def text_example(source: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """A model input of one row of tokens; checks that the data is text, of no more tokens than the model's."""
+    """A model input of one row of tokens; checks that the data is text, in the model's vocabulary."""
     if not hasattr(source, "context"):
         raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
     if source.vocab_size is None:

@@ -81,7 +81,8 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
 
 
 def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
-    """Every document with the strings of its `keys`; of a .txt file, which has no keys, all of it. None is empty.
+    """Every document with the strings of its `keys`; of a .txt file, which has no keys, all of it. Those
+    with a single key, which is empty, are left out.
 
     Raises:
       InputError: a file that is cut off or damaged, text that is not UTF-8, a line that is no JSON object, a key that
@@ -95,7 +96,7 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
                 for number, line, read in _lines(file):
                     where = f"{file}:{number}"
                     texts = _strings(line, keys, where)
-                    if any(texts):
+                    if any(texts) or len(keys) > 1:
                         yield Document(texts, where, f"{name}:{number}", before + read)
             elif text := _decode(file.read_bytes(), f"{file}:1"):
                 yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
@@ -130,12 +131,13 @@ def _encoded(batch: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
 
 def _strings(line: bytes, keys: Sequence[str], where: str) -> tuple[str, ...]:
     """The strings of some keys of a JSON object."""
+    text = _decode(line, where)
     try:
-        content = json.loads(_decode(line, where))
+        content = json.loads(text)
     except json.JSONDecodeError as e:
         raise InputError(f"{where}: not JSON: {e.msg} at character {e.pos + 1}") from None
-    except RecursionError:
-        raise InputError(f"{where}: not JSON of a document: nested too deeply") from None
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, or what is nested as deeply
+        raise InputError(f"{where}: not JSON of a document: {first_line(e)}") from None
     if not isinstance(content, dict):
         raise InputError(f"{where}: {type(content).__name__} instead of a JSON object")
     for key in keys:

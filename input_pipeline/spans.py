@@ -54,6 +54,8 @@ class Source:
         for document, (before, after) in progress(
             encoded(read_documents(files, (inputs, targets)), opened), files, path
         ):
+            if not len(after):
+                raise InputError(f"{document.where}: {targets!r} is empty: nothing to predict")
             room = context - len(after)  # for the inputs, after the end of text has its place
             if room < 1:
                 raise InputError(

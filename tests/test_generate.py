@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 
+import corpora
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from dcvit import generate as command
 from dcvit.config import ConfigError
 from dcvit.decoding import Sampling, TextStream, complete, generate, sample
 from dcvit.models import lm
+from input_pipeline.tokenizer import open_tokenizer
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[3], [1, 2, 5], [4, 4, 1, 2, 6, 3, 5, 1, 0], [2, 6, 1, 3, 3, 1]]
@@ -241,9 +243,20 @@ def test_a_stream_shows_whole_characters_as_soon_as_they_are_whole(text, after):
     assert not stream.stopped
 
 
+@pytest.mark.parametrize("spelling", ["bytes", "nested", "text"])
+@pytest.mark.parametrize("before", ["", "the ", "日本語日本語日本語", "the 🎉"])
+def test_a_stream_shows_the_text_of_every_kind_of_tokenizer(tmp_path, spelling, before):
+    """Some decode the bytes of a character that is not whole yet, and of all before it, to a mark each."""
+    opened = open_tokenizer(str(corpora.train_tokenizer(tmp_path / "tokenizer.json", spelling)))
+    for text in ("héllo 😀 日本 ok", "日本語" * 20, "the one 🎉🎉", TEXT):
+        stream = TextStream(opened.decode, after=opened.encode(before))
+        assert "".join([*map(stream.push, opened.encode(text)), stream.rest()]) == text
+
+
 def test_bytes_that_are_no_text_are_shown_once_and_none_waits_for_ever():
     assert "".join(pieces(b"a\xff\xfe\xc3b\xf0\x9f\x8e")[0]) == "a\ufffd\ufffd\ufffdb"
-    assert pieces(b"\xff" * 100)[0].count("\ufffd") == 99
+    assert "".join(pieces(b"\xff" * 100 + b"!")[0]) == "\ufffd" * 100 + "!"
+    assert "".join(pieces(b"a" + b"\xff" * 100)[0]) == "a"  # nothing that may still become a character
 
 
 @pytest.mark.parametrize("stop", [["\n"], ["return"], ["界"], ["xyz", "done", "# …"], ["' #", "'!"], [TEXT]])
@@ -333,7 +346,7 @@ def test_drawn_text_is_the_seeds(say):
         (["--prompt", "x", "--temperature", "warm"], "invalid float value: 'warm'"),
         (["--prompt", "x", "--tokens", "0"], "max_tokens=0"),
         (["--prompt", "x", "--tokens", "512"], "1 tokens of a prompt and 512 new ones are more than"),
-        (["--prompt", "x" * 600], "600 tokens of a prompt and 1 new ones are more than"),
+        (["--prompt", "x" * 600], "a prompt of 600 tokens fills"),
         (["--prompt", "\udcff"], "is not valid UTF-8"),
         (["--prompt", "x", "--stop", ""], "--stop: an empty text"),
         (["--prompt", "x", "--seed", "-1"], "seed=-1"),

@@ -280,3 +280,23 @@ class TestDocuments:
                 alone = run(params, alone)[0, : part.stop - part.start]  # the padding comes later than all of it
                 np.testing.assert_allclose(packed[i, part], alone, rtol=0, atol=2e-5)
                 assert part.start == 0 or np.abs(mixed[i, part] - alone).max() > 0.05
+
+
+def checkpointed(jaxpr, inside=False):
+    """For each rematerialised part of a jaxpr: whether it stands in a scan, and whether CSE may undo it."""
+    for equation in jaxpr.eqns:
+        if "prevent_cse" in equation.params:
+            yield inside, equation.params["prevent_cse"]
+            continue
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                yield from checkpointed(getattr(value, "jaxpr", value), inside or equation.primitive.name == "scan")
+
+
+def test_layers_outside_a_scan_keep_their_rematerialisation():
+    """A scan's body is safe from common-subexpression elimination; the unrolled rest needs a barrier."""
+    net = lm.LM(11, width=16, depth=3, num_heads=2, window_pattern="1:1", scan=True, remat="full")
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    params = jax.eval_shape(net.init, jax.random.key(0), tokens)
+    found = set(checkpointed(jax.make_jaxpr(lambda p: net.apply(p, tokens)[0])(params).jaxpr))
+    assert found == {(True, False), (False, True)}

@@ -318,7 +318,7 @@ CODE = [
     ("group: g\ntask: [{task: t, metric_list: [{metric: ./evil}]}]\n", "the unknown metric './evil'"),
     ("task: t\nuse_prompt: 'promptsource:all'\n", "the key 'use_prompt'"),
     ("group: g\ntask: [{task: humaneval, unsafe_code: false}]\n", "the key 'unsafe_code'"),
-    ("task: t\ndataset_path: pandas\n", "pickled data ('pandas')"),
+    ("task: t\ndataset_path: pandas\n", "data read by 'pandas'"),
 ]
 
 

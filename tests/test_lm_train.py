@@ -156,9 +156,23 @@ def test_evaluate_reads_what_training_wrote(lm_run, tmp_path, capsys):
     assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
     assert (row["tokens"], row["step"]) == (21 * 24, 6)
     assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
-    # another config, with the checkpoint and what the data said of this run
-    argv = ["--config", "lm_stdlib", "--workdir", str(workdir), *words(vocab_size="none")]
-    assert cli.run(evaluate.main, argv) == 0
+    # another config, with what the data said of this run, from the run and without it
+    argv = ["--config", "lm_stdlib", "--format", "json", *words(vocab_size="none", document_mask=True)]
+    assert cli.run(evaluate.main, [*argv, "--workdir", str(workdir)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+    alone = [*argv, "--checkpoint", str(workdir), "--config.vocab_size=257"]
+    assert cli.run(evaluate.main, alone) == 2
+    assert "config.model.end_of_text is not known" in capsys.readouterr().err
+    assert cli.run(evaluate.main, [*alone, "--config.model.end_of_text=256"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+
+
+def test_without_its_run_a_model_has_the_context_of_the_configs_data(tmp_path):
+    parser = cli.Parser()
+    evaluate.add_options(parser)
+    argv = ["--config", "lm_stdlib", "--checkpoint", str(tmp_path), *words()]
+    config, _ = evaluate.run_config(*parser.parse(argv))
+    assert config.model.context == 24
 
 
 @pytest.mark.parametrize(
@@ -174,6 +188,14 @@ def test_evaluate_reads_what_training_wrote(lm_run, tmp_path, capsys):
         "a split that is not there": ({"input.data.split": "test"}, "no split 'test'"),
         "window pattern": ({"model.window_pattern": "2:1"}, "window_pattern='2:1'"),
         "chunk of nothing": ({"loss_chunk": 0}, "config.loss_chunk=0 should be 1 or more"),
+        "chunk of nothing in an evaluation": (
+            {"evals.validation.loss_chunk": 0},
+            "validation.loss_chunk=0 should be 1",
+        ),
+        "rows to evaluate above the learned positions": (
+            {"model.position": "learned", "evals.validation.data.context": 30},
+            "30 tokens are more than the model's",
+        ),
         "a misspelt field": ({"model.windows": 3}, "did you mean 'window'"),
         "vocabulary as a field": ({"model.vocab_size": 3}, "config.vocab_size"),
     }.values(),
@@ -311,5 +333,11 @@ def test_a_run_knows_the_tokenizer_of_its_text(tmp_path):
     assert of({**tokens, "tokenizer": path, "end_of_text": 7}).end_of_text == 7
     with pytest.raises(configs.ConfigError, match="give --tokenizer"):
         of(tokens)
+    # as configs/lm_pile.py asks for it, where the description beside the tokens knows what ends a document
+    corpora.write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)
+    argv = ["--data", str(tmp_path / "a.jsonl"), "--tokenizer", path, "--out", str(tmp_path / "all")]
+    assert cli.run(tokenize.main, argv) == 0
+    pair = {"kind": "megatron", "path": str(tmp_path / "all"), "context": 8, "end_of_text": None}
+    assert of(pair).end_of_text == of(pair, path).end_of_text == of(text).end_of_text is not None
     with pytest.raises(configs.ConfigError, match="tokens, the model 100"):
         of(text, vocab_size=100)

@@ -299,7 +299,6 @@ class TestSpans:
         [
             ("ab", "cd", [97, 98, 99, 100, 256], 2),
             ("", "cd", [256, 99, 100, 256], 1),
-            ("ab", "", [97, 98, 256], 2),
             ("abcdefgh", "xyz", [*b"defgh", *b"xyz", 256], 5),
             ("abcdefgh", "1234567", [*b"h1234567", 256], 1),
             ("", "1234567", [256, *b"1234567", 256], 1),
@@ -329,6 +328,8 @@ class TestSpans:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
+            ({"inputs": "ab", "targets": ""}, r"a\.jsonl:2: 'targets' is empty"),
+            ({"inputs": "", "targets": ""}, r"a\.jsonl:2: 'targets' is empty"),
             ({"inputs": "", "targets": "12345678"}, r"a\.jsonl:2: targets of 8 tokens; .* context of 8 has room for 7"),
             ({"inputs": "x"}, r"a\.jsonl:2: no key 'targets'"),
             ({"inputs": 3, "targets": "x"}, r"a\.jsonl:2: 'inputs' is int, expected a string"),

@@ -286,6 +286,7 @@ class TestText:
             ("a.jsonl", b'["text"]', {}, r"a\.jsonl:1: list instead of a JSON object"),
             ("a.jsonl", b'{"text": "\\ud800"}', {}, r"a\.jsonl:1: 'text' is not Unicode: surrogates not allowed"),
             ("a.jsonl", b"[" * 100_000, {}, r"a\.jsonl:1: not JSON of a document"),
+            ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 5000 + b"}", {}, r"a\.jsonl:1: not JSON of a document"),
             ("a.jsonl.zst", b'{"text": "x"}\nno', {}, r"a\.jsonl\.zst:2: not JSON"),
             ("a.txt", b"one\ntwo\nth\xc3(ree", {}, r"a\.txt:3: not UTF-8: invalid continuation byte at byte 3"),
             ("a.txt", b"", {}, "holds no text, of split 'train'"),

@@ -231,7 +231,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"rotary={self.rotary} should be even and at most {width // self.num_heads}, a head's width"
             )
-        if self.num_key_heads and self.num_heads % self.num_key_heads:
+        if self.num_key_heads is not None and (self.num_key_heads < 1 or self.num_heads % self.num_key_heads):
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         if self.compose and (self.groups < 1 or self.num_heads % self.groups):
             raise ValueError(f"groups={self.groups} does not divide num_heads={self.num_heads}")

@@ -109,7 +109,7 @@ class Decoder(nn.Module):
     windows: Sequence[int | None]
     layer: Callable[..., DecoderBlock]
     norm: Callable[..., nn.Module]
-    scan: bool
+    scanned: Callable[..., DecoderBlock] | None  # the layers inside the scan, where there is one
 
     @nn.compact
     def __call__(
@@ -117,13 +117,13 @@ class Decoder(nn.Module):
     ) -> tuple[Array, dict[str, Any], dict[str, Any] | None]:
         """The normalised output, intermediates for each layer, and the caches with these tokens."""
         period, out = len(self.windows), {}
-        repeats = self.depth // period if self.scan else 0
+        repeats = self.depth // period if self.scanned is not None else 0
         kept: dict[str, Any] = {}
-        if repeats:
+        if self.scanned is not None and repeats:
             scanned = nn.scan(
                 Group, variable_axes={"params": 0}, split_rngs={"params": True}, length=repeats,
                 in_axes=(nn.broadcast, 0),
-            )(self.layer, self.windows, name="group")  # fmt: skip
+            )(self.scanned, self.windows, name="group")  # fmt: skip
             x, (stacked, kept["group"]) = scanned(x, sight, caches and caches["group"])
             for layer in range(repeats * period):
                 at = layer // period, layer % period
@@ -268,11 +268,15 @@ class LM(nn.Module):
         )
         norm: Any = nn.RMSNorm if self.norm == "rmsnorm" else nn.LayerNorm
         norm = functools.partial(norm, epsilon=self.norm_epsilon)
-        block: Any = DecoderBlock
-        if self.remat != "none":
-            block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not self.scan)
-        layer = functools.partial(block, attention, mlp, norm, self.parallel)
-        return Decoder(self.depth, layer_windows(self), layer, norm, self.scan, name="Transformer")
+
+        def layer(scanned: bool) -> Callable[..., DecoderBlock]:
+            block: Any = DecoderBlock
+            if self.remat != "none":
+                block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not scanned)
+            return functools.partial(block, attention, mlp, norm, self.parallel)
+
+        scanned = layer(True) if self.scan else None
+        return Decoder(self.depth, layer_windows(self), layer(False), norm, scanned, name="Transformer")
 
     def _check(self, length: int) -> None:
         """Raises ValueError for fields that are unknown or do not fit `length` tokens."""
@@ -312,7 +316,8 @@ class _Kernel(nn.Module):
 
 
 def unembed(hidden: Float[Array, "*B M"], kernel: Float[Array, "M V"]) -> Float[Array, "*B V"]:
-    """Logits in float32 from the last hidden states, in whose dtype the factors are multiplied."""
+    """Logits in float32 from the last hidden states, in whose dtype the factors are multiplied. What comes back to
+    them in a backward pass is float32."""
     wide = jnp.float32 if hidden.dtype == jnp.bfloat16 else hidden.dtype  # promote_types refuses where it is strict
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
 
