@@ -56,7 +56,7 @@ def check_task_files(folder: Path) -> None:
             raise ConfigError(f"cannot read the task file {path}{why}: {' '.join(str(e).split())}") from None
         reason = f"the tag {tags[0]!r}" if tags else _code(task)
         if reason:
-            raise ConfigError(f"{path}: {reason} can run code; give --allow_code if you trust it")
+            raise ConfigError(f"{path}: {reason} can run code or fetch it; give --allow_code if you trust it")
         included = task.get("include", []) if isinstance(task, dict) else []
         for name in included if isinstance(included, list) else [included]:
             todo.append((path.parent / str(name), f", included by {path}"))
@@ -96,6 +96,8 @@ def _code(value: Any) -> str | None:
                 return f"the key {key!r}"
         if value.get("dataset_path") in READERS:
             return f"data read by {value['dataset_path']!r}"
+        if "://" in json.dumps(value.get("data_files", "")):
+            return "data from an address"
         listed = value.get("metric_list")
         for metric in listed if isinstance(listed, list) else []:
             name = metric.get("metric") if isinstance(metric, dict) else metric

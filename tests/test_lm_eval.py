@@ -319,6 +319,8 @@ CODE = [
     ("task: t\nuse_prompt: 'promptsource:all'\n", "the key 'use_prompt'"),
     ("group: g\ntask: [{task: humaneval, unsafe_code: false}]\n", "the key 'unsafe_code'"),
     ("task: t\ndataset_path: pandas\n", "data read by 'pandas'"),
+    ("task: t\ndataset_path: sql\n", "data read by 'sql'"),
+    ("task: t\ndataset_kwargs: {data_files: {test: ['http://x/y.json']}}\n", "data from an address"),
 ]
 
 
@@ -334,7 +336,7 @@ def test_task_files_that_can_run_code_are_refused(content, reason, included, tmp
         (folder / "t.yaml").write_text(content)
     status, _, err = call("--include_path", folder, "--tasks", "colours")
     assert (status, err.count("\n")) == (2, 1)
-    assert f"{reason} can run code; give --allow_code" in err
+    assert f"{reason} can run code or fetch it; give --allow_code" in err
     assert not (tmp_path / "ran").exists()
 
 
