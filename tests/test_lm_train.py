@@ -341,3 +341,16 @@ def test_a_run_knows_the_tokenizer_of_its_text(tmp_path):
     assert of(pair).end_of_text == of(pair, path).end_of_text == of(text).end_of_text is not None
     with pytest.raises(configs.ConfigError, match="tokens, the model 100"):
         of(text, vocab_size=100)
+
+
+def test_texts_that_end_otherwise_are_not_evaluated_together(tokens, lm_run, capsys):
+    data = {"kind": "megatron", "path": str(tokens), "context": 24, "end_of_text": 0}
+    status, workdir = lm_run(**{"evals.validation.data": data, "evals.validation.data.context": 24})
+    assert status == 2
+    assert "ends documents with token 0, the training data with 256" in capsys.readouterr().err
+    assert not workdir.exists()
+
+
+def test_raw_text_of_the_pile_needs_a_tokenizer():
+    with pytest.raises(configs.ConfigError, match="kind=text needs tokenizer"):
+        configs.load(f"{PILE}:kind=text,data=x")
