@@ -139,7 +139,7 @@ def test_parameters_in_the_dtype_of_the_computation_change_no_bit():
     net, params = make(DC | LLAMA | {"static": True, "qk_norm": "rmsnorm"}, dtype_mm="bfloat16")
     tokens = np.array([PROMPTS[2]], np.int32)
     apply = jax.jit(lambda params: net.apply({"params": params}, jnp.asarray(tokens))[0])
-    narrowed = decoding._narrowed(net, params)
+    narrowed = decoding.narrowed(net, params)
     assert {x.dtype for x in jax.tree.leaves(narrowed)} == {np.dtype(jnp.bfloat16), np.dtype(np.float32)}
     np.testing.assert_array_equal(apply(params), apply(narrowed))
 
@@ -184,7 +184,7 @@ def test_a_generation_may_be_left_early_and_begun_again():
         ([[-1]], {}, "token -1 "),
         ([[1]], {"begin": 9, "max_tokens": 0}, "max_tokens=0"),
         ([[]], {"begin": 9}, "token 9 "),
-        ([[1] * 19], {}, "19 tokens of a prompt and 5 new ones are more than the model's context of 18"),
+        ([[1] * 19], {}, "a prompt of 19 tokens fills the model's context of 18"),
         ([[1], [1] * 14], {}, "14 tokens of a prompt and 5 new ones"),
         ([[1]], {"sampling": Sampling(temperature=-1)}, "temperature=-1 "),
         ([[1]], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan "),
