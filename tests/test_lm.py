@@ -194,7 +194,7 @@ class TestScan:
         ("preset", "fields"),
         [
             ("Transformer-405M", dict(depth=3)),
-            ("DCFormer++-405M", dict(depth=5)),
+            pytest.param("DCFormer++-405M", dict(depth=5), marks=pytest.mark.slow),
             ("Pythia-2.8B", dict(depth=10, window_pattern="3:1")),
             ("Transformer-405M", dict(depth=3, window_pattern="7:1")),  # not one whole group
             ("DCFormer-405M", dict(depth=2, end_of_text=1)),
@@ -235,8 +235,14 @@ class TestScan:
         np.testing.assert_allclose(logits(scanned, stacked, tokens), logits(net, params, tokens), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        ("dots", True),
+        ("full", False),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("dots", False), ("full", True)]),
+    ],
+)
 def test_recomputing_layers_changes_nothing(remat, scan):
     (net, params), tokens = make("DCFormer++-405M", scan=scan), make_tokens()
     assert_close(losses(net.clone(remat=remat), params, tokens), losses(net, params, tokens))

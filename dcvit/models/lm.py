@@ -290,7 +290,7 @@ class LM(nn.Module):
         for name in ("vocab_size", "context", "width", "num_heads", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be 1 or more")
-        for name in ("depth", "mlp_dim", "out_init_std"):
+        for name in ("depth", "mlp_dim", "num_key_heads", "out_init_std"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} should not be negative")
         if not 0 < self.rotary_fraction <= 1 or self.rotary_base <= 0 or self.norm_epsilon <= 0 or self.init_std <= 0:
