@@ -164,8 +164,8 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     shapes = build.param_shapes(net, data.task.example)
     tx, schedule = build.optimiser(config, shapes, data)
     evaluators = build.evaluators(config, build.predictor(net), mesh, data)
-    for evaluator in evaluators.values():
-        build.param_shapes(net, evaluator.example)  # rows may be longer than those of training, or too long
+    for example in {evaluator.example for evaluator in evaluators.values()} - {data.task.example}:
+        build.param_shapes(net, example)  # rows may be longer than those of training, or too long
     every = {
         "log": data.duration(config, "log", "config", default=50),
         "ckpt": data.duration(config, "ckpt", "config", default=data.total_steps),

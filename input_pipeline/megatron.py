@@ -71,7 +71,7 @@ class Source:
             raise InputError(f"{prefix}.json tells of {about['vocab_size']:,} tokens, vocab_size={vocab_size:,}")
         made_by = about.get("tokenizer")
         if tokenizer is None and isinstance(made_by, str) and Path(made_by).exists():
-            tokenizer, end_of_text = made_by, about.get("end_of_text") if end_of_text is None else end_of_text
+            tokenizer = made_by
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(
             tokenizer,
             about.get("vocab_size") if vocab_size is None else vocab_size,

@@ -164,11 +164,9 @@ def vocabulary(
         end_of_text = known.end_of_text if end_of_text is None else end_of_text
     if end_of_text is not None and not 0 <= end_of_text < (vocab_size or end_of_text + 1):
         raise InputError(f"end_of_text={end_of_text} is not in the vocabulary of {vocab_size}")
-    token_bytes = None
-    if known is not None and vocab_size is not None and known.token_bytes is not None:
-        token_bytes = np.zeros(vocab_size, np.int32)
-        least = min(vocab_size, known.vocab_size)
-        token_bytes[:least] = known.token_bytes[:least]
+    token_bytes = None if known is None else known.token_bytes
+    if token_bytes is not None and vocab_size is not None:
+        token_bytes = np.pad(token_bytes, (0, vocab_size - len(token_bytes)))
     return Vocabulary(vocab_size, end_of_text, token_bytes)
 
 
