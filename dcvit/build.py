@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dcvit import optim
 from dcvit.checkpoint import check_tree, load_params, shapes_of
 from dcvit.config import ConfigError, check_call, is_duration
 from dcvit.models import lm
+from dcvit.sharding import check_model, check_strategy, make_mesh
 from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
 from input_pipeline import megatron
 from input_pipeline.errors import first_line, nearest
@@ -60,6 +61,24 @@ def model(config: ConfigDict) -> nn.Module:
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model.{named}: {e}") from None
     return built
+
+
+def mesh(config: ConfigDict, devices: Sequence[Any] | None = None, *, fallback: bool = False) -> Mesh:
+    """The mesh of `config.mesh` over all devices, or over the given ones; strategy and model fit it.
+
+    With `fallback`, where the number of devices does not fit, all of them along "fsdp", and said so on stderr.
+    """
+    try:
+        made = make_mesh(config.mesh, devices)
+    except ConfigError as e:
+        if not fallback:
+            raise
+        made = make_mesh([("fsdp", -1)], devices)
+        print(f"{e}: evaluating with fsdp {made.size} instead", file=sys.stderr)
+    else:
+        check_strategy(made, config.mesh, config.sharding_strategy)
+    check_model(made, model(config))
+    return made
 
 
 def param_shapes(net: nn.Module, example: jax.ShapeDtypeStruct) -> Any:

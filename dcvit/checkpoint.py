@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,26 @@ class Checkpoints:
         self.manager.close()
 
 
-def load_params(source: str | Path) -> dict[str, Any]:
+def load_params(source: str | Path, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     """The parameters of a checkpoint as a nested dict of arrays: the averaged ones where there are any.
 
     Args:
       source: a workdir (its newest checkpoint), one checkpoint's folder, or a big_vision `.npz` file.
+      place: from the tree of shapes to one of shardings; by default all on this process's first device.
 
     Raises:
       CheckpointError: missing or unreadable.
     """
     path = Path(source).expanduser()
     if path.is_file():
-        return _load_npz(path)
+        loaded = _load_npz(path)
+        return jax.device_put(loaded, place(loaded)) if place else loaded
     path = step_folder(path)
     item = next((path / name for name in ("ema", "params") if (path / name).is_dir()), path / "params")
+    found = _metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), _metadata(item))
+    places = place(found) if place else jax.tree.map(lambda _: device, found)
+    target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), found, places)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, Any] = checkpointer.restore(item.absolute(), target)

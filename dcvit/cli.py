@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dcvit import distributed
 from dcvit.checkpoint import CheckpointError
 from dcvit.config import ConfigError
 from dcvit.metrics import MetricsError
 from input_pipeline import InputError
-from input_pipeline.errors import nearest
+from input_pipeline.errors import first_line, nearest
 
 FORMATS = ("table", "csv", "json")
 
@@ -61,11 +63,19 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
     try:
         return main(argv)
     except (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        message, status = str(e), 2
+        print(f"error: {message}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        message, status = "interrupted", 130
+        print(message, file=sys.stderr)
+    except Exception as e:
+        if distributed.alone():
+            raise
+        message, status = first_line(e), 1
+        traceback.print_exc()
+    if not distributed.alone():
+        distributed.fail(message, status)
+    return status
 
 
 def show(rows: Sequence[Mapping[str, Any]], form: str, *, title: str | None = None) -> None:

@@ -54,6 +54,8 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "grad_clip_norm": (float | None, None),
     "grad_accum": (int, 1),
     "ema_decay": (float, 0.0),  # 0 is off
+    "mesh": (Sequence, (("data", -1),)),  # pairs (axis, size) of dcvit.sharding.AXES; -1 is what the others leave
+    "sharding_strategy": (str | Sequence, "ddp"),  # see dcvit.sharding.shardings
     "evals": (dict, {}),  # name -> type, data, pp, batch_size, optional, how often, further arguments
     "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
     "ckpt_keep": (int, 1),

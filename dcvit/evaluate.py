@@ -7,6 +7,7 @@ says all that a table of results needs, and `--out` collects the rows of many mo
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from dcvit import build, cli
+from dcvit import build, cli, distributed
 from dcvit import config as configs
 from dcvit.checkpoint import check_tree, load_params, shapes_of, step_folder
 from dcvit.config import ConfigError
-from dcvit.sharding import data_mesh, replicated
+from dcvit.sharding import shardings
 from dcvit.tasks import with_text
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
@@ -35,18 +36,17 @@ def evaluate(config: ConfigDict, checkpoint: Path, out: Path | None = None) -> l
     Raises:
       ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`; and `append_csv`.
     """
-    mesh = data_mesh()
+    mesh = build.mesh(config, fallback=True)
     net = build.model(config)
     evaluators = build.evaluators(config, build.predictor(net), mesh)
     if not evaluators:
         raise ConfigError("config.evals names no evaluator whose data is there")
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
-    if out:
+    if out and distributed.is_first():
         append_csv(out, columns)
-    params = load_params(checkpoint)
+    params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=config.sharding_strategy))
     for evaluator in evaluators.values():
         check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.example)), str(checkpoint))
-    params = jax.device_put(params, replicated(mesh))
     about = {
         "model": config.model.get(build.MODELS[config.model_name][1]) or config.model_name,
         "step": None if checkpoint.is_file() else _step(checkpoint),
@@ -133,10 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="dcvit evaluate", description="Run a config's evaluators on a checkpoint.")
     add_options(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to append the rows to")
+    distributed.add_options(parser)
     args, overrides = parser.parse(argv)
+    distributed.initialize(args)
     rows = evaluate(*run_config(args, overrides), args.out)
     cli.show(rows, args.format)
-    if args.out:
+    if args.out and distributed.is_first():
         append_csv(args.out, list(rows[0]), rows)
     return 0
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.sharding import BATCH, constrain
 
 NAMES = ("softmax_xent", "sigmoid_xent")
 
@@ -61,7 +62,8 @@ def token_xent(
     """
 
     def nats(hidden: Array, targets: Array) -> Array:
-        logits = unembed(hidden)
+        # The mesh axis that splits heads splits positions here: no exchange of logits, for any size of vocabulary.
+        logits = unembed(constrain(hidden, BATCH, "tensor", None))
         log_z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return log_z - picked + z_loss * jnp.square(log_z)

@@ -12,20 +12,23 @@ A task checks that config and data fit, and tells training all that depends on w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import losses, pixels
 from dcvit.config import ConfigError, Options, check_call, duration, replaced, with_classes
 from dcvit.models import lm
+from dcvit.sharding import BATCH, batch_shards
 from input_pipeline.errors import nearest
 
+Arrays = dict[str, np.ndarray]
 Batch = dict[str, jax.Array]
 Loss = Callable[[Any, Batch, jax.Array], jax.Array]  # (parameters, prepared batch, dropout key) -> mean loss
 
@@ -118,7 +121,8 @@ TASKS: dict[str, type[Task]] = {"vit": Images, "lm": Tokens}
 class TrainingData:
     """The training source of a config, and what follows from it: the task and the total of steps."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: ConfigDict, mesh: Mesh):
+        """Raises ConfigError or InputError where config, data and the mesh's parts of a batch do not fit."""
         known = {"data": dict, "batch_size": int, "pp": str, "corrupt": str, "corrupt_max": int}
         for key in config.input:
             if key not in known:
@@ -129,10 +133,10 @@ class TrainingData:
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise ConfigError(f"config.input.{key}={value!r} should be of type {expected.__name__}")
         self.batch_size, self.seed = options["batch_size"], config.seed
-        if self.batch_size < 1 or self.batch_size % (config.grad_accum * jax.device_count()):
+        if self.batch_size < 1 or self.batch_size % (config.grad_accum * batch_shards(mesh)):
             raise ConfigError(
-                f"config.input.batch_size={self.batch_size} is no multiple of "
-                f"grad_accum {config.grad_accum} × {jax.device_count()} devices"
+                f"config.input.batch_size={self.batch_size} is no multiple of grad_accum {config.grad_accum} × "
+                f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
             )
         self.corrupt = input_pipeline.Corrupt(options["corrupt"], options["corrupt_max"])
         self.source = open_source(config.input.data, "config.input.data")
@@ -154,10 +158,12 @@ class TrainingData:
             total_steps=self.total_steps, default=default, what=what,
         )  # fmt: skip
 
-    def batches(self, start_step: int) -> Generator[dict[str, np.ndarray], None, None]:
-        """The training stream from a step on."""
+    def batches(
+        self, start_step: int, rows: Sequence[int] | None = None
+    ) -> Generator[dict[str, np.ndarray], None, None]:
+        """The training stream from a step on; of each batch those `rows`."""
         return input_pipeline.train_batches(
-            self.source, self.task.pp, self.batch_size, self.seed, start_step, corrupt=self.corrupt
+            self.source, self.task.pp, self.batch_size, self.seed, start_step, rows=rows, corrupt=self.corrupt
         )
 
 

@@ -19,101 +19,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from dcvit import build, cli
+from dcvit import build, cli, distributed
 from dcvit import config as configs
 from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
-from dcvit.sharding import data_mesh, prefetch, replicated
-from dcvit.tasks import Task, TrainingData
+from dcvit.sharding import local_rows, prefetch, put_batch
+from dcvit.step import TrainState, initial_state, jit_update, state_shapes
+from dcvit.tasks import TrainingData
 from input_pipeline import Source
 
 # What may change between the stretches of one run: it does not touch what a step computes.
-FREE_KEYS = ("evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """All that a step changes. `ema` is None where weights are not averaged."""
-
-    step: Any  # int32 scalar, the number of steps done
-    params: Any
-    opt_state: Any
-    ema: Any
-    skipped: Any  # int32 scalar, corrupt examples passed over so far
-
-    def items(self) -> dict[str, Any]:
-        """As the items of a checkpoint."""
-        averaged = {} if self.ema is None else {"ema": self.ema}
-        rest = {"step": self.step, "opt_state": self.opt_state, "skipped": self.skipped}
-        return {"params": self.params, **averaged, "rest": rest}
-
-    @property
-    def best(self) -> Any:
-        """The parameters to evaluate: the averaged ones where there are any."""
-        return self.params if self.ema is None else self.ema
-
-
-def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, params=params, opt_state=tx.init(params), ema=ema, skipped=jnp.copy(zero))
-
-
-def make_update(net: Any, task: Task, tx: optax.GradientTransformation, schedule: Any) -> Callable[..., Any]:
-    """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
-    clipping, and `skipped` where corrupt examples may be)."""
-    config, loss_of = task.config, task.loss(net)
-
-    def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        prepare_key, dropout_key = jax.random.split(key)
-        prepared = task.prepare(batch, prepare_key)
-        loss, grads = accumulate(jax.value_and_grad(loss_of), state.params, prepared, dropout_key, config.grad_accum)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if config.ema_decay:
-            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * schedule(state.step)}
-        skipped = state.skipped + jnp.sum(batch["_skipped"])
-        if config.input.get("corrupt") == "skip":
-            metrics["skipped"] = skipped
-        step = state.step + 1
-        return TrainState(step=step, params=params, opt_state=opt_state, ema=ema, skipped=skipped), metrics
-
-    return update
-
-
-def accumulate(
-    value_and_grad: Callable[..., Any], params: Any, batch: dict[str, jax.Array], key: jax.Array, parts: int
-) -> Any:
-    """Loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
-
-    Every device's examples are dealt out over all parts, so that each part keeps all devices busy.
-    """
-    if parts == 1:
-        return value_and_grad(params, batch, key)
-
-    def deal(x: jax.Array) -> jax.Array:
-        return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
-
-    def add(total: Any, numbered: Any) -> tuple[Any, None]:
-        i, part = numbered
-        result = value_and_grad(params, part, jax.random.fold_in(key, i))
-        return jax.tree.map(jnp.add, total, result), None
-
-    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), jax.tree.map(deal, batch)))
-    return jax.tree.map(lambda x: x / parts, total)
+FREE_KEYS = ("mesh", "sharding_strategy", "evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
 
 
 def claim_workdir(workdir: Path, config: ConfigDict, source: Source) -> None:
@@ -156,9 +80,9 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     Raises:
       ConfigError, InputError, CheckpointError: what a user can mend, before anything compiles.
     """
-    mesh = data_mesh()
+    mesh = build.mesh(config)
     build.model(config)  # a misspelt variant is said before the data is read
-    data = TrainingData(config)
+    data = TrainingData(config, mesh)
     config = data.config
     net = build.model(config)
     shapes = build.param_shapes(net, data.task.example)
@@ -174,19 +98,28 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
     given = _given_params(config, shapes, resumes=bool(saved_steps(workdir)))
-    claim_workdir(workdir, config, data.source)
+    if distributed.is_first():
+        claim_workdir(workdir, config, data.source)
+    distributed.wait_for_all("the workdir is claimed")
+    if not (workdir / "config.json").is_file():
+        raise ConfigError(f"workdir {workdir} is not on a file system that all processes share")
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
-    state = _start_state(config, net, tx, given, data.task.example, mesh, checkpoints)
-    writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
+    placed = state_shapes(config, net, tx, data.task.example, mesh)
+    update = jit_update(net, data.task, tx, schedule, placed, mesh)
+    writer = None
+    if distributed.is_first():
+        writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
     evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
     loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
     try:
-        return loop.run(jax.jit(make_update(net, data.task, tx, schedule), donate_argnums=0), state, start)
+        with jax.set_mesh(mesh):
+            return loop.run(update, _start_state(config, net, tx, given, placed, data.task.example, checkpoints), start)
     finally:
         checkpoints.close()
-        writer.close()
+        if writer:
+            writer.close()
 
 
 def _given_params(config: ConfigDict, shapes: Any, *, resumes: bool) -> Any:
@@ -205,11 +138,12 @@ def _start_state(
     net: Any,
     tx: Any,
     given: Any,
+    placed: TrainState,
     example: jax.ShapeDtypeStruct,
-    mesh: Mesh,
     checkpoints: Checkpoints,
 ) -> TrainState:
-    """The newest checkpoint's state, or a fresh one with the arrays of `given` among its parameters."""
+    """The newest checkpoint's state, or a fresh one with the arrays of `given` among its parameters; `placed` are its
+    shapes and shardings."""
 
     def fresh(given: Any) -> TrainState:
         params = net.init(jax.random.key(config.seed), jnp.zeros(example.shape, example.dtype))["params"]
@@ -218,12 +152,14 @@ def _start_state(
 
     latest = checkpoints.latest()
     if latest is None:
-        state: TrainState = jax.jit(fresh, out_shardings=replicated(mesh))(jax.device_put(given, replicated(mesh)))
+        places = jax.tree.map(lambda s: s.sharding, placed)
+        given = jax.tree.map(
+            lambda g, place: None if g is None else jax.device_put(np.asarray(g), place),
+            given, places.params, is_leaf=lambda leaf: leaf is None,
+        )  # fmt: skip
+        state: TrainState = jax.jit(fresh, out_shardings=places)(given)
         return state
-    abstract = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), jax.eval_shape(fresh, given)
-    )
-    items = checkpoints.restore(latest, abstract.items())
+    items = checkpoints.restore(latest, placed.items())
     return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
 
@@ -255,7 +191,7 @@ class Loop:
     workdir: Path
     data: TrainingData
     mesh: Mesh
-    writer: MetricWriter
+    writer: MetricWriter | None  # of the first process
     checkpoints: Checkpoints
     evaluate: dict[str, Callable[[Any], dict[str, float]]]
     every: dict[str, int | None]  # steps between "log", "ckpt" and each "evals.NAME"
@@ -269,8 +205,11 @@ class Loop:
                 progress.line(f"going on from the checkpoint of step {start} of {total}")
             else:
                 row = self._first_row(state, progress)
-            batches = stack.enter_context(contextlib.closing(self.data.batches(start)))
-            on_devices = prefetch(itertools.islice(batches, total - start), self.mesh)
+            size = self.data.batch_size
+            batches = stack.enter_context(contextlib.closing(self.data.batches(start, local_rows(self.mesh, size))))
+            on_devices = prefetch(
+                itertools.islice(batches, total - start), lambda batch: put_batch(batch, self.mesh, size)
+            )
             for step in range(start + 1, total + 1):
                 self._profile(step, state, start)
                 batch = next(on_devices)
@@ -318,7 +257,8 @@ class Loop:
             timing = {"step_seconds": seconds, "examples_per_second": self.data.batch_size / seconds}
         with clock.paused():
             row |= self._evaluations(state, evals)
-            self.writer.write(step, row, timing)
+            if self.writer:
+                self.writer.write(step, row, timing)
             progress.report(step, row, timing)
         return row
 
@@ -330,7 +270,8 @@ class Loop:
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         progress.line(_overview(state.params) + f"{count:,} parameters, {self.data.total_steps} steps")
         row = {"num_params": count, **self._evaluations(state, self.evaluate)}
-        self.writer.write(0, row)
+        if self.writer:
+            self.writer.write(0, row)
         progress.report(0, row, {})
         return row
 
@@ -364,8 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="dcvit train", description="Train a model as a config says.")
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     parser.add_argument("--workdir", required=True, type=cli.path, help="folder for all that the run writes")
+    distributed.add_options(parser)
     args, overrides = parser.parse(argv)
     config = configs.load(args.config, overrides)
+    distributed.initialize(args)
     print(f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}")
     train(config, args.workdir)
     return 0

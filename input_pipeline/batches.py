@@ -65,7 +65,7 @@ def train_batches(
     seed: int,
     start_step: int = 0,
     *,
-    process: tuple[int, int] = (0, 1),
+    rows: Sequence[int] | None = None,
     corrupt: Corrupt | None = None,
     threads: int | None = None,
 ) -> Generator[Batch, None, None]:
@@ -80,12 +80,12 @@ def train_batches(
       batch_size: examples in a batch, of all hosts together.
       seed: of the order and of every random choice.
       start_step: the first batch is this one; nothing before it is read.
-      process: (index, count) of the hosts; each reads and yields its own rows of the global batch.
+      rows: which rows of the batch are made here, each host its own; by default all.
       corrupt: by default every corrupt example fails.
       threads: by default one for each CPU; 0 prepares batches in the caller's thread, when they are asked for.
     """
     preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
-    rows = _rows(batch_size, process)
+    rows = _checked(rows, batch_size)
 
     def load(place: Place) -> tuple[dict[str, Any], int]:
         epoch, first = place
@@ -112,7 +112,7 @@ def eval_batches(
     pp: str,
     batch_size: int,
     *,
-    process: tuple[int, int] = (0, 1),
+    rows: Sequence[int] | None = None,
     corrupt: Corrupt | None = None,
     threads: int | None = None,
 ) -> Iterator[Batch]:
@@ -122,7 +122,7 @@ def eval_batches(
     All hosts yield the same number of batches.
     """
     preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
-    rows = _rows(batch_size, process)
+    rows = _checked(rows, batch_size)
 
     def load(place: Place) -> tuple[dict[str, Any] | None, int]:
         epoch, index = place
@@ -137,13 +137,12 @@ def eval_batches(
         yield {**made.arrays, "_mask": made.mask}
 
 
-def _rows(batch_size: int, process: tuple[int, int]) -> range:
-    """The rows of the global batch that a host yields."""
-    index, count = process
-    if not 0 <= index < count or batch_size < 1 or batch_size % count:
-        raise InputError(f"a batch of {batch_size} cannot be shared by process {index} of {count}")
-    share = batch_size // count
-    return range(index * share, (index + 1) * share)
+def _checked(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
+    """The rows of a batch that are made here."""
+    rows = range(batch_size) if rows is None else rows
+    if batch_size < 1 or not rows or min(rows) < 0 or max(rows) >= batch_size or len(set(rows)) < len(rows):
+        raise InputError(f"rows {list(rows)[:6]} are not rows of a batch of {batch_size}")
+    return rows
 
 
 def _prepare(

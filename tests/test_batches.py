@@ -71,11 +71,16 @@ def test_a_late_start_reads_nothing_that_came_before():
     assert sorted({*source.read}) == sorted({*batch})
 
 
+def shares(batch_size, hosts):
+    """The rows of each host."""
+    return [range(i * batch_size // hosts, (i + 1) * batch_size // hosts) for i in range(hosts)]
+
+
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_the_global_batch_does_not_depend_on_the_number_of_hosts(hosts):
     source = ip.open_source("digits", split="train")
     one = ip.train_batches(source, PP, 64, seed=2, start_step=20)
-    many = [ip.train_batches(source, PP, 64, seed=2, start_step=20, process=(i, hosts)) for i in range(hosts)]
+    many = [ip.train_batches(source, PP, 64, seed=2, start_step=20, rows=rows) for rows in shares(64, hosts)]
     for whole, *parts in itertools.islice(zip(one, *many, strict=True), 5):
         assert {len(part["image"]) for part in parts} == {64 // hosts}
         assert_same(whole, {k: np.concatenate([part[k] for part in parts]) for k in whole})
@@ -84,8 +89,8 @@ def test_the_global_batch_does_not_depend_on_the_number_of_hosts(hosts):
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_each_host_reads_its_share_only(hosts):
     sources = [Numbers(1000) for _ in range(hosts)]
-    for i, source in enumerate(sources):
-        take(ip.train_batches(source, "", 40, seed=0, process=(i, hosts), threads=0), 5)
+    for rows, source in zip(shares(40, hosts), sources, strict=True):
+        take(ip.train_batches(source, "", 40, seed=0, rows=rows, threads=0), 5)
     assert [len(set(source.read)) for source in sources] == [200 // hosts] * hosts
 
 
@@ -93,16 +98,23 @@ def test_each_host_reads_its_share_only(hosts):
 def test_hosts_evaluate_every_example_once_in_equally_many_batches(batch, hosts):
     source = ip.open_source("digits", split="test")
     one = list(ip.eval_batches(source, "onehot(10)", batch))
-    many = [list(ip.eval_batches(source, "onehot(10)", batch, process=(i, hosts))) for i in range(hosts)]
+    many = [list(ip.eval_batches(source, "onehot(10)", batch, rows=rows)) for rows in shares(batch, hosts)]
     assert {len(batches) for batches in many} == {len(one)}
     for whole, *parts in zip(one, *many, strict=True):
         assert_same(whole, {k: np.concatenate([part[k] for part in parts]) for k in whole})
 
 
-@pytest.mark.parametrize("process", [(2, 2), (-1, 2), (0, 3)])
-def test_a_batch_that_hosts_cannot_share_is_refused(process):
-    with pytest.raises(ip.InputError, match="cannot be shared"):
-        next(ip.train_batches(Numbers(10), "", 4, seed=0, process=process))
+@pytest.mark.parametrize("rows", [[], [4], [-1], [0, 0]])
+def test_rows_that_a_batch_does_not_have_are_refused(rows):
+    with pytest.raises(ip.InputError, match="not rows of a batch of 4"):
+        next(ip.train_batches(Numbers(10), "", 4, seed=0, rows=rows))
+
+
+def test_rows_may_be_any_of_the_batch():
+    source = ip.open_source("digits", split="train")
+    whole = next(ip.train_batches(source, PP, 16, seed=2, start_step=20))
+    part = next(ip.train_batches(source, PP, 16, seed=2, start_step=20, rows=[9, 2, 3]))
+    assert_same({k: v[[9, 2, 3]] for k, v in whole.items()}, part)
 
 
 def test_seeds_give_different_orders_and_different_augmentations():

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit import evaluators
 from dcvit.models import vit
-from dcvit.sharding import replicated
+from dcvit.sharding import make_mesh
 
 
 class Rows:
@@ -33,7 +32,7 @@ class Rows:
 
 
 def mesh_of(devices):
-    return Mesh(np.array(jax.devices()[:devices]), ("data",))
+    return make_mesh([("data", -1)], jax.devices()[:devices])
 
 
 @pytest.mark.parametrize(("batch", "devices", "size"), [(1, 1, 1), (7, 1, 7), (1, 8, 8), (9, 8, 16), (64, 8, 64)])
@@ -54,14 +53,19 @@ def test_results_are_those_of_the_function_and_real_examples_count_for_the_speed
         traced.append(1)
         return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params, 0), axis=-1) * scale
 
-    timed = evaluators.Timed(jax.jit(targets, out_shardings=replicated(mesh)), mesh)
+    timed = evaluators.Timed(targets, mesh, 8)
     for batch in evaluators.batches(Rows(), "", 8, mesh, input_pipeline.Corrupt("skip")):
-        found = timed(jnp.int32(2), batch, jnp.int32(3))
+        found, kept = timed(jnp.int32(2), batch, jnp.int32(3))
+        np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
         assert isinstance(found, np.ndarray)
         np.testing.assert_array_equal(found, 6 * (batch["tokens"] * batch["is_target"]).sum(axis=-1))
     assert len(traced) == 1
     assert timed.examples == 21
     assert 0 < timed.seconds < 0.5  # compilation is left out
+    timed.restart()
+    timed(jnp.int32(2), batch, jnp.int32(3))
+    assert len(traced) == 1
+    assert timed.examples == batch["_mask"].sum()
 
 
 def test_images_are_described_by_size_and_operations():

@@ -24,7 +24,7 @@ LAYERS = [
         "dcvit.tokenize",
     ],
     ["dcvit.cli"],
-    ["dcvit.build", "dcvit.tasks", "dcvit.decoding", "dcvit.progress"],
+    ["dcvit.build", "dcvit.step", "dcvit.tasks", "dcvit.decoding", "dcvit.progress"],
     [
         "dcvit.evaluators",
         "dcvit.models",
@@ -35,6 +35,8 @@ LAYERS = [
         "dcvit.losses",
         "dcvit.flops",
         "dcvit.pixels",
+        "dcvit.distributed",
+        "dcvit.chips",
     ],
     ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
 ]

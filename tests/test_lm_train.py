@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit import build, cli, evaluate, generate, metrics, sharding, tokenize, train
+from dcvit import build, cli, evaluate, generate, metrics, sharding, step, tokenize, train
 from dcvit import config as configs
 from dcvit.checkpoint import load_params
 from dcvit.evaluators.perplexity import Evaluator
@@ -48,7 +48,7 @@ def lm_run(tmp_path):
 def tiny(**overrides):
     """The config, data and net of a tiny run, and parameters that are not nothing."""
     config = configs.load("lm_stdlib", [word.removeprefix("--config.") for word in words(**overrides)])
-    data = TrainingData(config)
+    data = TrainingData(config, build.mesh(config))
     net = build.model(data.config)
     params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape, jnp.int32))["params"]
     return data, net, jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size * 1.0)).reshape(p.shape), params)
@@ -95,8 +95,8 @@ def test_the_steps_loss_is_the_mean_over_all_targets_and_parts_add_up(chunk):
         batch = next(data.batches(0))
         batch["is_target"][3, 7:] = False  # as in the last row of a text, which is filled up
         batch["is_target"][9:] = False
-        state = train.initial_state(data.config, params, tx)
-        _, got = jax.jit(train.make_update(net, data.task, tx, schedule))(state, jax.tree.map(jnp.asarray, batch))
+        state = step.initial_state(data.config, params, tx)
+        _, got = jax.jit(step.make_update(net, data.task, tx, schedule))(state, jax.tree.map(jnp.asarray, batch))
         steps.append(got)
     expected = nats(net, params, batch["tokens"])[batch["is_target"][:, 1:]].mean()
     for got in steps:

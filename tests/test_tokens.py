@@ -105,7 +105,8 @@ class TestForms:
             for start in (1, 5, 11):
                 assert_same(next(ip.train_batches(source, "", 8, seed=3, start_step=start)), whole[start])
             for hosts in (2, 4):
-                parts = [next(ip.train_batches(source, "", 8, 3, 2, process=(i, hosts))) for i in range(hosts)]
+                shares = np.split(np.arange(8), hosts)
+                parts = [next(ip.train_batches(source, "", 8, 3, 2, rows=rows.tolist())) for rows in shares]
                 assert_same({k: np.concatenate([part[k] for part in parts]) for k in parts[0]}, whole[2])
 
     def test_wrapped_or_not_they_say_what_they_are(self, sources):

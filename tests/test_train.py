@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dcvit import build, metrics, sharding, train
+from dcvit import build, metrics, sharding, step, train
 from dcvit import config as configs
 from dcvit.checkpoint import load_params
 from dcvit.tasks import TrainingData
@@ -77,16 +77,16 @@ def make(**overrides):
     """A net, its parameters, a batch and a step function of a small config."""
     words = [f"{k}={v}" for k, v in {"total_steps": 10, "model.width": 16, "model.depth": 1, **overrides}.items()]
     config = configs.load("vit_digits", words)
-    data = TrainingData(config)
+    data = TrainingData(config, build.mesh(config))
     net = build.model(config)
     params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape))["params"]
     params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
     tx, schedule = build.optimiser(config, params, data)
     batch = {k: jnp.asarray(v) for k, v in next(data.batches(0)).items()}
     return (
-        train.initial_state(config, params, tx),
+        step.initial_state(config, params, tx),
         batch,
-        jax.jit(train.make_update(net, data.task, tx, schedule)),
+        jax.jit(step.make_update(net, data.task, tx, schedule)),
     )
 
 
@@ -198,7 +198,7 @@ def test_eight_devices_train_as_one_does():
     mesh = sharding.data_mesh()
     assert mesh.size == 8
     spread = jax.device_put(state, sharding.replicated(mesh))
-    dealt = sharding.put_batch({k: np.asarray(v) for k, v in batch.items()}, mesh)
+    dealt = sharding.put_batch({k: np.asarray(v) for k, v in batch.items()}, mesh, len(batch["image"]))
     (one, m_one), (many, m_many) = update(state, batch), update(spread, dealt)
     assert float(m_many["loss"]) == pytest.approx(float(m_one["loss"]), rel=1e-5)
     assert float(m_many["grad_norm"]) == pytest.approx(float(m_one["grad_norm"]), rel=1e-5)
@@ -233,7 +233,7 @@ BAD = {
     "schedule argument": ({"schedule.warm_steps": 1}, "did you mean 'warmup_steps'"),
     "long warm-up": ({"schedule.warmup_steps": 100}, "do not fit into 6 steps"),
     "no parameter": ({"frozen": ["heda/.*"]}, "'heda/.*' matches no parameter"),
-    "batch": ({"input.batch_size": 60}, "is no multiple of grad_accum 1 × 8 devices"),
+    "batch": ({"input.batch_size": 60}, "is no multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
     "large batch": ({"input.batch_size": 1600}, "1437 examples do not fill one batch of 1600"),
     "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
     "fewer classes": (

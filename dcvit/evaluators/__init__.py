@@ -14,7 +14,7 @@ This file holds what they share.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.flops import vit_flops
-from dcvit.models.vit import ViT
-from dcvit.sharding import put_batch
+from dcvit.flops import forward_flops
+from dcvit.sharding import batch_shards, local_rows, put_batch, replicated
 
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_per_second")
 
@@ -32,36 +31,52 @@ IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_pe
 def batches(
     source: input_pipeline.Source, pp: str, batch_size: int, mesh: Mesh, corrupt: input_pipeline.Corrupt | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`input_pipeline.eval_batches`, their size rounded up to a multiple of the device count."""
-    return input_pipeline.eval_batches(source, pp, -(-batch_size // mesh.size) * mesh.size, corrupt=corrupt)
+    """This process's rows of `input_pipeline.eval_batches`, whose size is `rounded`."""
+    size = rounded(batch_size, mesh)
+    return input_pipeline.eval_batches(source, pp, size, rows=local_rows(mesh, size), corrupt=corrupt)
+
+
+def rounded(batch_size: int, mesh: Mesh) -> int:
+    """The batch size, up to a multiple of the mesh's parts of a batch."""
+    return -(-batch_size // batch_shards(mesh)) * batch_shards(mesh)
 
 
 class Timed:
-    """A jitted function (params, batch, …) for batches of one shape, compiled at the first, and its speed since.
+    """A function (params, batch, …) of batches of one shape, compiled at the first, and its speed since.
 
-    `seconds` run from the end of compilation to the last result, so that reading all batches but the first counts;
-    `examples` are the real ones.
+    `seconds` run from the end of compilation, or else from `restart`, to the last result, so that reading all batches
+    but the first counts; `examples` are the real ones, of all processes.
     """
 
-    def __init__(self, function: Any, mesh: Mesh):
-        self.function, self.mesh = function, mesh
-        self.compiled: Callable[..., Any] | None = None
-        self.examples, self.seconds = 0, 0.0
+    def __init__(self, function: Callable[..., Any], mesh: Mesh, batch_size: int, keep: Sequence[str] = ()):
+        """`keep` are the parts of a batch that come back beside the result, so that every process has all rows."""
 
-    def __call__(self, params: Any, batch: Mapping[str, np.ndarray], *rest: Any) -> Any:
-        """The result on the host; `batch` is one of `batches`, with `_mask`."""
-        sent = put_batch(batch, self.mesh)
+        def call(params: Any, batch: dict[str, jax.Array], *rest: Any) -> Any:
+            return function(params, batch, *rest), {key: batch[key] for key in (*keep, "_mask")}
+
+        self.function = jax.jit(call, out_shardings=replicated(mesh))
+        self.mesh, self.batch_size = mesh, rounded(batch_size, mesh)
+        self.compiled: Callable[..., Any] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to measure anew."""
+        self.examples, self.seconds, self.started = 0, 0.0, time.perf_counter()
+
+    def __call__(self, params: Any, batch: Mapping[str, np.ndarray], *rest: Any) -> tuple[Any, dict[str, np.ndarray]]:
+        """The result and what is kept of the batch, of all processes, on the host; `batch` is one of `batches`."""
+        sent = put_batch(batch, self.mesh, self.batch_size)
         if self.compiled is None:
-            self.compiled = self.function.lower(params, sent, *rest).compile()
+            with jax.set_mesh(self.mesh):
+                self.compiled = self.function.lower(params, sent, *rest).compile()
             self.started = time.perf_counter()
-        result = jax.device_get(self.compiled(params, sent, *rest))
-        self.examples += int(batch["_mask"].sum())
+        result, kept = jax.device_get(self.compiled(params, sent, *rest))
+        self.examples += int(kept["_mask"].sum())
         self.seconds = time.perf_counter() - self.started
-        return result
+        return result, kept
 
 
 def about_images(net: Any, example: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """`gflops` of one image's forward pass, None where there is no formula for the model, and `image_size`."""
-    height, width, channels = example.shape[1:]
-    gflops = round(vit_flops(net, (height, width, channels)) / 1e9, 3) if isinstance(net, ViT) else None
-    return {"gflops": gflops, "image_size": f"{height}x{width}"}
+    flops = forward_flops(net, example)
+    return {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{example.shape[1]}x{example.shape[2]}"}

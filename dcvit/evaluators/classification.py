@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 import input_pipeline
 from dcvit import losses, pixels
 from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
-from dcvit.sharding import replicated
 
 ABSENT = -1e9  # the logit of a class that is not to be chosen; finite, so that 0 · log p stays 0
 
@@ -74,22 +73,23 @@ class Evaluator:
                 "loss": loss_fn(logits, labels),
             }
 
-        self.score = jax.jit(score, out_shardings=replicated(mesh))
+        self.score = Timed(score, mesh, batch_size)
 
     def run(self, params: Any) -> dict[str, float]:
         """`top1`, `top5` (fractions of `n`), `loss` (mean, nats) and `n`, the number of examples counted."""
         correct = {"top1": 0, "top5": 0}
-        total, n, score = 0.0, 0, Timed(self.score, self.mesh)
+        total, n = 0.0, 0
+        self.score.restart()
         for batch in self._batches():
             if self.present is None:
                 self.present = self._present(batch["labels"].shape[-1])
-            scores = score(params, batch, self.present)
+            scores, _ = self.score(params, batch, self.present)
             counted = scores["counted"]
             n += int(counted.sum())
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
-        self.images_per_second = score.examples / score.seconds
+        self.images_per_second = self.score.examples / self.score.seconds
         return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
 
     def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
@@ -115,5 +115,5 @@ class Evaluator:
         if not self.present_classes_only:
             return np.ones(classes, bool)
         pp = f"onehot({classes})|keep('labels')"  # leaves the image encoded
-        read = batches(self.source, pp, self.batch_size, self.mesh, self.corrupt)
+        read = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)  # every process, all
         return np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)

@@ -21,7 +21,6 @@ from dcvit import pixels
 from dcvit.config import ConfigError
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
-from dcvit.sharding import replicated
 from input_pipeline.errors import nearest
 
 BIAS = 100.0  # the value of the constant feature, so large that the intercept is hardly regularised
@@ -93,7 +92,7 @@ class Evaluator:
             features = intermediate(predict(params, images)[1], representation)
             return features.reshape(len(images), -1).astype(jnp.float32)
 
-        self.represent = jax.jit(represent, out_shardings=replicated(mesh))
+        self.represent = Timed(represent, mesh, batch_size, keep=("label",))
 
     def run(self, params: Any) -> dict[str, float]:
         """`1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
@@ -101,10 +100,10 @@ class Evaluator:
         Raises:
           ConfigError: the model has no such intermediate.
         """
-        fitted, counted = Timed(self.represent, self.mesh), Timed(self.represent, self.mesh)
-        x, labels = self._features(self.source, params, fitted)
-        x_test, labels_test = self._features(self.test_source, params, counted)
-        self.images_per_second = (fitted.examples + counted.examples) / (fitted.seconds + counted.seconds)
+        self.represent.restart()
+        x, labels = self._features(self.source, params)
+        x_test, labels_test = self._features(self.test_source, params)
+        self.images_per_second = self.represent.examples / self.represent.seconds
         classes = len(self.source.class_names or ()) or int(labels.max()) + 1
         hits = dict.fromkeys(self.shots, 0)
         for seed in range(self.num_seeds):
@@ -124,13 +123,14 @@ class Evaluator:
         about = {**about_images(net, self.example), "n": numbers["n"], **speed}
         return [{"evaluation": f"{name}/{k}shot", **about, "top1": numbers[f"{k}shot"]} for k in self.shots]
 
-    def _features(self, source: input_pipeline.Source, params: Any, represent: Timed) -> tuple[np.ndarray, np.ndarray]:
+    def _features(self, source: input_pipeline.Source, params: Any) -> tuple[np.ndarray, np.ndarray]:
         """Features N D and labels N of all examples of a source."""
         features, labels = [], []
         for batch in batches(source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
-            real = batch["_mask"] > 0
-            features.append(represent(params, batch)[real])
-            labels.append(batch["label"][real])
+            found, kept = self.represent(params, batch)
+            real = kept["_mask"] > 0
+            features.append(found[real])
+            labels.append(kept["label"][real])
         return np.concatenate(features), np.concatenate(labels)
 
 

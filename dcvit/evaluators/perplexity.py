@@ -15,7 +15,6 @@ import input_pipeline
 from dcvit import losses
 from dcvit.evaluators import Timed, batches
 from dcvit.models import lm
-from dcvit.sharding import replicated
 
 MOST_NATS = 700.0  # e to the power of more is no float
 
@@ -50,7 +49,7 @@ class Evaluator:
             hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
             return losses.token_xent(unembed, hidden, tokens[:, 1:], chunk=loss_chunk)
 
-        self.score = jax.jit(score, out_shardings=replicated(mesh))
+        self.score = Timed(score, mesh, batch_size, keep=("tokens", "is_target"))
 
     def run(self, params: Any) -> dict[str, float]:
         """Totals and means over all targets.
@@ -60,18 +59,18 @@ class Evaluator:
         `nats_per_document` and the number of `documents`. The token that ends one adds nats, and no bytes.
         """
         nats, found = 0.0, {"tokens": 0, "bytes": 0, "documents": 0}
-        score = Timed(self.score, self.mesh)
+        self.score.restart()
         for batch in batches(self.source, "", self.batch_size, self.mesh):
-            each = score(params, batch)
-            counted = batch["is_target"][:, 1:]
-            targets = batch["tokens"][:, 1:][counted]
+            each, rows = self.score(params, batch)
+            counted = rows["is_target"][:, 1:]
+            targets = rows["tokens"][:, 1:][counted]
             nats += float(each[counted].sum(dtype=np.float64))
             found["tokens"] += len(targets)
             if self.source.token_bytes is not None:
                 found["bytes"] += int(self.source.token_bytes[targets].sum())
             if self.source.end_of_text is not None:
                 found["documents"] += int((targets == self.source.end_of_text).sum())
-        self.tokens_per_second = score.examples * self.source.context / score.seconds
+        self.tokens_per_second = self.score.examples * self.source.context / self.score.seconds
         loss = nats / max(found["tokens"], 1)
         numbers = {"loss": loss, "perplexity": math.exp(min(loss, MOST_NATS)), "tokens": found["tokens"]}
         if found["bytes"]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
@@ -21,6 +23,7 @@ from dcvit.dcmha.compose import (
     static_init,
 )
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.sharding import BATCH, constrain
 
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
@@ -88,11 +91,13 @@ class Compose(nn.Module):
         if self.projection:
             w_1 = self.param(f"w_{side}1", hidden_init(width, inner), (width, self.groups, inner))
             w_2 = self.param(f"w_{side}2", projection_init(self.rank, per_group), (self.groups, inner, inner))
-            down, up = dynamic_projection(x, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
-            weights |= {f"{side}1": down, f"{side}2": up}
+            pair = dynamic_projection(x, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
+            # Groups live where their heads do. One group has all heads, and each device has all of these small weights.
+            axis = "tensor" if self.groups > 1 else None
+            weights |= {f"{side}{i}": constrain(w, BATCH, None, None, axis) for i, w in enumerate(pair, start=1)}
         if self.gate:
             w_g = self.param(f"w_{side}g", gate_init(width, per_group), (width, self.heads))
-            weights[f"{side}g"] = dynamic_gate(x, w_g.astype(x.dtype))
+            weights[f"{side}g"] = constrain(dynamic_gate(x, w_g.astype(x.dtype)), BATCH, None, "tensor")
         return weights
 
 
@@ -115,6 +120,8 @@ class Attention(nn.Module):
       kernel_init: of the four projections; `out_init` of the last, where it differs.
       dtype: of the computation; parameters are float32.
       implementation: see `dcvit.dcmha.attention`.
+      remat: compute what attention makes of queries, keys and values, all that is as large as T×S, again in the
+        backward pass.
     """
 
     num_heads: int
@@ -136,6 +143,7 @@ class Attention(nn.Module):
     out_init: Initializer | None = None
     dtype: Any = None
     implementation: str | None = None
+    remat: bool = False
 
     @nn.compact
     def __call__(
@@ -177,10 +185,13 @@ class Attention(nn.Module):
                 mask = decode.visible(cache.k.shape[1], length, window=window, first=progress.first)
                 k, v, causal, window = cache.k, cache.v, False, None
                 pre, post = decode.with_keys(pre, cache.pre), decode.with_keys(post, cache.post)
-        out = dcmha.attention(
-            q, k, v, pre, post, causal=causal, window=window, mask=mask,
+        attend: Callable[..., Array] = functools.partial(
+            dcmha.attention, causal=causal, window=window,
             groups=self.groups if self.compose else 1, implementation=self.implementation,
         )  # fmt: skip
+        if self.remat:
+            attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
+        out = constrain(attend(q, k, v, pre, post, mask=mask), BATCH, None, "tensor", None)
         out = nn.DenseGeneral(
             width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=self.out_init or self.kernel_init,
             dtype=self.dtype, name="out",
@@ -192,9 +203,10 @@ class Attention(nn.Module):
         head_width = x_q.shape[-1] // self.num_heads
 
         def project(name: str, x: Array, heads: int) -> Array:
-            return nn.DenseGeneral(
+            dense = nn.DenseGeneral(
                 (heads, head_width), use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name=name
-            )(x)
+            )
+            return constrain(dense(x), BATCH, None, "tensor", None)
 
         key_heads = self.num_key_heads or self.num_heads
         q = project("query", x_q, self.num_heads)

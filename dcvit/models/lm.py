@@ -19,7 +19,8 @@ from dcvit.dcmha import decode
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models.attention import Attention, Progress, in_float32
 from dcvit.models.presets import decode_preset
-from dcvit.models.vit import REMAT
+from dcvit.models.vit import REMAT, REMATS
+from dcvit.sharding import BATCH, constrain
 
 # Which layers of a repeating group see only a window (L) and which all (G): Section 4, Table 10, as released.
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
@@ -56,7 +57,7 @@ class MlpBlock(nn.Module):
         hidden = MLPS[self.kind](dense(self.mlp_dim, kernel_init=self.kernel_init, name="in")(x))
         if self.kind == "swiglu":
             hidden = hidden * dense(self.mlp_dim, kernel_init=self.kernel_init, name="gate")(x)
-        return dense(x.shape[-1], kernel_init=self.out_init, name="out")(hidden)
+        return dense(x.shape[-1], kernel_init=self.out_init, name="out")(constrain(hidden, BATCH, None, "tensor"))
 
 
 class DecoderBlock(nn.Module):
@@ -79,10 +80,10 @@ class DecoderBlock(nn.Module):
         if cache is not None:
             y, cache = y
         out["sa"] = y
-        after = out["+sa"] = x + y
+        after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, None, None)
         y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)
         y = out["mlp"] = self.mlp(name="MlpBlock_0")(y)
-        x = out["+mlp"] = after + y
+        x = out["+mlp"] = constrain(after + y, BATCH, None, None)
         return x, (out, cache)
 
 
@@ -154,7 +155,8 @@ class LM(nn.Module):
         start of the next one, and positions begin anew there. None: attention across documents, as in the paper.
       init_std: of all kernels and embeddings; `out_init_std` of the layers that write to the residual stream.
       scan: one scanned group of layers, a window pattern, instead of `depth` unrolled ones.
-      remat: "none", "dots" (keep matrix products) or "full" (recompute every layer in the backward).
+      remat: "none", "attention" (recompute what is as large as T×T), "dots" (keep matrix products) or "full" (every
+        layer), in the backward pass.
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
       compose … implementation: see `dcvit.models.attention.Attention`.
     """
@@ -223,6 +225,7 @@ class LM(nn.Module):
         if self.position == "learned":
             table = self.param("pos_embedding", normal(self.init_std), (self.context, self.width))
             x = out["with_posemb"] = x + jnp.take(table, sight.positions, axis=0, mode="clip").astype(dtype)
+        x = constrain(x, BATCH, None, None)
         x, out["decoder"], caches = self._decoder(dtype)(x, sight, cache and cache["layers"])
         if cache is not None:
             out["cache"] = {**state, "layers": caches}
@@ -262,6 +265,7 @@ class LM(nn.Module):
             projection=self.projection, gate=self.gate, static=self.static, rank=self.rank, groups=self.groups,
             qk_norm=self.qk_norm, rotary=rotary, rotary_base=self.rotary_base, causal=True, use_bias=self.use_bias,
             kernel_init=init, out_init=out_init, dtype=dtype, implementation=self.implementation,
+            remat=self.remat == "attention",
         )  # fmt: skip
         mlp = functools.partial(
             MlpBlock, self.mlp_dim or 4 * self.width, self.mlp, self.use_bias, init, out_init, dtype
@@ -271,7 +275,7 @@ class LM(nn.Module):
 
         def layer(scanned: bool) -> Callable[..., DecoderBlock]:
             block: Any = DecoderBlock
-            if self.remat != "none":
+            if self.remat in REMAT:
                 block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not scanned)
             return functools.partial(block, attention, mlp, norm, self.parallel)
 
@@ -281,7 +285,7 @@ class LM(nn.Module):
     def _check(self, length: int) -> None:
         """Raises ValueError for fields that are unknown or do not fit `length` tokens."""
         known = {
-            "position": POSITIONS, "norm": NORMS, "mlp": tuple(MLPS), "remat": tuple(REMAT),
+            "position": POSITIONS, "norm": NORMS, "mlp": tuple(MLPS), "remat": REMATS,
             "window_pattern": tuple(WINDOW_PATTERNS), "dtype_mm": ("float32", "bfloat16"),
         }  # fmt: skip
         for name, values in known.items():

@@ -19,6 +19,7 @@ import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.models.attention import Attention, in_float32
+from dcvit.sharding import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {
@@ -34,10 +35,10 @@ VARIANTS = {
     "G": (1664, 48, 8192, 16),
 }
 REMAT = {
-    "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+REMATS = ("none", "attention", *REMAT)
 POOLS = ("gap", "map", "tok", "0", "none")
 POSEMBS = ("learn", "sincos2d")
 
@@ -58,7 +59,7 @@ class MlpBlock(nn.Module):
             dtype=self.dtype,
         )
         width = x.shape[-1]
-        x = nn.gelu(dense(self.mlp_dim or 4 * width)(x))
+        x = constrain(nn.gelu(dense(self.mlp_dim or 4 * width)(x)), BATCH, None, "tensor")
         x = nn.Dropout(self.dropout)(x, deterministic)
         return dense(width)(x)
 
@@ -80,10 +81,10 @@ class Encoder1DBlock(nn.Module):
         out = {}
         y = in_float32(nn.LayerNorm(), x)
         y = out["sa"] = self.attention(name="MultiHeadDotProductAttention_0")(y)
-        x = out["+sa"] = x + self._residual(y, drop_rate)
+        x = out["+sa"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         y = in_float32(nn.LayerNorm(), x)
         y = out["mlp"] = MlpBlock(self.mlp_dim, self.dropout, self.dtype)(y, self.deterministic)
-        x = out["+mlp"] = x + self._residual(y, drop_rate)
+        x = out["+mlp"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         return x, out
 
     def _residual(self, y: Array, drop_rate: Array) -> Array:
@@ -112,7 +113,7 @@ class Encoder(nn.Module):
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Array, dict[str, Any]]:
         out: dict[str, Any] = {}
         block: Any = Encoder1DBlock
-        if self.remat != "none":
+        if self.remat in REMAT:
             block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not self.scan)
         fields = {
             "attention": self.attention, "mlp_dim": self.mlp_dim, "dropout": self.dropout,
@@ -163,7 +164,8 @@ class ViT(nn.Module):
       dropout: rate after the position embedding, inside the MLP and on both residual branches.
       stochastic_depth: rate of the last block; grows linearly from 0 at the first (so a single block has 0).
       scan: one scanned block instead of `depth` unrolled ones: compiles faster, same result.
-      remat: "none", "dots" (keep matrix products) or "full" (recompute every block in the backward).
+      remat: "none", "attention" (recompute what is as large as T×T), "dots" (keep matrix products) or "full" (every
+        block), in the backward pass.
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
       compose … implementation: see `dcvit.models.attention.Attention`.
     """
@@ -216,12 +218,12 @@ class ViT(nn.Module):
         if self.pool_type == "tok":
             cls = self.param("cls", nn.initializers.zeros, (1, 1, width)).astype(dtype)
             x = jnp.concatenate([jnp.tile(cls, (batch, 1, 1)), x], axis=1)
-        x = nn.Dropout(self.dropout)(x, not train)
+        x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
         attention = functools.partial(
             Attention, self.num_heads, compose=self.compose, branches=self.branches, projection=self.projection,
             gate=self.gate, static=self.static, rank=self.rank, groups=self.groups, qk_norm=self.qk_norm,
-            dtype=dtype, implementation=self.implementation,
+            dtype=dtype, implementation=self.implementation, remat=self.remat == "attention",
         )  # fmt: skip
         x, out["encoder"] = Encoder(
             self.depth, attention, self.mlp_dim, self.dropout, self.stochastic_depth,
@@ -262,7 +264,7 @@ class ViT(nn.Module):
 
     def _check(self, shape: Sequence[int]) -> None:
         """Raises ValueError for fields that are unknown or do not fit an image batch of `shape`."""
-        for name, known in (("pool_type", POOLS), ("posemb", POSEMBS), ("remat", tuple(REMAT))):
+        for name, known in (("pool_type", POOLS), ("posemb", POSEMBS), ("remat", REMATS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}")
         for name in ("width", "num_heads"):

@@ -1,0 +1,121 @@
+"""Several processes that make one run: how they find each other, which one speaks, and how they end together.
+
+The engine is JAX's own runtime, `jax.distributed`. Where one process fails, it leaves its message with the coordinator,
+and every other process, whatever it waits for, prints it and ends. A process that is killed leaves none: the others
+notice after `HEARTBEAT_SECONDS`, and at once where it was the coordinator, process 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from dcvit.config import ConfigError
+from input_pipeline.errors import first_line
+
+HEARTBEAT_SECONDS = 30
+FAILURE = "dcvit/failure"  # the coordinator's key for the first failure
+FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a run by several processes; Slurm, Open MPI and Cloud TPU pods need none of them."""
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0, of a run by several processes"
+    )
+    parser.add_argument("--num_processes", type=int, metavar="N")
+    parser.add_argument("--process_id", type=int, metavar="I", help="0 to N-1")
+
+
+def initialize(args: Any) -> None:
+    """Joins the processes of this run, as the options of `add_options` or the cluster's environment say; all but
+    process 0 fall silent on stdout. Does nothing for a run of one process.
+
+    Raises:
+      ConfigError: some of the options without the others, or processes that do not find each other.
+    """
+    given = {name: getattr(args, name) for name in ("coordinator", "num_processes", "process_id")}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ConfigError(f"--coordinator, --num_processes and --process_id go together; missing {', '.join(missing)}")
+    if missing and not in_cluster():
+        return
+    host, _, port = (given["coordinator"] or ":1").rpartition(":")
+    if not missing and not (host and port.isdigit() and 0 <= given["process_id"] < given["num_processes"]):
+        raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
+    try:
+        jax.distributed.initialize(
+            given["coordinator"], given["num_processes"], given["process_id"],
+            cluster_detection_method=None if missing else "deactivate", heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as e:
+        raise ConfigError(f"cannot join the other processes: {first_line(e)}") from None
+    if not alone():
+        threading.Thread(target=_watch, daemon=True).start()
+    if not is_first():
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
+
+
+def in_cluster() -> bool:
+    """Whether this is one of several processes that Slurm (`srun`), Open MPI or a Cloud TPU pod started."""
+    workers = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+    return len(workers) > 1 or any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints for all."""
+    return jax.process_index() == 0
+
+
+def alone() -> bool:
+    """Whether this process makes the run by itself; asks no backend, so that JAX is not yet set up by the question."""
+    return _client() is None
+
+
+def wait_for_all(what: str) -> None:
+    """Returns once every process has come here, by the same name."""
+    if not alone():
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Ends this process, one of several, without waiting for the others, and tells them why."""
+    with contextlib.suppress(Exception):  # another failure stands there already, or nobody is left to be told
+        _client().key_value_set(FAILURE, f"process {jax.process_index()}: {message}")
+    if is_first():
+        time.sleep(FAREWELL_SECONDS)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _client() -> Any:
+    """The connection to the coordinator, for which JAX has no public name."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _watch() -> None:
+    """Waits for the failure of another process, prints it and ends this one."""
+    while True:
+        try:
+            message = _client().blocking_key_value_get(FAILURE, 3_600_000)
+        except Exception as e:
+            if "DEADLINE_EXCEEDED" in str(e):
+                continue
+            if _client() is None or "CANCELLED" in str(e):  # the run has ended
+                return
+            message = f"lost the coordinator, process 0, or another process: {first_line(e)}"
+        print(f"error: stopped with {message}", file=sys.stderr, flush=True)
+        os._exit(1)
