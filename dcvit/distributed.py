@@ -8,6 +8,7 @@ notice after `HEARTBEAT_SECONDS`, and at once where it was the coordinator, proc
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import sys
@@ -23,6 +24,7 @@ from input_pipeline.errors import first_line
 
 HEARTBEAT_SECONDS = 30
 FAILURE = "dcvit/failure"  # the coordinator's key for the first failure
+POLL_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
 
 
@@ -59,7 +61,10 @@ def initialize(args: Any) -> None:
     except (RuntimeError, ValueError) as e:
         raise ConfigError(f"cannot join the other processes: {first_line(e)}") from None
     if not alone():
-        threading.Thread(target=_watch, daemon=True).start()
+        ended = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(ended,), daemon=True)
+        watcher.start()
+        atexit.register(lambda: (ended.set(), watcher.join()))  # before JAX, whose own exit waits for all processes
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
 
@@ -106,16 +111,15 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _watch() -> None:
-    """Waits for the failure of another process, prints it and ends this one."""
-    while True:
+def _watch(ended: threading.Event) -> None:
+    """Until the run has ended, looks for the failure of another process; prints it and ends this one."""
+    while not ended.wait(POLL_SECONDS):
         try:
-            message = _client().blocking_key_value_get(FAILURE, 3_600_000)
+            message = _client().key_value_try_get(FAILURE)
         except Exception as e:
-            if "DEADLINE_EXCEEDED" in str(e):
+            if "NOT_FOUND" in str(e):
                 continue
-            if _client() is None or "CANCELLED" in str(e):  # the run has ended
-                return
-            message = f"lost the coordinator, process 0, or another process: {first_line(e)}"
-        print(f"error: stopped with {message}", file=sys.stderr, flush=True)
-        os._exit(1)
+            message = f"lost process 0, the coordinator: {first_line(e)}"
+        if not ended.is_set():
+            print(f"error: stopped with {message}", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -38,10 +38,10 @@ on_worker() { cloud tpu-vm ssh "$name" --worker="$1" --command="$2"; }
 
 look_up() { cloud "$1" list --filter="name~/$name\$" --format="value($2)"; } # empty where none has this name
 slice_state() { # the slice's, or else that of the request for it; empty where there is neither
-  local state
+  local asked state
+  asked=$(look_up queued-resources state.state) || return # the first look: what is ACTIVE now has its slice by the next
   state=$(look_up tpu-vm state) || return
-  [ -n "$state" ] || state=$(look_up queued-resources state.state) || return
-  printf '%s\n' "$state"
+  printf '%s\n' "${state:-$asked}"
 }
 
 create() {
@@ -75,7 +75,7 @@ delete() {
 }
 
 install() {
-  local folder=/tmp new="rm -rf dcvit.new && mkdir dcvit.new && tar -xzf dcvit.tar.gz -C dcvit.new"
+  local folder=${TMPDIR:-/tmp} new="rm -rf dcvit.new && mkdir dcvit.new && tar -xzf dcvit.tar.gz -C dcvit.new"
   [ -n "$dry" ] || git -C "$root" diff --quiet HEAD || say "what is not committed stays here: workers get ${commit::9}"
   [ -n "$dry" ] || folder=$(mktemp -d) || return
   perform git -C "$root" archive --format=tar.gz --output="$folder/dcvit.tar.gz" "$commit" || return
@@ -128,10 +128,11 @@ worker() { # what the functions above ask of this script on a worker
   export DCVIT_VENV=$HOME/dcvit-venv
   mkdir -p "$state"
   exec 9>>"$state/lock" # every process of a run inherits it: it is locked while one of them lives
-  flock -w 1 9 || busy=busy-
+  flock -w 0.2 9 || busy=busy- # waits, for a look from here holds it for a moment
   case $busy$task in
     busy-install | busy-start) say "a run is under way on $(hostname): no $task" ;;
     busy-follow) tail -n 100 -F --pid="$(<"$state/pid")" "$state/log" ;;
+    follow) tail -n 100 "$state/log" ;;
     *status) if [ -e "$state/status" ]; then echo "ended $(<"$state/status")"; else echo "${busy:-lost}"; fi ;;
     install) worker_install "$2" ;;
     start)

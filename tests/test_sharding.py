@@ -27,9 +27,9 @@ ATTENTION = {
     "groups": {"model.compose": "both", "model.static": True, "model.groups": 4},
 }
 TINY = {
-    "vit": {"model.width": 32, "model.depth": 2, "model.num_heads": 4, "model.mlp_dim": 64, "model.patch_size": (4, 4)},
+    "vit": {"model.width": 32, "model.depth": 2, "model.num_heads": 8, "model.mlp_dim": 64, "model.patch_size": (4, 4)},
     "lm": {
-        "model.width": 32, "model.depth": 4, "model.num_heads": 4, "model.mlp_dim": 64, "model.window": 8,
+        "model.width": 32, "model.num_heads": 8, "model.mlp_dim": 64, "model.window": 8,
         "model.context": 32, "input.data.context": 32, "evals.validation.data.context": 32,
     },
 }  # fmt: skip
@@ -40,6 +40,8 @@ def configured(model, **overrides):
     """A tiny config whose optimiser keeps each step's gradient as its state."""
     fixed = {"total_steps": 10, "input.batch_size": 16, "optax_name": "trace", "optax": {"decay": 0.0}, "lr": 0.02}
     fixed |= {"grad_clip_norm": None, "schedule": {"decay_type": "constant"}, "wd": 0.01, "ema_decay": 0.9}
+    if model == "lm":  # window patterns of two layers: a scan of two, or one unrolled
+        fixed["model.depth"] = 4 if overrides.get("model.scan") else 2
     words = [f"{k}={v}" for k, v in {**fixed, **TINY[model], **overrides}.items()]
     return configs.load(CONFIGS[model], words)
 
@@ -87,7 +89,7 @@ def test_every_strategy_learns_what_one_device_does(library_promotion, model, at
     for one, many in zip(states, spread, strict=True):
         names = jax.tree_util.tree_flatten_with_path(one)[0]
         for (path, a), b in zip(names, jax.tree.leaves(many), strict=True):
-            largest = max(1e-3, float(np.abs(a).max(initial=0)))
-            np.testing.assert_allclose(b, a, atol=1e-5 * largest, rtol=0, err_msg=jax.tree_util.keystr(path))
+            largest = max(1e-3, float(np.abs(a).max(initial=0)))  # of an array; no value is 1e-5 off
+            np.testing.assert_allclose(b, a, atol=min(1e-5, 5e-4 * largest), rtol=0, err_msg=jax.tree_util.keystr(path))
     split = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
     assert split - {None} == set(strategy.split("+")) - {"ddp"}
