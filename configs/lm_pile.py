@@ -57,6 +57,9 @@ The data: `kind=megatron`, Pythia's pre-tokenised files (`data` is the path of t
 `kind=input_ids`, TFRecords. For the latter two, DATA/train and DATA/validation. docs/text.md says more.
 `document_mask=true` keeps attention inside documents; the paper's crosses them. `end_of_text` is the token that ends
 one, where the data does not say (Pythia's files: 0).
+
+All chips share parameters, optimiser and batch (mesh axis fsdp); `tensor=4` splits heads and MLPs over four as well,
+`grad_accum=16` learns from a batch in 16 parts. `pods` below says which slices of a TPU pod hold which model.
 """
 
 from ml_collections import ConfigDict
@@ -82,6 +85,8 @@ def get_config(
     rank: int | None = None,
     groups: int | None = None,
     window_pattern: str = "preset",
+    tensor: int = 1,
+    grad_accum: int = 1,
     runlocal: bool = False,
 ) -> ConfigDict:
     """`preset` names the model, `data` the files; what is not given is the preset's. See above."""
@@ -104,6 +109,9 @@ def get_config(
     config.input = ConfigDict()
     config.input.data = train
     config.input.batch_size = batch_size
+    config.grad_accum = grad_accum
+    config.mesh = [("fsdp", -1), ("tensor", tensor)]
+    config.sharding_strategy = "fsdp+tensor"
     config.document_mask = document_mask
 
     config.model_name = "lm"
@@ -131,6 +139,28 @@ def get_config(
     return config
 
 
+def pods() -> dict[str, str]:
+    """Arguments of `get_config`, and a TPU slice that holds their training, with one row a chip at a time."""
+    slices = {
+        "405M": ("v5e:4x4", 16), "834M": ("v5e:4x8", 8), "1.4B": ("v6e:4x8", 8), "2.8B": ("v6e:8x8", 16),
+        "6.9B": ("v5p:4x4x8", 8), "12B": ("v5p:4x8x8", 4), "13B": ("v5p:4x8x8", 4), "33B": ("v5p:8x8x8", 2),
+    }  # fmt: skip
+    families = {
+        "Transformer": ("405M", "834M", "1.4B"),
+        "Transformer++": ("405M", "834M", "1.4B", "2.8B", "6.9B", "13B", "33B"),
+        "Pythia": ("2.8B", "6.9B", "12B"),
+    }
+    composed = {"Transformer": "DCFormer", "Transformer++": "DCFormer++", "Pythia": "DCPythia"}
+    found = {}
+    for family, sizes in families.items():
+        for size in sizes:
+            topology, parts = slices[size]
+            for name in (family, composed[family]):
+                if (name, size) != ("DCPythia", "12B"):
+                    found[f"preset={name}-{size},grad_accum={parts}"] = topology
+    return found
+
+
 def recipe(preset: str) -> tuple[int, int, float]:
     """Steps, rows in a batch and peak learning rate: Table 3; Pythia (Biderman et al., 2023, Appendix E)."""
     family, _, size = preset.rpartition("-")
@@ -156,6 +186,8 @@ def _shrink(config: ConfigDict) -> None:
     tiny = {"width": 64, "depth": 4, "num_heads": 2, "mlp_dim": 128, "window": 16, "dtype_mm": "float32"}
     config.model.update(tiny)
     config.input.batch_size = 2
+    config.grad_accum = 1
+    config.mesh, config.sharding_strategy = [("data", -1)], "ddp"
     config.total_steps = 12
     config.loss_chunk = 32
     config.log_steps = 2

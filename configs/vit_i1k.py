@@ -91,6 +91,11 @@ def get_config(
     return config
 
 
+def pods() -> dict[str, str]:
+    """Arguments of `get_config`, and a TPU slice that holds their training."""
+    return {f"variant={variant}": "v5e:4x8" for variant in ("ViT-S/16", "DCViT-S/16", "ViT-M/16")}
+
+
 def _shrink(config: ConfigDict, *, composed: bool) -> None:
     """A tiny model on the first images of each set for a few steps, through the same code."""
     config.model.variant = ("DCViT-" if composed else "ViT-") + "mu/16"

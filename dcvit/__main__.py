@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "continue text with a trained language model",
     "lm_eval": "run tasks of lm-evaluation-harness on a language model",
     "tokenize": "turn text files into files of tokens, once",
+    "aot": "compile a config's training step for a TPU slice",
     "plot": "draw the training curves of one or more runs",
 }
 

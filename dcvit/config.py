@@ -115,23 +115,16 @@ def _find(name: str) -> Path:
         if not path.is_file():
             raise ConfigError(f"no config file {name}")
         return path
-    folders = [folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()]
-    known = sorted({p.stem for folder in folders for p in folder.glob("*.py")})
-    for folder in folders:
-        if (folder / f"{name}.py").is_file():
-            return folder / f"{name}.py"
-    raise ConfigError(f"no config named {name!r}; {nearest(name, known)}")
+    known = {path.stem: path for path in _shipped()}
+    if name not in known:
+        raise ConfigError(f"no config named {name!r}; {nearest(name, known)}")
+    return known[name]
 
 
 def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     """Executes a config file and calls its get_config, with arguments turned into its defaults' types."""
-    spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        get_config = module.get_config
+        get_config = _module(path).get_config
         parameters = inspect.signature(get_config).parameters
         for key in arguments:
             if key not in parameters:
@@ -144,6 +137,31 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
     return config
+
+
+def _module(path: Path) -> Any:
+    """A config file, executed."""
+    spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def recommended() -> list[tuple[str, str]]:
+    """(config, TPU topology) of all that the package's configs recommend: their `pods()`, {arguments: topology}."""
+    return [
+        (f"{path.stem}:{arguments}", topology)
+        for path in _shipped()
+        for arguments, topology in getattr(_module(path), "pods", dict)().items()
+    ]
+
+
+def _shipped() -> list[Path]:
+    """The config files that come with the package."""
+    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
+    return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
 
 
 def _parse_arguments(text: str) -> dict[str, str]:

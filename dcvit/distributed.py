@@ -64,16 +64,20 @@ def initialize(args: Any) -> None:
         ended = threading.Event()
         watcher = threading.Thread(target=_watch, args=(ended,), daemon=True)
         watcher.start()
-        atexit.register(lambda: (ended.set(), watcher.join()))  # before JAX, whose own exit waits for all processes
+        atexit.register(watcher.join)  # before JAX's own exit, which waits for all processes
+        atexit.register(ended.set)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
 
 
 def in_cluster() -> bool:
-    """Whether this is one of several processes that Slurm (`srun`), Open MPI or a Cloud TPU pod started."""
-    workers = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    """Whether Slurm (`srun`) or Open MPI started this as one of several processes, or it runs on a Cloud TPU VM, whose
+    metadata tell JAX of the other workers."""
+    from jax._src import cloud_tpu_init  # JAX's own answer, for which it has no public name
+
     counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
-    return len(workers) > 1 or any(count.isdigit() and int(count) > 1 for count in counts)
+    on_tpu = bool(cloud_tpu_init.running_in_cloud_tpu_vm) and jax.config.jax_platforms in (None, "", "tpu")
+    return on_tpu or any(count.isdigit() and int(count) > 1 for count in counts)
 
 
 def is_first() -> bool:

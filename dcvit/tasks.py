@@ -121,8 +121,9 @@ TASKS: dict[str, type[Task]] = {"vit": Images, "lm": Tokens}
 class TrainingData:
     """The training source of a config, and what follows from it: the task and the total of steps."""
 
-    def __init__(self, config: ConfigDict, mesh: Mesh):
-        """Raises ConfigError or InputError where config, data and the mesh's parts of a batch do not fit."""
+    def __init__(self, config: ConfigDict, mesh: Mesh, source: input_pipeline.Source | None = None):
+        """`source` stands in for the config's own. Raises ConfigError or InputError where config, data and the mesh's
+        parts of a batch do not fit."""
         known = {"data": dict, "batch_size": int, "pp": str, "corrupt": str, "corrupt_max": int}
         for key in config.input:
             if key not in known:
@@ -139,7 +140,7 @@ class TrainingData:
                 f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
             )
         self.corrupt = input_pipeline.Corrupt(options["corrupt"], options["corrupt_max"])
-        self.source = open_source(config.input.data, "config.input.data")
+        self.source = open_source(config.input.data, "config.input.data") if source is None else source
         if len(self.source) < self.batch_size:
             raise ConfigError(f"config.input: {len(self.source)} examples do not fill one batch of {self.batch_size}")
         if config.model_name not in TASKS:

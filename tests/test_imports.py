@@ -22,6 +22,7 @@ LAYERS = [
         "dcvit.harness",
         "dcvit.plot",
         "dcvit.tokenize",
+        "dcvit.aot",
     ],
     ["dcvit.cli"],
     ["dcvit.build", "dcvit.step", "dcvit.tasks", "dcvit.decoding", "dcvit.progress"],
@@ -37,6 +38,7 @@ LAYERS = [
         "dcvit.pixels",
         "dcvit.distributed",
         "dcvit.chips",
+        "dcvit.hlo",
     ],
     ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
 ]

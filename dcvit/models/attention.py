@@ -70,28 +70,34 @@ class Compose(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"]) -> ComposeWeights:
-        """Dynamic weights from the query side's and the key side's input."""
+    def __call__(
+        self,
+        x_q: Float[Array, "B T M"],
+        x_kv: Float[Array, "B S M"],
+        whole_q: Float[Array, "B T M"],
+        whole_kv: Float[Array, "B S M"],
+    ) -> ComposeWeights:
+        """Dynamic weights from the query side's and the key side's input; `whole_…` are copies for the projections."""
         weights: dict[str, Array] = {}
-        for side, x in (("q", x_q), ("k", x_kv)):
+        for side, x, whole in (("q", x_q, whole_q), ("k", x_kv, whole_kv)):
             if side in self.branches:
-                weights |= self._side(side, x)
+                weights |= self._side(side, x, whole)
         if self.static:
             per_group = self.heads // self.groups
             shape = (self.groups, per_group, per_group)
             weights["static"] = self.param("w_b", static_init(per_group), shape)
         return ComposeWeights(**weights)
 
-    def _side(self, side: str, x: Array) -> dict[str, Array]:
+    def _side(self, side: str, x: Array, whole: Array) -> dict[str, Array]:
         """The projection and gate of one side, from that side's input."""
         per_group = self.heads // self.groups
         width, inner = x.shape[-1], 2 * self.rank * per_group
-        x = x.astype(self.dtype or x.dtype)
+        x, whole = (copy.astype(self.dtype or copy.dtype) for copy in (x, whole))
         weights: dict[str, Array] = {}
         if self.projection:
             w_1 = self.param(f"w_{side}1", hidden_init(width, inner), (width, self.groups, inner))
             w_2 = self.param(f"w_{side}2", projection_init(self.rank, per_group), (self.groups, inner, inner))
-            pair = dynamic_projection(x, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
+            pair = dynamic_projection(whole, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
             # Groups live where their heads do. One group has all heads, and each device has all of these small weights.
             axis = "tensor" if self.groups > 1 else None
             weights |= {f"{side}{i}": constrain(w, BATCH, None, None, axis) for i, w in enumerate(pair, start=1)}
@@ -174,8 +180,11 @@ class Attention(nn.Module):
         x_kv = x_q if x_kv is None else x_kv
         width = x_q.shape[-1]
         self._check(width)
+        # What flows back from the dynamic projections of all heads is whole on every device; what flows back from a
+        # device's own heads is a part of a sum. These copies keep them apart, so that one exchange sums the parts.
+        whole = [constrain(x, BATCH, None, None) if self.groups == 1 else x for x in (x_q, x_kv)]
         q, k, v = self._project(x_q, x_kv, positions)
-        pre, post = (self._compose(where, x_q, x_kv) for where in ("pre", "post"))
+        pre, post = (self._compose(where, x_q, x_kv, *whole) for where in ("pre", "post"))
         causal, window = self.causal, self.window
         if cache is not None and progress is not None:
             new = decode.Cache(k, v, decode.key_wise(pre), decode.key_wise(post))
@@ -222,14 +231,14 @@ class Attention(nn.Module):
             q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
         return q, k, v
 
-    def _compose(self, where: str, x_q: Array, x_kv: Array) -> ComposeWeights | None:
+    def _compose(self, where: str, *inputs: Array) -> ComposeWeights | None:
         """The weights of the compose at `where`, "pre" or "post"; None where there is none."""
         if self.compose not in (where, "both"):
             return None
         weights: ComposeWeights = Compose(
             heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
             static=self.static, rank=self.rank, groups=self.groups, dtype=self.dtype, name=where,
-        )(x_q, x_kv)  # fmt: skip
+        )(*inputs)  # fmt: skip
         return weights
 
     def _check(self, width: int) -> None:
