@@ -76,7 +76,7 @@ def in_cluster() -> bool:
     from jax._src import cloud_tpu_init  # JAX's own answer, for which it has no public name
 
     counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
-    on_tpu = bool(cloud_tpu_init.running_in_cloud_tpu_vm) and jax.config.jax_platforms in (None, "", "tpu")
+    on_tpu = cloud_tpu_init.running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
     return on_tpu or any(count.isdigit() and int(count) > 1 for count in counts)
 
 
