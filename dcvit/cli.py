@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
+import os
+import platform
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +27,7 @@ from dcvit.metrics import MetricsError
 from input_pipeline import InputError
 from input_pipeline.errors import first_line, nearest
 
+CACHE_BYTES = 10**10
 FORMATS = ("table", "csv", "json")
 
 
@@ -58,8 +64,23 @@ def path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def keep_compiled() -> None:
+    """Has JAX keep what it compiles on disk, up to `CACHE_BYTES`, unless its own settings say where.
+
+    In `~/.cache/dcvit` (or $XDG_CACHE_HOME/dcvit), by kind of processor: homes are shared by machines that differ.
+    """
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        info = Path("/proc/cpuinfo")
+        flags = re.search(r"^flags.*$", info.read_text(), re.MULTILINE) if info.is_file() else None
+        kind = hashlib.sha256((flags[0] if flags else platform.processor()).encode()).hexdigest()[:8]
+        jax.config.update("jax_compilation_cache_dir", str(base / "dcvit" / f"{platform.machine()}-{kind}"))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
 def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
     """The exit status of `main`: its own; 2, with one line on stderr, for an expected error; 130 for Ctrl-C."""
+    keep_compiled()
     try:
         return main(argv)
     except (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError) as e:

@@ -47,6 +47,8 @@ class RunProgress:
         if timing:
             unit, each = self.rate
             status += f"  {timing['examples_per_second'] * each:.0f} {unit}  {timing['step_seconds'] * 1e3:.1f} ms/step"
+            if "mfu" in timing:
+                status += f"  MFU {timing['mfu']:.1%}"
         self.bar.update(self.task, completed=step, status=status)
         if not self.live and status:
             left = (self.total - step) * timing["step_seconds"] if timing else 0

@@ -51,7 +51,7 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 STACKED = r"(.*/)?Transformer/(group|encoderblock)/.*"  # parameters of a scan, whose first dimension counts layers
 
 
-def make_mesh(axes: Sequence[Sequence[Any]], devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes of `AXES`, each of the size that `axes` gives it, 1 where it gives none.
 
     Args:
@@ -91,7 +91,7 @@ def data_mesh() -> Mesh:
     return make_mesh([("data", -1)])
 
 
-def check_strategy(mesh: Mesh, axes: Sequence[Sequence[Any]], strategy: Strategy) -> None:
+def check_strategy(mesh: Mesh, axes: Sequence[Any], strategy: str | Sequence[Any]) -> None:
     """Raises ConfigError for an unknown strategy, or a named one that does not fit the mesh."""
     if not isinstance(strategy, str):
         for pair in strategy:

@@ -25,10 +25,11 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from dcvit import build, cli, distributed
+from dcvit import build, chips, cli, distributed
 from dcvit import config as configs
 from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
+from dcvit.flops import training_flops
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
 from dcvit.sharding import local_rows, prefetch, put_batch
@@ -112,7 +113,8 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     if distributed.is_first():
         writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
     evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
-    loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every)
+    peak = peak_examples(net, data.task.example, jax.devices())
+    loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every, peak)
     try:
         with jax.set_mesh(mesh):
             return loop.run(update, _start_state(config, net, tx, given, placed, data.task.example, checkpoints), start)
@@ -120,6 +122,13 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         checkpoints.close()
         if writer:
             writer.close()
+
+
+def peak_examples(net: Any, example: jax.ShapeDtypeStruct, devices: Sequence[Any]) -> float | None:
+    """Examples a second if the devices did nothing but the model's products at their peak: what model FLOPs utilisation
+    is measured against. None on devices that are not in `dcvit.chips`."""
+    chip, flops = chips.chip(devices[0].device_kind), training_flops(net, example)
+    return chip.peak * len(devices) / flops if chip and flops else None
 
 
 def _given_params(config: ConfigDict, shapes: Any, *, resumes: bool) -> Any:
@@ -195,6 +204,7 @@ class Loop:
     checkpoints: Checkpoints
     evaluate: dict[str, Callable[[Any], dict[str, float]]]
     every: dict[str, int | None]  # steps between "log", "ckpt" and each "evals.NAME"
+    peak_examples: float | None = None  # that the devices' peak would learn from in a second, where it is known
 
     def run(self, update: Any, state: TrainState, start: int) -> dict[str, Any]:
         """All steps after `start`; returns the last row of metrics, empty where none was left."""
@@ -255,6 +265,8 @@ class Loop:
         if self._due("log", step):
             seconds = clock.lap()
             timing = {"step_seconds": seconds, "examples_per_second": self.data.batch_size / seconds}
+            if self.peak_examples:
+                timing["mfu"] = timing["examples_per_second"] / self.peak_examples
         with clock.paused():
             row |= self._evaluations(state, evals)
             if self.writer:

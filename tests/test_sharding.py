@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +94,189 @@ def test_every_strategy_learns_what_one_device_does(library_promotion, model, at
             np.testing.assert_allclose(b, a, atol=min(1e-5, 5e-4 * largest), rtol=0, err_msg=jax.tree_util.keystr(path))
     split = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
     assert split - {None} == set(strategy.split("+")) - {"ddp"}
+
+
+def spec(name, shape, strategy, mesh):
+    tree = functools.reduce(lambda tree, part: {part: tree}, reversed(name.split("/")), np.empty(shape, np.float32))
+    (sharded,) = jax.tree.leaves(sharding.shardings(tree, sharding.make_mesh(mesh), strategy))
+    return tuple(sharded.spec)
+
+
+BLOCK = "Transformer/decoderblock_0/MultiHeadDotProductAttention_0"
+SPECS = [
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "ddp", (None, None, None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp", ("fsdp", None, None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "tensor", (None, "tensor", None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp+tensor", ("fsdp", "tensor", None)),
+    (f"{BLOCK}/query/bias", (8, 4), "tensor", ("tensor", None)),
+    (f"{BLOCK}/out/kernel", (8, 4, 32), "fsdp+tensor", ("tensor", None, "fsdp")),
+    (f"{BLOCK}/pre/w_q1", (32, 1, 64), "tensor", (None, None, None)),  # all heads: every device composes with all
+    (f"{BLOCK}/pre/w_q1", (32, 4, 16), "fsdp+tensor", ("fsdp", "tensor", None)),
+    (f"{BLOCK}/pre/w_k2", (4, 16, 16), "tensor", ("tensor", None, None)),
+    (f"{BLOCK}/post/w_kg", (32, 8), "tensor", (None, "tensor")),
+    (f"{BLOCK}/post/w_b", (4, 2, 2), "tensor", ("tensor", None, None)),
+    ("Transformer/decoderblock_0/MlpBlock_0/gate/kernel", (32, 64), "fsdp+tensor", ("fsdp", "tensor")),
+    ("Transformer/encoderblock_0/MlpBlock_0/Dense_1/kernel", (64, 32), "fsdp+tensor", ("tensor", "fsdp")),
+    ("Transformer/encoderblock_0/LayerNorm_0/scale", (32,), "fsdp+tensor", (None,)),
+    ("embedding/embedding", (257, 32), "fsdp+tensor", (None, ("tensor", "fsdp"))),  # a prime number of tokens
+    ("head/kernel", (32, 257), "fsdp+tensor", (("tensor", "fsdp"), None)),
+    ("embedding/kernel", (16, 16, 3, 32), "fsdp+tensor", (None, None, None, "fsdp")),
+    # A scan's first dimension counts layers, and an optimiser's state is placed as its parameter is.
+    ("Transformer/group/layer_1/MlpBlock_0/in/kernel", (16, 32, 64), "fsdp+tensor", (None, "fsdp", "tensor")),
+    ("opt_state/2/mu/Transformer/encoderblock/MlpBlock_0/Dense_0/bias", (16, 64), "tensor", (None, "tensor")),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "strategy", "expected"), SPECS)
+def test_parameters_are_split_by_heads_hidden_width_and_largest_dimension(name, shape, strategy, expected):
+    assert spec(name, shape, strategy, MESHES["fsdp+tensor"]) == expected
+
+
+def test_rules_of_ones_own_name_strategies_or_dimensions():
+    rules = [(".*/query/kernel", ("tensor", None)), ("head/.*", "fsdp"), (".*_0/.*/w_.*", [["fsdp", "tensor"], None])]
+    mesh = MESHES["fsdp+tensor"]
+    assert spec(f"{BLOCK}/query/kernel", (32, 8, 4), rules, mesh) == (None, "tensor", None)
+    assert spec("head/kernel", (32, 257), rules, mesh) == ("fsdp", None)
+    assert spec(f"{BLOCK}/pre/w_kg", (32, 8), rules, mesh) == (("fsdp", "tensor"), None)
+    assert spec("embedding/embedding", (257, 32), rules, mesh) == (None, None)
+    with pytest.raises(ConfigError, match=r"tensor 2 does not divide 257 of head/kernel"):
+        spec("head/kernel", (32, 257), [("head/.*", (None, "tensor"))], mesh)
+
+
+@pytest.mark.parametrize(
+    "model", [vit.Model(10, variant="mu/4", scan=True), lm.Model(32, width=32, depth=2, num_heads=4)]
+)
+def test_every_matrix_of_both_models_is_split(model):
+    """By both axes of fsdp+tensor, but for those which all devices use whole."""
+    model = model.clone(num_heads=4, compose="both", groups=4)
+    example = jax.ShapeDtypeStruct((1, 8, 8, 3) if isinstance(model, vit.ViT) else (1, 8), jnp.float32)
+    if isinstance(model, lm.LM):
+        example = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    places = sharding.shardings(
+        build.param_shapes(model, example), sharding.make_mesh(MESHES["fsdp+tensor"]), "fsdp+tensor"
+    )
+    whole_for_tensor = r".*(embedding/kernel|pos_embedding|pre_logits/kernel)"
+    for path, place in jax.tree_util.tree_flatten_with_path(places)[0]:
+        name, axes = jax.tree_util.keystr(path, simple=True, separator="/"), set(jax.tree.leaves(tuple(place.spec)))
+        if re.fullmatch(r".*/(kernel|embedding|w_..?)", name):
+            assert "fsdp" in axes, name
+            assert "tensor" in axes or re.fullmatch(whole_for_tensor, name), name
+
+
+BAD = {
+    "not pairs": ({"mesh": ["data", 8]}, "expected pairs (axis, size)"),
+    "twice": ({"mesh": [("data", 2), ("data", 4)]}, "each axis once"),
+    "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, tensor"),
+    "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
+    "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
+    "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 on 8 devices, which is not 4"),
+    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is no multiple of 3"),
+    "empty": ({"mesh": []}, "no axis on 8 devices, which is not 1"),
+    "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; known: ddp, fsdp"),
+    "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh names no axis 'fsdp'"),
+    "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "give config.sharding_strategy='tensor'"),
+    "heads": (
+        {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
+        "tensor 8 does not divide num_heads 4",
+    ),
+    "mlp": (
+        {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 8, "model.mlp_dim": 12},
+        "tensor 8 does not divide mlp_dim 12",
+    ),
+    "groups": (
+        {
+            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
+            "model.num_heads": 4, "model.groups": 2,
+        },
+        "config.model.groups=2 is no multiple of tensor 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_the_devices_is_one_line_with_the_arithmetic(digits_run, capsys, name):
+    overrides, message = BAD[name]
+    status, workdir = digits_run(**overrides)
+    err = capsys.readouterr().err
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not workdir.exists()
+
+
+RULES = {
+    "no pair": (["fsdp"], "is no pair of a regex"),
+    "regex": ([("(", "fsdp")], "is not a regular expression"),
+    "name": ([(".*", "fspd")], "did you mean 'fsdp'"),
+    "axis": ([(".*", ("model",))], "names other axes than data, fsdp, tensor"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_that_say_nothing_are_refused(name):
+    rules, message = RULES[name]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        sharding.check_strategy(sharding.data_mesh(), [("data", -1)], rules)
+
+
+def test_each_process_makes_the_rows_that_its_devices_hold():
+    for axes in MESHES.values():
+        mesh = sharding.make_mesh(axes)
+        assert sharding.local_rows(mesh, 16) == list(range(16))
+        rows = np.arange(32, dtype=np.int32).reshape(16, 2)
+        (sent,) = sharding.put_batch({"x": rows}, mesh, 16).values()
+        np.testing.assert_array_equal(sent, rows)
+        assert sent.sharding.shard_shape(sent.shape)[0] == 16 // sharding.batch_shards(mesh)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(tmp_path, library_promotion):
+    config = configured("vit", **ATTENTION["groups"])
+    _, (*_, saved), state = five_steps(config)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, state.items())
+    checkpoints.close()
+    axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
+    other = configured("vit", **ATTENTION["groups"], **axes)
+    mesh = build.mesh(other, jax.devices()[:4])
+    data = TrainingData(other, mesh)
+    net = build.model(data.config)
+    tx, _ = build.optimiser(other, build.param_shapes(net, data.task.example), data)
+    placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
+    restored = Checkpoints(tmp_path).restore(5, placed.items())
+    found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
+    leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
+    assert all(leaf.sharding == place.sharding for leaf, place in leaves)
+    loaded = load_params(tmp_path, functools.partial(sharding.shardings, mesh=mesh, strategy="fsdp+tensor"))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
+
+
+def test_evaluation_on_other_devices_than_those_of_training_says_so(digits_run, capsys):
+    """A config's mesh for sixteen devices, on eight."""
+    config = configured("vit", mesh=[("data", 16)])
+    assert build.mesh(config, fallback=True).shape["fsdp"] == 8
+    assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in capsys.readouterr().err
+
+
+def test_speed_is_held_against_the_peak_of_known_devices():
+    net, example = vit.Model(10, variant="S/16"), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+
+    devices = [types.SimpleNamespace(device_kind="TPU v5 lite")] * 4
+    flops = train.training_flops(net, example)
+    assert train.peak_examples(net, example, devices) == pytest.approx(4 * 197e12 / flops)
+    assert train.peak_examples(net, example, jax.devices()) is None  # CPUs
+
+
+def test_compiled_programs_are_kept_by_default_and_where_jax_is_told(monkeypatch, tmp_path):
+    was = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        cli.keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == was
+        jax.config.update("jax_compilation_cache_dir", None)
+        cli.keep_compiled()
+        assert jax.config.jax_compilation_cache_dir.startswith(f"{tmp_path}/dcvit/")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+        jax.config.update("jax_compilation_cache_max_size", -1)
