@@ -47,7 +47,7 @@ def test_every_other_command_is_one_that_ci_runs():
 
 
 def test_the_snippet_is_a_working_block():
-    (snippet,) = blocks("python")
+    snippet, *_ = blocks("python")
     names: dict = {}
     exec(compile(snippet, "README.md", "exec"), names)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
@@ -66,7 +66,7 @@ def test_every_file_it_names_exists():
         assert (ROOT / name).exists(), name
     (tree,) = re.findall(r"^## Map\n\n```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    named = re.findall(r"[\w/]+\.(?:py|sh)\b", tree)
+    named = re.findall(r"[\w/]+\.(?:py|sh|sbatch)\b", tree)
     assert len(named) > 20
     for name in named:
         assert any(f"/{file}".endswith(f"/{name}") for file in files), f"the map names {name}"
@@ -84,3 +84,14 @@ def test_its_input_table_is_what_the_benchmark_measured():
 
     for line in bench_input.lines(json.loads((ROOT / "docs" / "input.json").read_text())):
         assert line in README
+
+
+def test_its_table_of_tpu_slices_is_what_the_compiler_said():
+    """Every model that the configs recommend a slice for, all of which fit."""
+    from dcvit import aot
+    from dcvit import config as configs
+
+    rows = json.loads((ROOT / "docs" / "aot.json").read_text())
+    assert "\n".join(aot.markdown(rows)) in README
+    assert [(row["config"], row["topology"]) for row in rows] == configs.recommended()
+    assert {row["verdict"] for row in rows} == {"fits"}
