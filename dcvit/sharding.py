@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcvit.config import ConfigError, check_regex
+from dcvit.dcmha.shapes import Array, Float
 from input_pipeline.errors import nearest
 
 AXES = ("data", "fsdp", "tensor")
@@ -200,7 +201,7 @@ def _names(axis: Any) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
-def constrain(x: jax.Array, *axes: Any) -> jax.Array:
+def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
     """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
 
     A dimension stays whole where its axes do not divide it. Without a mesh, or on one device, `x` as it is.
