@@ -1,0 +1,222 @@
+"""Several processes as one run: real ones, over localhost, with JAX's own runtime."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+
+from dcvit import cli, distributed, metrics, train
+from dcvit.checkpoint import load_params
+
+TEXT = {
+    "tensorboard": False, "total_steps": 6, "log_steps": 2, "ckpt_steps": 3, "input.batch_size": 16, "model.width": 32,
+    "model.depth": 2, "model.num_heads": 4, "model.mlp_dim": 32, "model.window": 8, "model.context": 32,
+    "input.data.context": 32, "evals.validation.data.context": 32, "evals.validation.data.limit": 45,
+    "evals.validation.batch_size": 7, "evals.validation.log_steps": 3,
+}  # fmt: skip
+BOTH = {"mesh": [("data", 2), ("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
+
+
+class Group:
+    """The processes of one run; all are killed at the end."""
+
+    def __init__(self, count, devices, command, *argv):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        self.processes = []
+        for i in range(count):
+            words = [word.replace("{process}", str(i)) for word in argv]
+            if count > 1:
+                words += ["--coordinator", address, "--num_processes", str(count), "--process_id", str(i)]
+            call = [sys.executable, "-u", "-m", f"dcvit.{command}", *words]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(call, env=env, **pipes))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            with process:  # closes its pipes
+                pass
+
+    def finish(self, seconds=240):
+        """What each printed, (stdout, stderr), once all have ended."""
+        return [process.communicate(timeout=seconds) for process in self.processes]
+
+    @property
+    def statuses(self):
+        return [process.returncode for process in self.processes]
+
+
+def options(workdir, config="vit_digits", **overrides):
+    tiny = TEXT if config == "lm_stdlib" else TINY | {"evals.test.batch_size": 50}
+    words = [f"--config.{key}={value}" for key, value in {**tiny, "ckpt_keep": 9, **overrides}.items()]
+    return "train", "--config", config, "--workdir", str(workdir), *words
+
+
+def run(count, devices, workdir, config="vit_digits", **overrides):
+    with Group(count, devices, *options(workdir, config, **overrides)) as group:
+        printed = group.finish()
+    assert group.statuses == [0] * count, printed
+    for out, _ in printed[1:]:  # Gloo, of JAX's CPU devices, speaks for itself
+        assert [line for line in out.splitlines() if not line.startswith("[Gloo]")] == []
+    return workdir
+
+
+def check_same(one, other):
+    rows, others = metrics.read(one / "metrics.jsonl"), metrics.read(other / "metrics.jsonl")
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for a, b in zip(rows, others, strict=True):
+        for key, value in a.items():
+            assert b[key] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (a["step"], key)
+    for a, b in zip(*(jax.tree.leaves(load_params(workdir)) for workdir in (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process with eight devices."""
+    return run(1, 8, tmp_path_factory.mktemp("alone") / "run")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The same run of two processes with four each."""
+    return run(2, 4, tmp_path_factory.mktemp("two") / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_and_evaluate_as_one(alone, two):
+    """360 test images in batches of 56: the last one ends inside a process's rows."""
+    check_same(alone, two)
+
+
+@pytest.mark.slow
+def test_four_processes_and_other_meshes_do_too(alone, tmp_path):
+    check_same(alone, run(4, 2, tmp_path / "four"))
+    check_same(alone, run(2, 4, tmp_path / "both", **BOTH))
+
+
+@pytest.mark.slow
+def test_text_is_learnt_and_counted_as_by_one_process(tmp_path):
+    one = run(1, 8, tmp_path / "one", "lm_stdlib")
+    check_same(one, run(2, 4, tmp_path / "two", "lm_stdlib", **BOTH))
+    last = metrics.read(one / "metrics.jsonl")[-1]
+    assert last["validation/tokens"] == 45 * 32
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_resumes(two, tmp_path):
+    """From the checkpoint of step 3, by one process and by four."""
+    for count in (1, 4):
+        workdir = tmp_path / str(count)
+        shutil.copytree(two, workdir)
+        shutil.rmtree(workdir / "checkpoints" / "6")
+        assert max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()) == 3
+        run(count, 8 // count, workdir)
+        check_same(two, workdir)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(two):
+    argv = ["evaluate", "--workdir", str(two), "--format", "json"]
+    rows = []
+    for count in (1, 2):
+        with Group(count, 8 // count, *argv) as group:
+            printed = group.finish()
+        assert group.statuses == [0] * count, printed
+        out = "\n".join(line for line in printed[0][0].splitlines() if not line.startswith("[Gloo]"))
+        rows.append(json.loads(out))
+    for one, other in zip(*rows, strict=True):
+        assert one.pop("images_per_second")
+        assert other.pop("images_per_second")
+        assert one["n"] == 360
+        assert other == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_with_its_message(tmp_path):
+    """Process 1 looks for the workdir elsewhere."""
+    started = time.monotonic()
+    with Group(2, 2, *options(f"{tmp_path}/{{process}}")) as group:
+        (_, first), (_, second) = group.finish(120)
+    assert group.statuses == [1, 2]
+    assert "error: workdir" in second
+    assert "stopped with process 1: workdir" in first
+    assert "not on a file system that all processes share" in first
+    assert time.monotonic() - started < 100  # of which most is the start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_other(tmp_path, killed):
+    """Process 0 is missed at once, another one after the heartbeat's time."""
+    with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
+        for line in group.processes[0].stdout:
+            if line.startswith("step 2/"):
+                break
+        group.processes[killed].send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        _, error = group.processes[1 - killed].communicate(timeout=distributed.HEARTBEAT_SECONDS + 60)
+    assert time.monotonic() - started < distributed.HEARTBEAT_SECONDS + 30
+    assert group.processes[1 - killed].returncode not in (0, None)
+    assert "the JAX distributed service detected fatal errors" in error or "error: stopped with" in error
+
+
+OPTIONS = {
+    "some": (["--coordinator", "localhost:1234"], "go together; missing --num_processes, --process_id"),
+    "id": (["--coordinator", "localhost:1234", "--num_processes", "2", "--process_id", "2"], "--process_id from 0"),
+    "no port": (["--coordinator", "localhost", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+    "no number": (["--num_processes", "two"], "invalid int value"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_name_no_run_are_one_line(tmp_path, capsys, monkeypatch, name):
+    words, message = OPTIONS[name]
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("joined"))
+    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run"), *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+ENVIRONMENTS = [
+    ({}, False),
+    ({"SLURM_STEP_NUM_TASKS": "1"}, False),
+    ({"SLURM_NTASKS": "8"}, False),  # the batch script itself, outside of srun
+    ({"SLURM_STEP_NUM_TASKS": "8"}, True),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+]
+
+
+@pytest.mark.parametrize(("environment", "several"), ENVIRONMENTS)
+def test_a_cluster_is_known_by_its_environment(monkeypatch, environment, several):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.in_cluster() is several
+
+
+def test_a_tpu_vm_asks_its_metadata_unless_jax_runs_elsewhere(monkeypatch):
+    from jax._src import cloud_tpu_init
+
+    monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not distributed.in_cluster()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert distributed.in_cluster()
