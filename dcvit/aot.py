@@ -254,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.format == "table":
             cli.show(lines(row), "table")
         rows.append(row)
+        jax.clear_caches()  # each leaves hundreds of megabytes behind
         if args.out:  # after each, since all take a while
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
     if args.format != "table":

@@ -120,14 +120,12 @@ def test_text_is_learnt_and_counted_as_by_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_another_number_of_processes_resumes(two, tmp_path):
-    """From the checkpoint of step 3, by one process and by four."""
-    for count in (1, 4):
-        workdir = tmp_path / str(count)
-        shutil.copytree(two, workdir)
-        shutil.rmtree(workdir / "checkpoints" / "6")
-        assert max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()) == 3
-        run(count, 8 // count, workdir)
-        check_same(two, workdir)
+    """From the checkpoint of step 3."""
+    workdir = tmp_path / "resumed"
+    shutil.copytree(two, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    assert max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()) == 3
+    check_same(two, run(1, 8, workdir))
 
 
 @pytest.mark.slow
@@ -144,7 +142,8 @@ def test_two_processes_evaluate_as_one(two):
         assert one.pop("images_per_second")
         assert other.pop("images_per_second")
         assert one["n"] == 360
-        assert other == pytest.approx(one, rel=1e-6)
+        for key, value in one.items():
+            assert other[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
 
 
 @pytest.mark.slow
