@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit import optim
+from dcvit import distributed, optim
 from dcvit.checkpoint import check_tree, load_params, shapes_of
 from dcvit.config import ConfigError, check_call, is_duration
 from dcvit.models import lm
-from dcvit.sharding import check_model, check_strategy, make_mesh
+from dcvit.sharding import DeviceCountError, check_model, check_strategy, make_mesh
 from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
 from input_pipeline import megatron
 from input_pipeline.errors import first_line, nearest
@@ -63,22 +63,24 @@ def model(config: ConfigDict) -> nn.Module:
     return built
 
 
-def mesh(config: ConfigDict, devices: Sequence[Any] | None = None, *, fallback: bool = False) -> Mesh:
-    """The mesh of `config.mesh` over all devices, or over the given ones; strategy and model fit it.
-
-    With `fallback`, where the number of devices does not fit, all of them along "fsdp", and said so on stderr.
-    """
-    try:
-        made = make_mesh(config.mesh, devices)
-    except ConfigError as e:
-        if not fallback:
-            raise
-        made = make_mesh([("fsdp", -1)], devices)
-        print(f"{e}: evaluating with fsdp {made.size} instead", file=sys.stderr)
-    else:
-        check_strategy(made, config.mesh, config.sharding_strategy)
+def mesh(config: ConfigDict, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of `config.mesh` over all devices, or over the given ones; strategy and model fit it."""
+    made = make_mesh(config.mesh, devices)
+    check_strategy(made, config.mesh, config.sharding_strategy)
     check_model(made, model(config))
     return made
+
+
+def evaluation_mesh(config: ConfigDict) -> tuple[Mesh, Any]:
+    """The config's mesh and sharding strategy; where it is for another number of devices, all of them along "fsdp",
+    with that strategy, and said so on stderr."""
+    try:
+        return mesh(config), config.sharding_strategy
+    except DeviceCountError as e:
+        made = make_mesh([("fsdp", -1)])
+        if distributed.is_first():
+            print(f"{e}: evaluating with fsdp {made.size} instead", file=sys.stderr)
+        return made, "fsdp"
 
 
 def param_shapes(net: nn.Module, example: jax.ShapeDtypeStruct) -> Any:
@@ -193,7 +195,8 @@ def evaluators(
         except input_pipeline.MissingDataError as e:
             if not options.get("optional"):
                 raise
-            print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
+            if distributed.is_first():
+                print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
             continue
         if data:
             _check_fit(built[name], data, what)

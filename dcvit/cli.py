@@ -70,7 +70,7 @@ def keep_compiled() -> None:
     In `~/.cache/dcvit` (or $XDG_CACHE_HOME/dcvit), by kind of processor: homes are shared by machines that differ.
     """
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - never raises
         info = Path("/proc/cpuinfo")
         flags = re.search(r"^flags.*$", info.read_text(), re.MULTILINE) if info.is_file() else None
         kind = hashlib.sha256((flags[0] if flags else platform.processor()).encode()).hexdigest()[:8]

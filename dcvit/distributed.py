@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +25,9 @@ from dcvit.config import ConfigError
 from input_pipeline.errors import first_line
 
 HEARTBEAT_SECONDS = 30
-FAILURE = "dcvit/failure"  # the coordinator's key for the first failure
+FAILURE, VALUES = "dcvit/failure", "dcvit/values"  # the coordinator's keys: the first failure, what all agree in
+AGREE_SECONDS = 1800  # how long the others wait for process 0, which may be slow to open its data
+ENDED = threading.Event()  # this process is at its end, well or not
 POLL_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
 
@@ -48,36 +52,40 @@ def initialize(args: Any) -> None:
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         raise ConfigError(f"--coordinator, --num_processes and --process_id go together; missing {', '.join(missing)}")
-    if missing and not in_cluster():
+    if missing and not (in_cluster() or on_tpu_vm()):
         return
     host, _, port = (given["coordinator"] or ":1").rpartition(":")
     if not missing and not (host and port.isdigit() and 0 <= given["process_id"] < given["num_processes"]):
         raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from this process
     try:
         jax.distributed.initialize(
             given["coordinator"], given["num_processes"], given["process_id"],
             cluster_detection_method=None if missing else "deactivate", heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )  # fmt: skip
     except (RuntimeError, ValueError) as e:
+        if missing and not in_cluster():  # a TPU VM whose metadata name no others
+            return
         raise ConfigError(f"cannot join the other processes: {first_line(e)}") from None
-    if not alone():
-        ended = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(ended,), daemon=True)
-        watcher.start()
-        atexit.register(watcher.join)  # before JAX's own exit, which waits for all processes
-        atexit.register(ended.set)
+    watcher = threading.Thread(target=_watch, daemon=True)
+    watcher.start()
+    atexit.register(watcher.join)  # before JAX's own exit, which waits for all processes
+    atexit.register(ENDED.set)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
 
 
 def in_cluster() -> bool:
-    """Whether Slurm (`srun`) or Open MPI started this as one of several processes, or it runs on a Cloud TPU VM, whose
-    metadata tell JAX of the other workers."""
+    """Whether Slurm (`srun`) or Open MPI started this as one of several processes."""
+    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+    return any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def on_tpu_vm() -> bool:
+    """Whether JAX runs on the chips of a Cloud TPU VM, whose metadata tell of other workers."""
     from jax._src import cloud_tpu_init  # JAX's own answer, for which it has no public name
 
-    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
-    on_tpu = cloud_tpu_init.running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
-    return on_tpu or any(count.isdigit() and int(count) > 1 for count in counts)
+    return cloud_tpu_init.running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
 
 
 def is_first() -> bool:
@@ -98,8 +106,28 @@ def wait_for_all(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
+def agree(values: Mapping[str, Any]) -> None:
+    """Checks that every process has the same values, which JSON can hold: what each decides by itself.
+
+    Raises:
+      ConfigError: process 0 has another one, which is named with both.
+    """
+    if alone():
+        return
+    mine = {name: json.dumps(value) for name, value in values.items()}
+    if is_first():
+        _client().key_value_set(VALUES, json.dumps(mine))
+    theirs = json.loads(_client().blocking_key_value_get(VALUES, AGREE_SECONDS * 1000))
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise ConfigError(
+                f"processes differ in {name}: {value[:60]} here, {str(theirs.get(name))[:60]} in process 0"
+            )
+
+
 def fail(message: str, status: int) -> NoReturn:
     """Ends this process, one of several, without waiting for the others, and tells them why."""
+    ENDED.set()
     with contextlib.suppress(Exception):  # another failure stands there already, or nobody is left to be told
         _client().key_value_set(FAILURE, f"process {jax.process_index()}: {message}")
     if is_first():
@@ -115,15 +143,15 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _watch(ended: threading.Event) -> None:
+def _watch() -> None:
     """Until the run has ended, looks for the failure of another process; prints it and ends this one."""
-    while not ended.wait(POLL_SECONDS):
+    while not ENDED.wait(POLL_SECONDS):
         try:
             message = _client().key_value_try_get(FAILURE)
         except Exception as e:
             if "NOT_FOUND" in str(e):
                 continue
             message = f"lost process 0, the coordinator: {first_line(e)}"
-        if not ended.is_set():
+        if not ENDED.is_set():
             print(f"error: stopped with {message}", file=sys.stderr, flush=True)
             os._exit(1)

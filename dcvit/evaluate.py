@@ -36,15 +36,16 @@ def evaluate(config: ConfigDict, checkpoint: Path, out: Path | None = None) -> l
     Raises:
       ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`; and `append_csv`.
     """
-    mesh = build.mesh(config, fallback=True)
+    mesh, strategy = build.evaluation_mesh(config)
     net = build.model(config)
     evaluators = build.evaluators(config, build.predictor(net), mesh)
     if not evaluators:
         raise ConfigError("config.evals names no evaluator whose data is there")
+    distributed.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and distributed.is_first():
         append_csv(out, columns)
-    params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=config.sharding_strategy))
+    params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
     for evaluator in evaluators.values():
         check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.example)), str(checkpoint))
     about = {

@@ -52,6 +52,10 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 STACKED = r"(.*/)?Transformer/(group|encoderblock)/.*"  # parameters of a scan, whose first dimension counts layers
 
 
+class DeviceCountError(ConfigError):
+    """A mesh for another number of devices."""
+
+
 def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes of `AXES`, each of the size that `axes` gives it, 1 where it gives none.
 
@@ -60,15 +64,16 @@ def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh
       devices: all of JAX's by default.
 
     Raises:
-      ConfigError: a name that is none of `AXES` or comes twice, or sizes that do not make the number of devices.
+      DeviceCountError: sizes that do not make the number of devices.
+      ConfigError: a name that is none of `AXES` or comes twice, or a size that is none.
     """
     count = len(jax.devices() if devices is None else devices)
     sizes: dict[str, int] = {}
     for pair in axes:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] in sizes:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or str(pair[0]) in sizes:
             raise ConfigError(f"config.mesh={axes!r}: expected pairs (axis, size), each axis once")
         name, size = pair
-        if name not in AXES:
+        if not isinstance(name, str) or name not in AXES:
             raise ConfigError(f"config.mesh has no axis {name!r}; {nearest(str(name), AXES)}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ConfigError(f"config.mesh: {name} of size {size!r}; expected 1 or more, or -1 for what is left")
@@ -82,7 +87,7 @@ def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh
         sizes[left[0]] = count // known
     elif left or known != count:
         much = f"no multiple of {known}" if left else f"not {known}"
-        raise ConfigError(f"config.mesh: {shown} on {count} devices, which is {much}")
+        raise DeviceCountError(f"config.mesh: {shown} on {count} devices, which is {much}")
     sizes = {**{name: 1 for name in AXES if name not in sizes}, **sizes}
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
@@ -98,11 +103,11 @@ def check_strategy(mesh: Mesh, axes: Sequence[Any], strategy: str | Sequence[Any
         for pair in strategy:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], str | list | tuple):
                 raise ConfigError(f"config.sharding_strategy: {pair!r} is no pair of a regex and a strategy or a spec")
-            check_regex(pair[0], "config.sharding_strategy")
+            check_regex(f"(.*/)?({pair[0]})", "config.sharding_strategy")
             if isinstance(pair[1], str):
                 _check_name(pair[1])
-            elif not {name for axis in pair[1] for name in _names(axis)} <= {*AXES}:
-                raise ConfigError(f"config.sharding_strategy: {pair[1]!r} names other axes than {', '.join(AXES)}")
+            else:
+                _check_axes(pair[1])
         return
     _check_name(strategy)
     named = {name for name, _ in axes}
@@ -116,9 +121,20 @@ def check_strategy(mesh: Mesh, axes: Sequence[Any], strategy: str | Sequence[Any
         )
 
 
+def _check_axes(spec: Sequence[Any]) -> None:
+    """Raises ConfigError where a spec is not of axes, each at most once."""
+    flat = [name for axis in spec for name in (axis if isinstance(axis, list | tuple) else [axis])]
+    named = [name for name in flat if name is not None]
+    if any(not isinstance(name, str) or name not in AXES for name in named) or len(set(named)) < len(named):
+        raise ConfigError(
+            f"config.sharding_strategy: {spec!r} should name axes of {', '.join(AXES)}, each once, or None"
+        )
+
+
 def _check_name(strategy: str) -> None:
     if strategy not in STRATEGIES:
-        raise ConfigError(f"config.sharding_strategy={strategy!r}; {nearest(strategy, STRATEGIES)}")
+        known = f"known: {', '.join(STRATEGIES)}, and in a config file rules"
+        raise ConfigError(f"config.sharding_strategy={strategy!r}; {known}")
 
 
 def check_model(mesh: Mesh, net: Any) -> None:
@@ -144,7 +160,7 @@ def shardings(tree: Any, mesh: Mesh, strategy: Strategy) -> Any:
       strategy: "ddp", every device keeps all; "fsdp", every matrix split by its largest dimension; "tensor", as in
         `TENSOR_RULES`; "fsdp+tensor", both. Or pairs (regex on the parameter's whole name, strategy or spec), of
         which the first match counts; a spec gives for each of the last dimensions a mesh axis, several or None.
-        What matches none is kept whole.
+        What matches none is kept whole, and so is what an optimiser keeps in another shape than the parameter's.
 
     Raises:
       ConfigError: a spec splits a dimension that its axes do not divide.
@@ -164,6 +180,8 @@ def shardings(tree: Any, mesh: Mesh, strategy: Strategy) -> Any:
 def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any]:
     """For each dimension of a parameter, the mesh axes that split it."""
     if not isinstance(rule, str):
+        if re.match(r"opt_state/|step$|skipped$", name) and not _fits(shape, rule, mesh):
+            return [None] * len(shape)
         if len(rule) > len(shape):
             raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")
         spec = [None] * (len(shape) - len(rule)) + [tuple(axis) if isinstance(axis, list) else axis for axis in rule]
@@ -184,6 +202,12 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
         if chosen is not None:
             spec[chosen] = "fsdp" if spec[chosen] is None else ("tensor", "fsdp")
     return spec
+
+
+def _fits(shape: tuple[int, ...], rule: Sequence[Any], mesh: Mesh) -> bool:
+    """Whether a spec has no more dimensions than an array, and its axes divide them."""
+    last = shape[max(0, len(shape) - len(rule)) :]
+    return len(last) == len(rule) and _divided(last, rule, mesh) == list(rule)
 
 
 def _divided(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:

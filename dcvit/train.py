@@ -37,6 +37,7 @@ from dcvit.step import TrainState, initial_state, jit_update, state_shapes
 from dcvit.tasks import TrainingData
 from input_pipeline import Source
 
+SHARED_SECONDS = 20  # until what one process wrote is seen by all
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = ("mesh", "sharding_strategy", "evals", "pp_predict", "ckpt_keep", "tensorboard", "profile")
 
@@ -72,6 +73,15 @@ def claim_workdir(workdir: Path, config: ConfigDict, source: Source) -> None:
         fresh.replace(workdir / name)
 
 
+def _check_shared(workdir: Path) -> None:
+    """Raises ConfigError where this process does not see what the first one has written to the workdir."""
+    for _ in range(SHARED_SECONDS):  # file systems of a network may remember for a while that there was nothing
+        if (workdir / "config.json").is_file():
+            return
+        time.sleep(1)
+    raise ConfigError(f"workdir {workdir} is not on a file system that all processes share")
+
+
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs a config to its end, or goes on where its newest checkpoint left off; returns the last row of metrics,
     empty where all steps were done already.
@@ -98,12 +108,14 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     for name in evaluators:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
-    given = _given_params(config, shapes, resumes=bool(saved_steps(workdir)))
+    saved = saved_steps(workdir)
+    sizes = {"examples": len(data.source), "steps": data.total_steps, "evaluations": list(evaluators)}
+    distributed.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
+    given = _given_params(config, shapes, resumes=bool(saved))
     if distributed.is_first():
         claim_workdir(workdir, config, data.source)
     distributed.wait_for_all("the workdir is claimed")
-    if not (workdir / "config.json").is_file():
-        raise ConfigError(f"workdir {workdir} is not on a file system that all processes share")
+    _check_shared(workdir)
 
     checkpoints = Checkpoints(workdir, keep=config.ckpt_keep)
     start = checkpoints.latest() or 0
@@ -119,7 +131,8 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         with jax.set_mesh(mesh):
             return loop.run(update, _start_state(config, net, tx, given, placed, data.task.example, checkpoints), start)
     finally:
-        checkpoints.close()
+        if sys.exception() is None or distributed.alone():  # other processes may not come to finish what is being saved
+            checkpoints.close()
         if writer:
             writer.close()
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -160,6 +161,31 @@ def test_a_process_that_fails_ends_the_others_with_its_message(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_that_see_other_data_are_told(tmp_path):
+    """Here the first one fails too, with a status of its own."""
+    with Group(
+        2, 2, *options(tmp_path / "run", total_steps="none", total_epochs=1, **{"input.data.limit": "70{process}"})
+    ) as group:
+        (_, first), (_, second) = group.finish(120)
+    assert 2 in group.statuses
+    assert 0 not in group.statuses
+    assert "processes differ in" in first + second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM])
+def test_a_process_obeys_the_signal_to_end(tmp_path, sent):
+    with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
+        for line in group.processes[0].stdout:
+            if line.startswith("step 2/"):
+                break
+        group.processes[0].send_signal(sent)
+        group.processes[0].wait(20)
+        group.processes[1].wait(20)
+    assert all(status != 0 for status in group.statuses)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_ends_the_other(tmp_path, killed):
     """Process 0 is missed at once, another one after the heartbeat's time."""
@@ -211,11 +237,25 @@ def test_a_cluster_is_known_by_its_environment(monkeypatch, environment, several
     assert distributed.in_cluster() is several
 
 
+def test_a_failing_first_process_keeps_its_status_and_stays_until_the_others_know(monkeypatch):
+    client = types.SimpleNamespace(key_value_set=lambda *_: None, key_value_try_get=lambda _: "process 0: broken")
+    exits, slept = [], []
+    monkeypatch.setattr(distributed, "_client", lambda: client)
+    monkeypatch.setattr(distributed.time, "sleep", slept.append)
+    monkeypatch.setattr(distributed.os, "_exit", exits.append)
+    try:
+        distributed.fail("broken", 2)
+        distributed._watch()  # of this process: ends at once, and says nothing
+    finally:
+        distributed.ENDED.clear()
+    assert (exits, slept) == ([2], [distributed.FAREWELL_SECONDS])
+
+
 def test_a_tpu_vm_asks_its_metadata_unless_jax_runs_elsewhere(monkeypatch):
     from jax._src import cloud_tpu_init
 
     monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not distributed.in_cluster()
+    assert not distributed.on_tpu_vm()
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert distributed.in_cluster()
+    assert distributed.on_tpu_vm()

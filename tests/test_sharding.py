@@ -141,6 +141,8 @@ def test_rules_of_ones_own_name_strategies_or_dimensions():
     assert spec("embedding/embedding", (257, 32), rules, mesh) == (None, None)
     with pytest.raises(ConfigError, match=r"tensor 2 does not divide 257 of head/kernel"):
         spec("head/kernel", (32, 257), [("head/.*", (None, "tensor"))], mesh)
+    # What an optimiser keeps in another shape, as factored ones do, stays whole.
+    assert spec("opt_state/0/v_row/head/kernel", (32,), [*rules[:1], ("head/.*", ("fsdp", None))], mesh) == (None,)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ BAD = {
     "twice": ({"mesh": [("data", 2), ("data", 4)]}, "each axis once"),
     "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, tensor"),
     "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
+    "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
     "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 on 8 devices, which is not 4"),
     "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is no multiple of 3"),
@@ -208,7 +211,11 @@ RULES = {
     "no pair": (["fsdp"], "is no pair of a regex"),
     "regex": ([("(", "fsdp")], "is not a regular expression"),
     "name": ([(".*", "fspd")], "did you mean 'fsdp'"),
-    "axis": ([(".*", ("model",))], "names other axes than data, fsdp, tensor"),
+    "axis": ([(".*", ("model",))], "should name axes of data, fsdp, tensor, each once, or None"),
+    "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each once"),
+    "no axis": ([(".*", (0,))], "each once, or None"),
+    "nested": ([(".*", ([["fsdp"]],))], "each once, or None"),
+    "regex inside": ([("(?i)head", "fsdp")], "is not a regular expression"),
 }
 
 
@@ -254,8 +261,8 @@ def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_fou
 
 def test_evaluation_on_other_devices_than_those_of_training_says_so(digits_run, capsys):
     """A config's mesh for sixteen devices, on eight."""
-    config = configured("vit", mesh=[("data", 16)])
-    assert build.mesh(config, fallback=True).shape["fsdp"] == 8
+    mesh, strategy = build.evaluation_mesh(configured("vit", mesh=[("data", 16)]))
+    assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
     assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in capsys.readouterr().err
 
 
