@@ -224,7 +224,7 @@ def lines(row: dict[str, Any]) -> list[dict[str, Any]]:
 def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The README's table of rows of `compile_for`."""
     table = [
-        "| model | slice | parameters | state | activations | temporaries | total, GB a chip | |",
+        "| model | slice | parameters | state | activations | temporaries | total of memory | |",
         "|" + "---|" * 8,
     ]
     for row in rows:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from dcvit.dcmha.shapes import Array, Float, Int
-from dcvit.sharding import BATCH, constrain
+from dcvit.mesh import BATCH, constrain
 
 NAMES = ("softmax_xent", "sigmoid_xent")
 

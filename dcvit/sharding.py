@@ -5,7 +5,7 @@
     tensor   the same examples; each has its own attention heads and its own part of the MLPs' hidden width
 
 What is replicated, split and exchanged follows from the sharding of parameters (`shardings`) and activations
-(`constrain`): JAX's compiler, GSPMD, inserts the communication.
+(`dcvit.mesh.constrain`): JAX's compiler, GSPMD, inserts the communication.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcvit.config import ConfigError, check_regex
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.mesh import AXES, BATCH, axis_size, divided
 from input_pipeline.errors import nearest
 
-AXES = ("data", "fsdp", "tensor")
-# The axes that share a batch. In the other order XLA (of jax 0.10.2, on CPUs, with all three axes at work) permutes the
-# examples of small batches between devices in the backward pass, and the gradients are wrong.
-BATCH = ("fsdp", "data")
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")
 Rule = str | Sequence[Any]  # the name of a strategy, or one mesh axis, several or None for each of the last dimensions
 Strategy = str | Sequence[tuple[str, Rule]]  # see `shardings`
@@ -186,8 +182,8 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
             raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")
         spec = [None] * (len(shape) - len(rule)) + [tuple(axis) if isinstance(axis, list) else axis for axis in rule]
         for size, axis in zip(shape, spec, strict=True):
-            if size % _size(mesh, axis):
-                split = f"{axis} {_size(mesh, axis)} does not divide {size} of {name} {shape}"
+            if size % axis_size(mesh, axis):
+                split = f"{axis} {axis_size(mesh, axis)} does not divide {size} of {name} {shape}"
                 raise ConfigError(f"config.sharding_strategy: {split}")
         return spec
     first = int(re.fullmatch(STACKED, name) is not None)
@@ -195,9 +191,9 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
     if "tensor" in rule:
         axes = next((axes for end, axes in TENSOR_RULES if re.fullmatch(f"(.*/)?{end}", name)), ())
         if len(axes) == len(shape) - first:
-            spec[first:] = _divided(shape[first:], axes, mesh)
+            spec[first:] = divided(shape[first:], axes, mesh)
     if "fsdp" in rule and len(shape) - first > 1:
-        fits = [i for i in range(first, len(shape)) if shape[i] % (mesh.shape["fsdp"] * _size(mesh, spec[i])) == 0]
+        fits = [i for i in range(first, len(shape)) if shape[i] % (mesh.shape["fsdp"] * axis_size(mesh, spec[i])) == 0]
         chosen = max(fits, key=lambda i: (spec[i] is None, shape[i]), default=None)
         if chosen is not None:
             spec[chosen] = "fsdp" if spec[chosen] is None else ("tensor", "fsdp")
@@ -207,33 +203,7 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
 def _fits(shape: tuple[int, ...], rule: Sequence[Any], mesh: Mesh) -> bool:
     """Whether a spec has no more dimensions than an array, and its axes divide them."""
     last = shape[max(0, len(shape) - len(rule)) :]
-    return len(last) == len(rule) and _divided(last, rule, mesh) == list(rule)
-
-
-def _divided(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
-    """`axes`, but None for a dimension that they do not divide."""
-    return [axis if size % _size(mesh, axis) == 0 else None for size, axis in zip(shape, axes, strict=True)]
-
-
-def _size(mesh: Mesh | AbstractMesh, axis: Any) -> int:
-    """Devices along a mesh axis, along several, or along none."""
-    return math.prod(mesh.shape[name] for name in _names(axis))
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    """One mesh axis, several or None, as a tuple."""
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
-
-
-def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
-    """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
-
-    A dimension stays whole where its axes do not divide it. Without a mesh, or on one device, `x` as it is.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(*_divided(x.shape, axes, mesh)))
+    return len(last) == len(rule) and divided(last, rule, mesh) == list(rule)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -248,7 +218,7 @@ def by_example(mesh: Mesh) -> NamedSharding:
 
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts a batch is split."""
-    return _size(mesh, BATCH)
+    return axis_size(mesh, BATCH)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:

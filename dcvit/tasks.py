@@ -24,8 +24,9 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit import losses, pixels
 from dcvit.config import ConfigError, Options, check_call, duration, replaced, with_classes
+from dcvit.mesh import BATCH
 from dcvit.models import lm
-from dcvit.sharding import BATCH, batch_shards
+from dcvit.sharding import batch_shards
 from input_pipeline.errors import nearest
 
 Arrays = dict[str, np.ndarray]

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit import aot, cli, hlo, sharding
 from dcvit import config as configs
+from dcvit import mesh as mesh_axes
 from dcvit.models.attention import Attention
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -102,7 +103,7 @@ def attention_collectives(kind, backward):
     """
     mesh = sharding.make_mesh([("fsdp", 2), ("tensor", TENSOR)], aot.topology_devices("v5e:2x4")[1])
     net = Attention(HEADS, causal=True, use_bias=False, dtype=jnp.bfloat16, **KINDS[kind])
-    rows = NamedSharding(mesh, P(sharding.BATCH))
+    rows = NamedSharding(mesh, P(mesh_axes.BATCH))
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16, sharding=rows)
     shapes = {"MultiHeadDotProductAttention_0": jax.eval_shape(net.init, jax.random.key(0), x)["params"]}
     params = jax.tree.map(
@@ -185,7 +186,7 @@ BAD = {
     "family": (["--topology", "v9:4x4"], "v5e and v6e have 1x1"),
     "mesh": (["--config.mesh=[('data',3)]"], "data 3 on 16 devices, which is not 3"),
     "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "on 16 devices, which is no multiple of 3"),
-    "strategy": (["--config.sharding_strategy=fspd"], "did you mean 'fsdp'?"),
+    "strategy": (["--config.sharding_strategy=fspd"], "known: ddp, fsdp"),
     "no axis": (["--config.mesh=[('data',-1)]"], "config.mesh names no axis 'fsdp'"),
     "batch": (["--config.input.batch_size=24"], "is no multiple of grad_accum 1 × fsdp 16"),
     "heads": (

@@ -40,6 +40,7 @@ LAYERS = [
         "dcvit.chips",
         "dcvit.hlo",
     ],
+    ["dcvit.mesh"],
     ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
 ]
 

@@ -210,7 +210,7 @@ def test_what_does_not_fit_the_devices_is_one_line_with_the_arithmetic(digits_ru
 RULES = {
     "no pair": (["fsdp"], "is no pair of a regex"),
     "regex": ([("(", "fsdp")], "is not a regular expression"),
-    "name": ([(".*", "fspd")], "did you mean 'fsdp'"),
+    "name": ([(".*", "fspd")], "known: ddp, fsdp, tensor, fsdp+tensor, and in a config file rules"),
     "axis": ([(".*", ("model",))], "should name axes of data, fsdp, tensor, each once, or None"),
     "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each once"),
     "no axis": ([(".*", (0,))], "each once, or None"),

@@ -23,7 +23,7 @@ from dcvit.dcmha.compose import (
     static_init,
 )
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.sharding import BATCH, constrain
+from dcvit.mesh import BATCH, constrain
 
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")

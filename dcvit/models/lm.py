@@ -17,10 +17,10 @@ from jax.nn.initializers import Initializer, normal
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.mesh import BATCH, constrain
 from dcvit.models.attention import Attention, Progress, in_float32
 from dcvit.models.presets import decode_preset
 from dcvit.models.vit import REMAT, REMATS
-from dcvit.sharding import BATCH, constrain
 
 # Which layers of a repeating group see only a window (L) and which all (G): Section 4, Table 10, as released.
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}

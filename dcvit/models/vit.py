@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.mesh import BATCH, constrain
 from dcvit.models.attention import Attention, in_float32
-from dcvit.sharding import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {

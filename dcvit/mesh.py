@@ -1,0 +1,44 @@
+"""The axes of a mesh of devices, and which of them split an activation. Imports jax only, as the models do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from dcvit.dcmha.shapes import Array, Float
+
+AXES = ("data", "fsdp", "tensor")
+# The axes that share a batch. In the other order XLA (of jax 0.10.2, on CPUs, with all three axes at work) permutes the
+# examples of small batches between devices in the backward pass, and the gradients are wrong.
+BATCH = ("fsdp", "data")
+
+
+def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
+    """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
+
+    A dimension stays whole where its axes do not divide it. Without a mesh, or on one device, `x` as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*divided(x.shape, axes, mesh)))
+
+
+def divided(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
+    """`axes`, but None for a dimension that they do not divide."""
+    return [axis if size % axis_size(mesh, axis) == 0 else None for size, axis in zip(shape, axes, strict=True)]
+
+
+def axis_size(mesh: Mesh | AbstractMesh, axis: Any) -> int:
+    """Devices along a mesh axis, along several, or along none."""
+    return math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
+def axis_names(axis: Any) -> tuple[str, ...]:
+    """One mesh axis, several or None, as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
