@@ -151,7 +151,7 @@ def test_scanned_and_unrolled_layers_are_equal(params):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["attention", "dots", "full"])
 def test_rematerialisation_changes_nothing_even_with_dropout(params, remat, scan):
     start = vit.stack_blocks(params) if scan else params
     kept = outputs(start, train=True, scan=scan, dropout=0.2, stochastic_depth=0.3)
