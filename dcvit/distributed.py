@@ -55,7 +55,8 @@ def initialize(args: Any) -> None:
     if missing and not (in_cluster() or on_tpu_vm()):
         return
     host, _, port = (given["coordinator"] or ":1").rpartition(":")
-    if not missing and not (host and port.isdigit() and 0 <= given["process_id"] < given["num_processes"]):
+    known = host and port.isdecimal() and 0 < int(port) < 2**16
+    if not missing and not (known and 0 <= given["process_id"] < given["num_processes"]):
         raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from this process
     try:
@@ -128,8 +129,11 @@ def agree(values: Mapping[str, Any]) -> None:
 def fail(message: str, status: int) -> NoReturn:
     """Ends this process, one of several, without waiting for the others, and tells them why."""
     ENDED.set()
-    with contextlib.suppress(Exception):  # another failure stands there already, or nobody is left to be told
-        _client().key_value_set(FAILURE, f"process {jax.process_index()}: {message}")
+    with contextlib.suppress(Exception):  # nobody is left to be told
+        try:
+            _client().key_value_set(FAILURE, f"process {jax.process_index()}: {message}")
+        except Exception:  # another failure stands there already, of which this one may be no more than a consequence
+            print(f"error: stopped with {_client().key_value_try_get(FAILURE)}", file=sys.stderr)
     if is_first():
         time.sleep(FAREWELL_SECONDS)
     sys.stderr.flush()
