@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator
+from dcvit.sharding import make_mesh
 
 CLASSES = 10
 
@@ -61,7 +61,7 @@ def source(monkeypatch):
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("batch", [1, 7, 23, 64])
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
     got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(jnp.asarray(TABLE))
     expected = by_hand()
@@ -74,7 +74,7 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
 def test_with_fewer_than_five_classes_every_answer_is_in_the_top_5(monkeypatch):
     monkeypatch.setattr(Fixed, "labels", [np.array([i % 4]) for i in range(9)])
     table = TABLE[:9, :4]
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    mesh = make_mesh([("data", -1)], jax.devices()[:1])
     pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
     evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent")
     got = evaluator.run(jnp.asarray(table))
@@ -89,7 +89,7 @@ PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
 
 
 def one_device():
-    return Mesh(np.array(jax.devices()[:1]), ("data",))
+    return make_mesh([("data", -1)], jax.devices()[:1])
 
 
 def test_only_classes_that_occur_can_be_chosen_where_asked_for(monkeypatch):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import input_pipeline
 from dcvit.config import ConfigError
 from dcvit.evaluators.fewshot import Evaluator, linear_scores
+from dcvit.sharding import make_mesh
 
 PP = "value_range(0, 255)|keep('image', 'label')"
 WIDTH, CLASSES = 12, 4
@@ -53,7 +53,7 @@ def evaluate(table=TABLE, devices=1, **options):
         halves = features.reshape(len(images), 2, -1)
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     options = {"batch_size": 64, "pp": PP, **options}
     return Evaluator(predict, mesh, data={"kind": "train"}, test_data={"kind": "test"}, **options).run(
         jnp.asarray(table)
