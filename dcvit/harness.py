@@ -147,7 +147,8 @@ class HarnessModel(TemplateLM):
             rows.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         parts = list(_parts(order, self.batch_size))
-        batches = prefetch((self._batch([rows[i] for i in part]) for part in parts), self.mesh)
+        made = (self._batch([rows[i] for i in part]) for part in parts)
+        batches = prefetch(made, self.mesh, self.batch_size)
         found: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(rows), desc="loglikelihood", disable=None) as bar:  # None: only on a terminal
             for part, batch in zip(parts, batches, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -242,13 +242,13 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> d
 
 
 def prefetch(
-    batches: Iterable[Mapping[str, np.ndarray]], put: Callable[[Mapping[str, np.ndarray]], Any], ahead: int = 1
-) -> Iterator[Any]:
-    """Each batch as `put` sends it to the devices, `ahead` batches before it is asked for: transfers overlap steps."""
-    sent: deque[Any] = deque()
+    batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, batch_size: int, ahead: int = 1
+) -> Iterator[dict[str, jax.Array]]:
+    """Each batch as `put_batch` sends it, `ahead` batches before it is asked for: transfers overlap steps."""
+    sent: deque[dict[str, jax.Array]] = deque()
     try:
         for batch in batches:
-            sent.append(put(batch))
+            sent.append(put_batch(batch, mesh, batch_size))
             if len(sent) > ahead:
                 yield sent.popleft()
     except Exception:  # what was sent before an error is still served

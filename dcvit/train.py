@@ -32,7 +32,7 @@ from dcvit.config import ConfigError, check_call
 from dcvit.flops import training_flops
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
-from dcvit.sharding import local_rows, prefetch, put_batch
+from dcvit.sharding import local_rows, prefetch
 from dcvit.step import TrainState, initial_state, jit_update, state_shapes
 from dcvit.tasks import TrainingData
 from input_pipeline import Source
@@ -230,9 +230,7 @@ class Loop:
                 row = self._first_row(state, progress)
             size = self.data.batch_size
             batches = stack.enter_context(contextlib.closing(self.data.batches(start, local_rows(self.mesh, size))))
-            on_devices = prefetch(
-                itertools.islice(batches, total - start), lambda batch: put_batch(batch, self.mesh, size)
-            )
+            on_devices = prefetch(itertools.islice(batches, total - start), self.mesh, size)
             for step in range(start + 1, total + 1):
                 self._profile(step, state, start)
                 batch = next(on_devices)
