@@ -159,12 +159,10 @@ def test_all_heads_exchange_the_hidden_tiles_and_not_the_heads(backward):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["lm_pile:preset=DCFormer++-405M", "lm_pile:preset=DCFormer++-33B", "vit_i1k:variant=DCViT-S/16"]
-)
-def test_models_fit_the_slices_that_their_configs_recommend(spec):
+@pytest.mark.parametrize("name", ["preset=DCFormer++-405M", "preset=Transformer++-33B", "variant=ViT-S/16"])
+def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name):
     """Some of them; the command with --all does every one."""
-    config, topology = next(pair for pair in configs.recommended() if pair[0].startswith(spec))
+    config, topology = next(pair for pair in configs.recommended() if name in re.split("[:,]", pair[0]))
     row = aot.compile_for(configs.load(config), topology)
     assert row["verdict"] == "fits"
     assert row["total"] < row["memory"]

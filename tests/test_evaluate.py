@@ -15,6 +15,7 @@ from dcvit.config import ConfigError
 class Counts:
     """An evaluator with columns of its own; its row leaves out one of them."""
 
+    source = ()
     example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
 
     def __init__(self, *columns):
