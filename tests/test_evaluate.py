@@ -33,7 +33,7 @@ def counted(monkeypatch, tmp_path):
     """Evaluates two such evaluators on a checkpoint of a small model."""
     config = configs.load("vit_digits", ["model.depth=1"])
     params = build.model(config).init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
-    monkeypatch.setattr(evaluate, "load_params", lambda path: params)
+    monkeypatch.setattr(evaluate, "load_params", lambda *_: params)
     monkeypatch.setattr(build, "evaluators", lambda *_: {"a": Counts("bytes", "loss"), "b": Counts("loss", "tokens")})
     checkpoint = tmp_path / "weights.npz"
     checkpoint.touch()
