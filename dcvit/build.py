@@ -23,9 +23,10 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import distributed, optim
-from dcvit.checkpoint import check_tree, load_params, shapes_of
+from dcvit.checkpoint import load_params
 from dcvit.config import ConfigError, check_call, is_duration
 from dcvit.models import lm
+from dcvit.params import check_tree, shapes_of
 from dcvit.sharding import DeviceCountError, check_model, check_strategy, make_mesh
 from dcvit.tasks import TrainingData, check_data, check_loss, image_example, text_example
 from input_pipeline import megatron

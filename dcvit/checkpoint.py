@@ -1,72 +1,235 @@
-"""Checkpoints: saving and restoring a run with Orbax, and reading parameters to start from or to evaluate.
+"""A run's checkpoints: saved beside the training by Orbax, sealed with checksums, verified before they are loaded.
 
-A run keeps them in `<workdir>/checkpoints/<step>/`, with the items `params`, `ema` (if averaged) and
-`rest` (step and optimiser state), so that evaluation reads no more than it needs.
+`<workdir>/checkpoints/<step>/` holds the items `params`, `ema` (if averaged), `rest` (step, optimiser state, counts)
+and `about` (JSON: what the run was), so that evaluation reads no more than it needs, and the seal of
+`dcvit.manifest`. A folder appears under its name when it is complete; what a kill leaves has another name.
 """
 
 from __future__ import annotations
 
-import re
-import zipfile
+import logging
+import shutil
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.traverse_util
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
-from dcvit.config import check_regex
+from dcvit import distributed, manifest
+from dcvit.manifest import Folder
+from dcvit.params import CheckpointError, check_tree, read_npz, shapes_of
 from input_pipeline.errors import first_line
 
 FOLDER = "checkpoints"
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of what Orbax has not finished
+DAMAGED = ".damaged"  # the end of the names of what was set aside
+MOST_NAMED = 4  # damaged files in a message
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, unreadable or of another model; the message names it."""
+# Orbax logs errors with their traceback before it raises them; here they end in one line.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A folder of a local disk, which gets its seal just before it gets its name."""
+
+    async def finalize(self) -> None:
+        final: epath.Path = self.get_final()
+        self._final_path = final.with_name(f"{final.name}{UNFINISHED}-sealing")
+        shutil.rmtree(self._final_path, ignore_errors=True)
+        await super().finalize()
+        manifest.write(self._final_path)
+        self._final_path.rename(final)
+        self._final_path = final
+
+
+class _SealedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
+    """The same on an object store, which cannot rename: there the seal itself says that all is there."""
+
+    async def finalize(self) -> None:
+        await super().finalize()
+        manifest.write(self._final_path)
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving is asynchronous and atomic; `close` waits for what is under way."""
+    """The checkpoints of one run, to which it alone writes. `save` returns once the arrays are copied; `wait` waits."""
 
-    def __init__(self, workdir: Path, *, keep: int = 1):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
+        """Removes what a kill left unfinished.
+
+        Args:
+          workdir: of the run.
+          keep: how many of the newest checkpoints stay; `best`, once it is set, stays as well.
+          keep_every: those of steps divisible by it stay, too.
+        """
         self.folder = workdir / FOLDER
-        self.manager = ocp.CheckpointManager(self.folder.absolute(), options=options)
+        self.keep, self.keep_every = keep, keep_every
+        self.best: int | None = None
+        self.lock = threading.RLock()  # a signal saves from a thread of its own
+        self.finishing: threading.Thread | None = None
+        self.failure: CheckpointError | None = None
+        self.saved: int | None = None  # the step of the newest save, perhaps still under way
+        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+        self.checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(
+                composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+            ),
+            multiprocessing_options=processes,  # names them: without names Orbax would meet by a device computation
+            temporary_path_class=_Sealed if isinstance(self.folder, Path) else _SealedObjects,
+        )
+        if distributed.is_first():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._clean()
+        distributed.wait_for_all("unfinished checkpoints are removed")
 
-    def latest(self) -> int | None:
-        """The newest step that was saved completely, or None."""
-        return self.manager.latest_step()
+    def steps(self) -> list[int]:
+        """The steps that are there, in rising order, damaged ones included."""
+        return _steps(self.folder)
 
-    def save(self, step: int, items: Mapping[str, Any]) -> None:
-        """Saves trees of arrays by name, unless this step is there already."""
-        if step != self.latest():
-            self.manager.save(step, args=ocp.args.Composite(**{k: ocp.args.StandardSave(v) for k, v in items.items()}))
+    def newest(self, on_corrupt: str = "fail") -> int | None:
+        """The step to go on from, whose files are verified; None where nothing was saved.
+
+        Args:
+          on_corrupt: what becomes of a damaged newest checkpoint: "fail", or "previous", which sets it aside, says so
+            and takes the newest intact one.
+
+        Raises:
+          CheckpointError: the newest one is damaged and `on_corrupt` is "fail", or none is intact.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            found = self._problems(step)
+            if not found:
+                return step
+            message = f"checkpoint {self.folder / str(step)} is damaged: {_some(found)}"
+            if on_corrupt != "previous":
+                earlier = next((s for s in reversed(steps) if s < step and not self._problems(s)), None)
+                offer = "no earlier one is intact"
+                if earlier is not None:
+                    offer = f"the newest intact earlier one is {self.folder / str(earlier)}"
+                    offer += "; --config.on_corrupt=previous goes on from it"
+                raise CheckpointError(f"{message}; {offer}")
+            if distributed.is_first():
+                print(f"{message}; set aside as {self._set_aside(step).name}", file=sys.stderr)
+            distributed.wait_for_all(f"checkpoint {step} is set aside")
+        if steps:
+            raise CheckpointError(f"no checkpoint in {self.folder} is intact: not going on, and not beginning anew")
+        return None
+
+    def save(self, step: int, items: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """Begins to save trees of arrays by name, and what JSON can hold `about` them, once the last save has ended.
+
+        Raises:
+          CheckpointError: the last save failed, or this one could not begin.
+        """
+        with self.lock:
+            self.wait()
+            if step in self.steps():
+                return
+            args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+            args["about"] = ocp.args.JsonSave({"step": step, **about})
+            try:
+                self.checkpointer.save((self.folder / str(step)).absolute(), args=ocp.args.Composite(**args))
+            except Exception as e:
+                self._fail(step, e)
+                self.check()
+            self.saved = step
+            self.finishing = threading.Thread(target=self._finish, args=(step,), name="checkpoint", daemon=True)
+            self.finishing.start()
+
+    def wait(self) -> None:
+        """Returns once nothing is being saved. Raises CheckpointError where it failed."""
+        with self.lock:
+            if self.finishing:
+                self.finishing.join()
+                self.finishing = None
+            self.check()
+
+    def check(self) -> None:
+        """Raises CheckpointError where saving failed in the background."""
+        if self.failure:
+            raise self.failure
+
+    def close(self) -> None:
+        """Waits, see `wait`, and lets go of the threads."""
+        try:
+            self.wait()
+        finally:
+            self.checkpointer.close()
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What was said about a step when it was saved."""
+        return self._restore(step, {"about": ocp.args.JsonRestore()})["about"]
 
     def restore(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
-        """The items of a step, in the structure, dtypes and shardings of the given ones.
+        """The items of a step, in the structure, dtypes and shardings of the given ones. The caller has verified it.
 
         Raises:
           CheckpointError: unreadable, or a tree or shape differs.
         """
         path = self.folder / str(step)
-        for name in ("params", "ema"):
-            if name in items:
-                check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
+        for name in items:
+            check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
-        args = ocp.args.Composite(**{k: ocp.args.StandardRestore(v) for k, v in abstract.items()})
+        return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
+
+    def _restore(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
+        path = self.folder / str(step)
         try:
-            return dict(self.manager.restore(step, args=args).items())
+            return dict(self.checkpointer.restore(path.absolute(), args=ocp.args.Composite(**args)).items())
         except Exception as e:
             raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
-    def close(self) -> None:
-        self.manager.wait_until_finished()
-        self.manager.close()
+    def _problems(self, step: int) -> list[str]:
+        """What is wrong with a step; all processes share the work, and all know what any of them found."""
+        mine = manifest.problems(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
+        return sorted({line for found in distributed.gather(f"verified/{step}", mine) for line in found})
+
+    def _finish(self, step: int) -> None:
+        """In a thread of its own: waits until a step is saved, then removes what is not to be kept."""
+        try:
+            self.checkpointer.wait_until_finished()
+            if distributed.is_first():
+                for old in self._to_remove():
+                    _remove(self.folder / str(old))
+        except BaseException as e:
+            self._fail(step, e)
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        self.failure = CheckpointError(f"cannot save step {step} to {self.folder}: {_cause(error)}")
+        if distributed.is_first():
+            self._clean()
+
+    def _to_remove(self) -> list[int]:
+        steps = self.steps()
+        kept = {*steps[-self.keep :], self.best}
+        return [s for s in steps if s not in kept and not (self.keep_every and s % self.keep_every == 0)]
+
+    def _clean(self) -> None:
+        """Removes what was not finished."""
+        for path in list(self.folder.iterdir()):
+            unsealed = not isinstance(path, Path) and path.name.isdigit() and not (path / manifest.NAME).exists()
+            if UNFINISHED in path.name or unsealed:
+                _remove(path)
+
+    def _set_aside(self, step: int) -> Folder:
+        """Moves a damaged checkpoint out of the way; a store, which cannot, forgets it."""
+        path = self.folder / str(step)
+        if not isinstance(path, Path):
+            _remove(path)
+            return path
+        number = 1
+        while (aside := path.with_name(f"{step}{DAMAGED}-{number}")).exists():
+            number += 1
+        path.rename(aside)
+        return aside
 
 
-def load_params(source: str | Path, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     """The parameters of a checkpoint as a nested dict of arrays: the averaged ones where there are any.
 
     Args:
@@ -74,18 +237,21 @@ def load_params(source: str | Path, place: Callable[[Any], Any] | None = None) -
       place: from the tree of shapes to one of shardings; by default all on this process's first device.
 
     Raises:
-      CheckpointError: missing or unreadable.
+      CheckpointError: missing, damaged or unreadable.
     """
-    path = Path(source).expanduser()
+    path = Path(source).expanduser() if isinstance(source, str) else source
     if path.is_file():
-        loaded = _load_npz(path)
+        loaded = read_npz(path)
         return jax.device_put(loaded, place(loaded)) if place else loaded
-    path = step_folder(path)
-    item = next((path / name for name in ("ema", "params") if (path / name).is_dir()), path / "params")
-    found = _metadata(item)
+    folder = step_folder(path)
+    name = next((name for name in ("ema", "params") if (folder / name).is_dir()), "params")
+    if found := manifest.problems(folder, items=(name,)):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {_some(found)}{_offer(folder)}")
+    item = folder / name
+    shapes = _metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = place(found) if place else jax.tree.map(lambda _: device, found)
-    target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), found, places)
+    places = place(shapes) if place else jax.tree.map(lambda _: device, shapes)
+    target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, Any] = checkpointer.restore(item.absolute(), target)
@@ -94,87 +260,60 @@ def load_params(source: str | Path, place: Callable[[Any], Any] | None = None) -
     return params
 
 
-def step_folder(path: Path) -> Path:
+def step_folder(path: Folder) -> Folder:
     """The folder of one checkpoint, given it or a workdir, of which the newest counts."""
-    if (path / "params").is_dir():
+    if (path / "params").is_dir() or (path / manifest.NAME).is_file():
         return path
-    steps = saved_steps(path)
+    steps = _steps(path / FOLDER)
     if not steps:
         raise CheckpointError(f"no checkpoint in {path}")
     return path / FOLDER / str(max(steps))
 
 
-def saved_steps(workdir: Path) -> list[int]:
+def saved_steps(workdir: Folder) -> list[int]:
     """The steps that a run has completely saved."""
-    folder = workdir / FOLDER
+    return _steps(workdir / FOLDER)
+
+
+def _steps(folder: Folder) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
 
-def merge_params(loaded: Mapping[str, Any], inited: Mapping[str, Any], dont_load: Sequence[str] = ()) -> dict[str, Any]:
-    """`inited` with all values of `loaded`, but for parameters whose whole name matches a regex of `dont_load`.
-
-    Raises:
-      CheckpointError: a name or shape stands on one side only; both sides are listed.
-      ConfigError: a pattern of `dont_load` is no regular expression.
-    """
-    old, new = (flax.traverse_util.flatten_dict(dict(tree), sep="/") for tree in (loaded, inited))
-    for pattern in dont_load:
-        check_regex(pattern, "dont_load")
-
-    def wanted(name: str) -> bool:
-        return not any(re.fullmatch(pattern, name) for pattern in dont_load)
-
-    old = {name: value for name, value in old.items() if wanted(name)}
-    kept = {name: value for name, value in new.items() if not wanted(name)}
-    check_tree(shapes_of(old), {n: s for n, s in shapes_of(new).items() if n not in kept}, "checkpoint")
-    merged = {name: jax.numpy.asarray(value, new[name].dtype) for name, value in old.items()}
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(merged | kept, sep="/")
-    return tree
+def _offer(folder: Folder) -> str:
+    """The end of a message about a damaged checkpoint: the newest intact one before it in the same run."""
+    if not folder.name.isdigit():
+        return ""
+    for step in reversed([s for s in _steps(folder.parent) if s < int(folder.name)]):
+        if not manifest.problems(folder.parent / str(step)):
+            return f"; intact is --checkpoint {folder.parent / str(step)}"
+    return "; no earlier one is intact"
 
 
-def check_tree(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    """Raises CheckpointError, listing both sides, where two maps from names to shapes differ."""
-    sides = (
-        ("only in the checkpoint", [n for n in found if n not in expected]),
-        ("only in the model", [n for n in expected if n not in found]),
-        (
-            "of another shape",
-            [
-                f"{n} (checkpoint {found[n]}, model {expected[n]})"
-                for n in found
-                if n in expected and found[n] != expected[n]
-            ],
-        ),
-    )
-    parts = [f"{len(names)} {title}: {_some(names)}" for title, names in sides if names]
-    if parts:
-        raise CheckpointError(f"{what} does not fit the model; {'; '.join(parts)}")
+def _some(lines: Sequence[str]) -> str:
+    more = f" and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
+    return ", ".join(lines[:MOST_NAMED]) + more
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Each array of a nested dict by its path, as a shape."""
-    return {name: tuple(leaf.shape) for name, leaf in flax.traverse_util.flatten_dict(dict(tree), sep="/").items()}
-
-
-def _metadata(item: Path) -> Any:
+def _metadata(item: Folder) -> Any:
     """The tree of shapes and dtypes of a saved item."""
     try:
-        return ocp.StandardCheckpointHandler().metadata(item.absolute()).tree
+        return ocp.StandardCheckpointHandler().metadata(epath.Path(item).absolute()).tree
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
 
 
-def _load_npz(path: Path) -> dict[str, Any]:
-    """big_vision's format: arrays named by their path in the tree, at times below `params`. Never unpickles."""
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            flat = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise CheckpointError(f"cannot read {path} as .npz: {first_line(e)}") from e
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
-    params: dict[str, Any] = tree.get("params", tree)
-    return params
+def _remove(folder: Folder) -> None:
+    """Removes a folder; one that another has begun to remove is no error."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.rmtree(missing_ok=True)
+
+
+def _cause(error: BaseException) -> str:
+    """What the system said, where that is at the root of an error, such as a full disk."""
+    text = str(error)
+    for line in text.splitlines():
+        if "No space left" in line or "File too large" in line or "quota" in line:
+            return line.strip()[:300]
+    return first_line(error)

@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dcvit import distributed
-from dcvit.checkpoint import CheckpointError
 from dcvit.config import ConfigError
 from dcvit.metrics import MetricsError
+from dcvit.params import CheckpointError
 from input_pipeline import InputError
 from input_pipeline.errors import first_line, nearest
 

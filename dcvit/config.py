@@ -2,7 +2,7 @@
 
 A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections
 ConfigDict. Loading it runs its code. What may stand in it: the keys of `DEFAULTS`, and the durations
-`total`, `log` and `ckpt`, each as `X_steps`, `X_epochs`, `X_examples` or `X_percent`.
+`total`, `log`, `ckpt` and `keep_ckpt`, each as `X_steps`, `X_epochs`, `X_examples` or `X_percent`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
-DURATIONS = ("total", "log", "ckpt")
+DURATIONS = ("total", "log", "ckpt", "keep_ckpt")
 PACKAGE = Path(__file__).parent
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
@@ -58,7 +58,12 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "sharding_strategy": (str | Sequence, "ddp"),  # see dcvit.sharding.shardings
     "evals": (dict, {}),  # name -> type, data, pp, batch_size, optional, how often, further arguments
     "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
-    "ckpt_keep": (int, 1),
+    "ckpt_keep": (int, 2),  # how many of the newest checkpoints stay; every `keep_ckpt` steps one stays for good
+    "ckpt_best": (Sequence[str], ()),  # ("NAME/METRIC", "max" or "min"): the checkpoint best at it is made, and stays
+    "on_corrupt": (str, "fail"),  # or "previous": where the newest checkpoint is damaged, go on from an intact one
+    "nonfinite_skip": (int, 0),  # how many steps whose loss or gradient is not finite may be passed over
+    "watchdog_seconds": (float, 1800.0),  # without progress for so long, all stacks are reported; 0 is off
+    "watchdog_exit": (bool, False),  # and the run ends
     "tensorboard": (bool, True),
     "profile": (Sequence[int], ()),  # first and last step of a JAX profiler trace
 }
@@ -81,7 +86,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     config = _run(path, _parse_arguments(arguments))
     for key in config:
         if key not in DEFAULTS and not is_duration(key, DURATIONS):
-            raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, _known_keys())}")
+            raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, known_keys())}")
     config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | config.to_dict())
     for override in overrides:
         try:
@@ -215,7 +220,7 @@ def _override(config: ConfigDict, override: str) -> None:
             raise ConfigError(f"unknown key 'config.{'.'.join(parents[: i + 1])}'; {nearest(part, known)}")
         target = target[part]
     if target is config and last not in config and not is_duration(last, DURATIONS):
-        raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, _known_keys())}")
+        raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, known_keys())}")
     value = _like(target.get(last), text, f"config.{path}")
     prefix, _, unit = last.rpartition("_")
     if prefix and unit in UNITS:
@@ -225,7 +230,8 @@ def _override(config: ConfigDict, override: str) -> None:
         target[last] = value
 
 
-def _known_keys() -> list[str]:
+def known_keys() -> list[str]:
+    """Every key that a config may hold."""
     return [*DEFAULTS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
 
 
@@ -246,6 +252,10 @@ def check_types(config: ConfigDict) -> None:
         "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
         "grad_accum": (lambda v: v >= 1, "1 or more"),
         "ckpt_keep": (lambda v: v >= 1, "1 or more"),
+        "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
+        "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
+        "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
+        "watchdog_seconds": (_is_rate, "finite and not negative"),
         "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
         "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
         "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),

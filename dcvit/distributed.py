@@ -25,8 +25,8 @@ from dcvit.config import ConfigError
 from input_pipeline.errors import first_line
 
 HEARTBEAT_SECONDS = 30
-FAILURE, VALUES = "dcvit/failure", "dcvit/values"  # the coordinator's keys: the first failure, what all agree in
-AGREE_SECONDS = 1800  # how long the others wait for process 0, which may be slow to open its data
+FAILURE, STOP = "dcvit/failure", "dcvit/stop"  # the coordinator's keys: the first failure, the wish that all stop
+GATHER_SECONDS = 1800  # how long one waits for the others, which may be slow to open their data
 ENDED = threading.Event()  # this process is at its end, well or not
 POLL_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
@@ -94,6 +94,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def index() -> int:
+    """The number of this process, from 0."""
+    return jax.process_index()
+
+
 def alone() -> bool:
     """Whether this process makes the run by itself; asks no backend, so that JAX is not yet set up by the question."""
     return _client() is None
@@ -113,17 +118,51 @@ def agree(values: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: process 0 has another one, which is named with both.
     """
+    first = gather("agreed", values)[0]
+    for name, value in json.loads(json.dumps(values)).items():
+        if first.get(name) != value:
+            here, there = str(value)[:60], str(first.get(name))[:60]
+            raise ConfigError(f"processes differ in {name}: {here} here, {there} in process 0")
+
+
+def gather(name: str, value: Any) -> list[Any]:
+    """What every process, in order, gave under this name, which is used once; JSON can hold it. No device takes part,
+    so that any thread may ask, whatever the others of its process are at."""
     if alone():
-        return
-    mine = {name: json.dumps(value) for name, value in values.items()}
-    if is_first():
-        _client().key_value_set(VALUES, json.dumps(mine))
-    theirs = json.loads(_client().blocking_key_value_get(VALUES, AGREE_SECONDS * 1000))
-    for name, value in mine.items():
-        if theirs.get(name) != value:
-            raise ConfigError(
-                f"processes differ in {name}: {value[:60]} here, {str(theirs.get(name))[:60]} in process 0"
-            )
+        return [value]
+    client, count = _client(), jax.process_count()
+    client.key_value_set(f"dcvit/{name}/{jax.process_index()}", json.dumps(value))
+    return [json.loads(client.blocking_key_value_get(f"dcvit/{name}/{i}", GATHER_SECONDS * 1000)) for i in range(count)]
+
+
+def ask_to_stop() -> None:
+    """Makes `stop_asked` true in every process of this run."""
+    if not alone():
+        with contextlib.suppress(Exception):  # another process has asked already
+            _client().key_value_set(STOP, str(jax.process_index()))
+
+
+def stop_asked() -> bool:
+    """Whether a process of this run has asked all others to stop."""
+    if alone():
+        return False
+    try:
+        return bool(_client().key_value_try_get(STOP))
+    except Exception:  # not there, or the coordinator is lost, which `_watch` notices
+        return False
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once, whatever its other threads are at; of several, all do so together."""
+    ENDED.set()
+    if not alone():
+        with contextlib.suppress(Exception):  # nobody is left to wait for
+            gather("left", True)
+        if is_first():
+            time.sleep(FAREWELL_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def fail(message: str, status: int) -> NoReturn:

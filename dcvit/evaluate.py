@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 
 from dcvit import build, cli, distributed
 from dcvit import config as configs
-from dcvit.checkpoint import check_tree, load_params, shapes_of, step_folder
+from dcvit.checkpoint import load_params, step_folder
 from dcvit.config import ConfigError
+from dcvit.params import check_tree, shapes_of
 from dcvit.sharding import shardings
 from dcvit.tasks import with_text
 

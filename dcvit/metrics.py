@@ -6,8 +6,10 @@ runs of one config write the same file; wall times go to `timing.jsonl`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,21 +25,32 @@ class Rows:
     def __init__(self, path: Path, *, resume_step: int | None = None):
         """Opens `path` to append after the row of `resume_step`; later rows, of a lost stretch, are dropped."""
         kept = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
+        self.rows = kept
         self.last = kept[-1]["step"] if kept else -1
+        self.path = path
         fresh = path.with_name(path.name + ".new")
         fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
         fresh.replace(path)
         self.file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends a row, unless this step has one."""
+        """Appends a row, unless this step has one. What is not finite is null, which JSON can say.
+
+        Raises:
+          MetricsError: the disk is full, or gone.
+        """
         if step > self.last:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
+            said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            try:
+                self.file.write(json.dumps({"step": step, **said}) + "\n")
+                self.file.flush()
+            except OSError as e:
+                raise MetricsError(f"cannot write {self.path}: {e.strerror or e}") from None
             self.last = step
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # what could not be written was said by `write`
+            self.file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -76,6 +89,11 @@ class MetricWriter:
         self.metrics.write(step, metrics)
         if timing:
             self.timing.write(step, timing)
+
+    @property
+    def last(self) -> int:
+        """The newest step that stands in the file; -1 where none does."""
+        return self.metrics.last
 
     def close(self) -> None:
         self.metrics.close()

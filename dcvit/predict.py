@@ -18,9 +18,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from dcvit import build, cli
-from dcvit.checkpoint import check_tree, load_params, shapes_of
+from dcvit.checkpoint import load_params
 from dcvit.config import ConfigError
 from dcvit.evaluate import add_options, run_config
+from dcvit.params import check_tree, shapes_of
 from input_pipeline import InputError, Preprocess
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")

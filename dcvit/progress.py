@@ -43,7 +43,7 @@ class RunProgress:
 
     def report(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Shows a logged step: evaluations as a line of their own, the rest in the bar or as a line."""
-        status = f"loss {metrics['loss']:.4f}" if "loss" in metrics else ""
+        status = f"loss {metrics['loss']:.4f}" if metrics.get("loss") is not None else ""
         if timing:
             unit, each = self.rate
             status += f"  {timing['examples_per_second'] * each:.0f} {unit}  {timing['step_seconds'] * 1e3:.1f} ms/step"

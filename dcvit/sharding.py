@@ -176,7 +176,7 @@ def shardings(tree: Any, mesh: Mesh, strategy: Strategy) -> Any:
 def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any]:
     """For each dimension of a parameter, the mesh axes that split it."""
     if not isinstance(rule, str):
-        if re.match(r"opt_state/|step$|skipped$", name) and not _fits(shape, rule, mesh):
+        if re.match(r"opt_state/|step$|skipped$|nonfinite$", name) and not _fits(shape, rule, mesh):
             return [None] * len(shape)
         if len(rule) > len(shape):
             raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")

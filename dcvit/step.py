@@ -24,11 +24,13 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     ema: Any
     skipped: Any  # int32 scalar, corrupt examples passed over so far
+    nonfinite: Any  # int32 scalar, steps passed over because their loss or gradient was not finite
 
     def items(self) -> dict[str, Any]:
         """As the items of a checkpoint."""
         averaged = {} if self.ema is None else {"ema": self.ema}
-        rest = {"step": self.step, "opt_state": self.opt_state, "skipped": self.skipped}
+        counts = {"step": self.step, "skipped": self.skipped, "nonfinite": self.nonfinite}
+        rest = {**counts, "opt_state": self.opt_state}
         return {"params": self.params, **averaged, "rest": rest}
 
     @property
@@ -40,8 +42,8 @@ class TrainState(flax.struct.PyTreeNode):
 def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
     ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, params=params, opt_state=tx.init(params), ema=ema, skipped=jnp.copy(zero))
+    counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
+    return TrainState(params=params, opt_state=tx.init(params), ema=ema, **counts)
 
 
 def state_shapes(
@@ -74,7 +76,11 @@ def make_update(
     net: Any, task: Task, tx: optax.GradientTransformation, schedule: Any, places: Any = None
 ) -> Callable[..., Any]:
     """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
-    clipping, and `skipped` where corrupt examples may be). `places` are the shardings of gradients, where given."""
+    clipping, `nonfinite`, and `skipped` where corrupt examples may be).
+
+    Where loss or gradient is not finite, the step counts in `nonfinite` and changes no parameter, average or optimiser
+    state. `places` are the shardings of gradients, where given.
+    """
     config, loss_of = task.config, task.loss(net)
 
     def value_and_grad(*args: Any) -> Any:
@@ -92,11 +98,17 @@ def make_update(
         if config.ema_decay:
             ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * schedule(state.step)}
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        params, opt_state, ema = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (params, opt_state, ema), (state.params, state.opt_state, state.ema),
+        )  # fmt: skip
         skipped = state.skipped + jnp.sum(batch["_skipped"])
+        metrics["nonfinite"] = state.nonfinite + jnp.where(finite, 0, 1)
         if config.input.get("corrupt") == "skip":
             metrics["skipped"] = skipped
-        step = state.step + 1
-        return TrainState(step=step, params=params, opt_state=opt_state, ema=ema, skipped=skipped), metrics
+        counts = {"step": state.step + 1, "skipped": skipped, "nonfinite": metrics["nonfinite"]}
+        return TrainState(params=params, opt_state=opt_state, ema=ema, **counts), metrics
 
     return update
 
@@ -122,3 +134,24 @@ def accumulate(
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
     total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), jax.tree.map(deal, batch)))
     return jax.tree.map(lambda x: x / parts, total)
+
+
+def not_finite(tree: Any) -> list[str]:
+    """The names of the arrays of a tree that hold a NaN or Inf in what this process has of them.
+
+    No device waits for another, so that any thread may ask at any time.
+    """
+    by_device: dict[Any, dict[str, jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    by_device.setdefault(shard.device, {})[name] = shard.data
+    checked = [_all_finite(arrays) for arrays in by_device.values()]
+    return sorted({name for finite in jax.device_get(checked) for name, well in finite.items() if not well})
+
+
+@jax.jit
+def _all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.all(jnp.isfinite(array)) for name, array in arrays.items()}

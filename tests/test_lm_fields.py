@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_lm import LENGTH, VOCAB, grown, jit, logits, make, make_tokens
 
-from dcvit.checkpoint import CheckpointError
+from dcvit.params import CheckpointError
 from dcvit.models import lm
 from dcvit.models.attention import rotate
 

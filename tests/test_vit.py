@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit.checkpoint import CheckpointError
+from dcvit.params import CheckpointError
 from dcvit.models import vit
 from dcvit.models.attention import Attention
 

@@ -413,7 +413,8 @@ def load(
     Raises:
       dcvit.checkpoint.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
     """
-    from dcvit.checkpoint import load_params, merge_params
+    from dcvit.checkpoint import load_params
+    from dcvit.params import merge_params
 
     loaded = load_params(init_file)
     if "Transformer" in loaded:

@@ -1,0 +1,88 @@
+"""Being told to stop. SIGTERM, once, saves the run and ends it with status 75, whatever its main thread is at: a step,
+a compilation, an evaluation, waiting for data. A second SIGTERM, or Ctrl-C, ends it at once.
+
+Python runs handlers of signals in the main thread, which cannot while it compiles. So a thread listens to the file
+that the interpreter writes each signal's number to, and another one saves.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from dcvit import distributed
+
+SAVED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
+INTERRUPTED, KILLED = 130, 143  # as the shell says of SIGINT and SIGTERM
+POLL_SECONDS = 0.5  # how often one of several processes looks whether another was told
+
+
+class Preemption:
+    """Listens to signals while it is entered, which only the main thread can."""
+
+    def __init__(self) -> None:
+        self.save: Callable[[], str] | None = None  # saves what is to be saved; returns what it did, for the user
+        self.ended = threading.Event()
+
+    def __enter__(self) -> Preemption:
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        self.before_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        self.before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in self.before:
+            signal.siginterrupt(number, False)  # the main thread's reads and writes go on
+        self.listener = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self.listener.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.before_fd)
+        self.writer.send(b"\0")
+        self.listener.join()
+        self.reader.close()
+        self.writer.close()
+
+    def _listen(self) -> None:
+        told, stopping = 0, False
+        while not self.ended.is_set():
+            ready, _, _ = select.select([self.reader], [], [], POLL_SECONDS)
+            for number in self.reader.recv(64) if ready else b"":
+                if number == signal.SIGINT:
+                    self._at_once("interrupted", INTERRUPTED)
+                elif number == signal.SIGTERM:
+                    told += 1
+                    distributed.ask_to_stop()
+                    if told > 1:
+                        self._at_once("killed by a second SIGTERM", KILLED)
+            if not stopping and (told or distributed.stop_asked()):
+                stopping = True
+                threading.Thread(target=self._stop, name="stop", daemon=True).start()
+
+    def _stop(self) -> None:
+        say("SIGTERM: saving and stopping")
+        try:
+            done = self.save() if self.save else "nothing to save"
+        except Exception as e:
+            say(f"error: {e}")
+            distributed.leave(2)
+        say(f"stopped by SIGTERM: {done}; the same command goes on")
+        distributed.leave(SAVED)
+
+    def _at_once(self, message: str, status: int) -> None:
+        say(message)
+        if distributed.alone():
+            distributed.leave(status)
+        distributed.fail(message, status)
+
+
+def say(line: str) -> None:
+    """Prints a line to stderr, of several processes only the first."""
+    if distributed.is_first():
+        print(line, file=sys.stderr, flush=True)

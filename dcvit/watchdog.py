@@ -1,0 +1,62 @@
+"""A run that stands still says where: the stacks of all its threads, and what each input worker is reading."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import tempfile
+import threading
+import time
+
+import input_pipeline
+from dcvit import distributed
+from dcvit.manifest import Folder
+
+STALLED = 124  # the exit status, as of timeout(1)
+LOG = "watchdog.log"
+
+
+class Watchdog:
+    """Call it with what the run is at whenever it gets on; where `seconds` pass between two calls, it reports.
+
+    The report goes to stderr and to `watchdog.log` in the workdir; it comes once for each time the run stands still.
+    """
+
+    def __init__(self, workdir: Folder, seconds: float, *, leave: bool = False):
+        """`seconds` of 0 are never over. `leave` ends the process after the report, with status 124."""
+        self.workdir, self.seconds, self.leave = workdir, seconds, leave
+        self.ended = threading.Event()
+        self("starting")
+        if seconds:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def __call__(self, phase: str) -> None:
+        self.phase, self.since, self.reported = phase, time.monotonic(), False
+
+    def close(self) -> None:
+        self.ended.set()
+
+    def _watch(self) -> None:
+        while not self.ended.wait(self.seconds / 8):
+            if time.monotonic() - self.since > self.seconds and not self.reported:
+                self.reported = True
+                line = f"no progress for {self.seconds:g} s while {self.phase}"
+                text = report(line)
+                print(text, file=sys.stderr, flush=True)
+                path = self.workdir / LOG
+                path.write_text((path.read_text() if path.exists() else "") + text)
+                if self.leave and distributed.alone():
+                    distributed.leave(STALLED)
+                elif self.leave:
+                    distributed.fail(line, STALLED)
+
+
+def report(line: str) -> str:
+    """The line, the process, what the input workers read, and every thread's stack."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read()
+    reading = [f"  {work}" for work in input_pipeline.working()] or ["  nothing"]
+    head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line} (process {distributed.index()})"
+    return "\n".join([head, "input workers read:", *reading, stacks])
