@@ -20,13 +20,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dcvit import distributed, manifest
-from dcvit.manifest import Folder
+from dcvit.files import Folder, remove
 from dcvit.params import CheckpointError, check_tree, read_npz, shapes_of
 from input_pipeline.errors import first_line
 
 FOLDER = "checkpoints"
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of what Orbax has not finished
 DAMAGED = ".damaged"  # the end of the names of what was set aside
+FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 MOST_NAMED = 4  # damaged files in a message
 
 
@@ -195,7 +196,7 @@ class Checkpoints:
             self.checkpointer.wait_until_finished()
             if distributed.is_first():
                 for old in self._to_remove():
-                    _remove(self.folder / str(old))
+                    remove(self.folder / str(old))
         except BaseException as e:
             self._fail(step, e)
 
@@ -214,13 +215,13 @@ class Checkpoints:
         for path in list(self.folder.iterdir()):
             unsealed = not isinstance(path, Path) and path.name.isdigit() and not (path / manifest.NAME).exists()
             if UNFINISHED in path.name or unsealed:
-                _remove(path)
+                remove(path)
 
     def _set_aside(self, step: int) -> Folder:
         """Moves a damaged checkpoint out of the way; a store, which cannot, forgets it."""
         path = self.folder / str(step)
         if not isinstance(path, Path):
-            _remove(path)
+            remove(path)
             return path
         number = 1
         while (aside := path.with_name(f"{step}{DAMAGED}-{number}")).exists():
@@ -302,18 +303,9 @@ def _metadata(item: Folder) -> Any:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
 
 
-def _remove(folder: Folder) -> None:
-    """Removes a folder; one that another has begun to remove is no error."""
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        folder.rmtree(missing_ok=True)
-
-
 def _cause(error: BaseException) -> str:
-    """What the system said, where that is at the root of an error, such as a full disk."""
-    text = str(error)
-    for line in text.splitlines():
-        if "No space left" in line or "File too large" in line or "quota" in line:
-            return line.strip()[:300]
-    return first_line(error)
+    """What went wrong, without the many names that a full disk's message has."""
+    full = [
+        cause for cause in ("No space left on device", "Disk quota exceeded", "File too large") if cause in str(error)
+    ]
+    return full[0] if full else first_line(error)

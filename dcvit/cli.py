@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcvit import distributed
+from dcvit import distributed, files
 from dcvit.config import ConfigError
+from dcvit.files import Folder
 from dcvit.metrics import MetricsError
 from dcvit.params import CheckpointError
 from input_pipeline import InputError
@@ -55,13 +56,14 @@ class Parser(argparse.ArgumentParser):
         return args, overrides
 
 
-def path(text: str) -> Path:
-    """An option's path, with ~ expanded; an empty one is most likely an unset variable, and refused."""
+def path(text: str) -> Folder:
+    """An option's path or URL, with ~ expanded; an empty one is most likely an unset variable, and refused."""
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text}: only local folders so far")
-    return Path(text).expanduser()
+    try:
+        return files.folder(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def keep_compiled() -> None:

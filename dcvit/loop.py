@@ -23,7 +23,7 @@ import input_pipeline
 from dcvit import distributed
 from dcvit.checkpoint import Checkpoints
 from dcvit.config import ConfigError
-from dcvit.manifest import Folder
+from dcvit.files import Folder, replace
 from dcvit.metrics import MetricWriter
 from dcvit.progress import RunProgress
 from dcvit.sharding import local_rows, prefetch
@@ -157,7 +157,7 @@ class Loop:
             self.turn.wait_for(lambda: (self.done.step if self.done else 0) >= agreed)
             done = self.done
         self.checkpoints.wait()
-        if not done or (self.checkpoints.saved in (None, done.step) and not done.metrics):
+        if not done or not done.metrics:
             return "no step was done since the last checkpoint"
         self._save(done)
         self.checkpoints.wait()
@@ -222,6 +222,8 @@ class Loop:
             position = {"seed": self.data.seed, "next example": done.step * self.data.batch_size}
             timing = {"seconds": time.perf_counter() - self.started}
             about = {**self.about, "position": position, "row": done.numbers, **timing}
+            if self.writer:
+                self.writer.flush()
             self.checkpoints.save(done.step, done.state.items(), about)
 
     def _check(self, done: Done) -> None:
@@ -240,7 +242,7 @@ class Loop:
         path = self.workdir / f"nonfinite-{done.step}.json"
         if distributed.is_first():
             ids = input_pipeline.batch_ids(self.data.source, self.data.batch_size, self.data.seed, done.step - 1)
-            path.write_text(json.dumps({"step": done.step, "not finite": list(bad), "examples": ids}, indent=1) + "\n")
+            replace(path, json.dumps({"step": done.step, "not finite": list(bad), "examples": ids}, indent=1) + "\n")
         if numbers["nonfinite"] > most:
             skipped = f" after {most} that were skipped" if most else ""
             raise FloatingPointError(

@@ -12,15 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from etils import epath
-
+from dcvit.files import Folder
 from input_pipeline.errors import first_line
 
 NAME = "SHA256SUMS"
 THREADS = 4
-Folder: TypeAlias = Path | epath.Path
 
 
 def write(folder: Folder) -> None:

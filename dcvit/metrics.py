@@ -10,9 +10,15 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from dcvit.files import Folder, replace
+
+UPLOAD_SECONDS = 30
 
 
 class MetricsError(ValueError):
@@ -20,40 +26,57 @@ class MetricsError(ValueError):
 
 
 class Rows:
-    """A file of one JSON object a line, each with its own `step`, in rising order."""
+    """A file of one JSON object a line, each with its own `step`, in rising order.
 
-    def __init__(self, path: Path, *, resume_step: int | None = None):
+    A store cannot append to an object: there the whole file is written anew, at most every `UPLOAD_SECONDS`.
+    """
+
+    def __init__(self, path: Folder, *, resume_step: int | None = None):
         """Opens `path` to append after the row of `resume_step`; later rows, of a lost stretch, are dropped."""
-        kept = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
-        self.rows = kept
-        self.last = kept[-1]["step"] if kept else -1
         self.path = path
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        fresh.replace(path)
-        self.file = path.open("a")
+        self.rows = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
+        self.last = self.rows[-1]["step"] if self.rows else -1
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        replace(path, text)
+        self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
+        self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row, unless this step has one. What is not finite is null, which JSON can say.
 
         Raises:
-          MetricsError: the disk is full, or gone.
+          OSError: the disk is full, or gone; with the path.
         """
-        if step > self.last:
-            said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        if step <= self.last:
+            return
+        said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        line = json.dumps({"step": step, **said}) + "\n"
+        if self.file:
             try:
-                self.file.write(json.dumps({"step": step, **said}) + "\n")
+                self.file.write(line)
                 self.file.flush()
             except OSError as e:
-                raise MetricsError(f"cannot write {self.path}: {e.strerror or e}") from None
-            self.last = step
+                raise OSError(e.errno, os.strerror(e.errno or 0), str(self.path)) from None
+        else:
+            self.text += line
+            if time.monotonic() > self.due:
+                self.flush()
+        self.last = step
+
+    def flush(self) -> None:
+        """Brings a store up to date."""
+        if not self.file and self.text != self.uploaded:
+            replace(self.path, self.text)
+            self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
+        self.flush()
         with contextlib.suppress(OSError):  # what could not be written was said by `write`
-            self.file.close()
+            if self.file:
+                self.file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Folder) -> list[dict[str, Any]]:
     """The rows of a file; a last line cut short by a kill is left out; no file, no rows.
 
     Raises:
@@ -77,7 +100,7 @@ class MetricWriter:
     Steps of a stretch that a kill lost are dropped from the files; TensorBoard, append-only, shows them twice.
     """
 
-    def __init__(self, workdir: Path, *, resume_step: int | None = None, tensorboard: bool = True):
+    def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
         self.metrics = Rows(workdir / "metrics.jsonl", resume_step=resume_step)
         self.timing = Rows(workdir / "timing.jsonl", resume_step=resume_step)
         self.tensorboard = _tensorboard(workdir) if tensorboard else None
@@ -95,6 +118,13 @@ class MetricWriter:
         """The newest step that stands in the file; -1 where none does."""
         return self.metrics.last
 
+    def flush(self) -> None:
+        """What was recorded up to now is where it will be found after a kill."""
+        self.metrics.flush()
+        self.timing.flush()
+        if self.tensorboard:
+            self.tensorboard.flush()
+
     def close(self) -> None:
         self.metrics.close()
         self.timing.close()
@@ -102,7 +132,7 @@ class MetricWriter:
             self.tensorboard.close()
 
 
-def _tensorboard(workdir: Path) -> Any:
+def _tensorboard(workdir: Folder) -> Any:
     """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None

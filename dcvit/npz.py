@@ -8,6 +8,7 @@ nothing is allocated before the zip's directory, the header and the memory left 
 import io
 import math
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +85,10 @@ def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
 def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.ndarray:
     """The array of one member, unpacked straight into its place."""
     announced = info.file_size
-    info.file_size += 1  # zipfile stops there: with one more, what unpacks to more than announced is seen
+    info.file_size += 1  # zipfile cuts what is beyond: with one more, it is seen, by its checksum or here
     try:
         with archive.open(info) as stream:
-            shape, columns_first, dtype, header = _header(stream)
+            shape, columns_first, dtype, header = _header(stream.read)
             if header + math.prod(shape) * dtype.itemsize != announced:
                 raise NpzError(f"the header says {dtype} of {shape}, the archive {announced:,} bytes")
             flat = np.empty(math.prod(shape), dtype)
@@ -110,19 +111,19 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
     return array
 
 
-def _header(stream: zipfile.ZipExtFile) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """(shape, whether the first index runs fastest, dtype, bytes read) of a `.npy` file."""
-    start = stream.read(len(MAGIC) + 2)
+def _header(read: Callable[[int], bytes]) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """(shape, whether the first index runs fastest, dtype, bytes read) of a `.npy` file, from its beginning."""
+    start = read(len(MAGIC) + 2)
     if start[: len(MAGIC)] != MAGIC:
         raise NpzError("no array: it does not begin as a .npy file does")
     version = (start[-2], start[-1])
     if len(start) != len(MAGIC) + 2 or version not in LENGTHS:
         raise NpzError("of an unknown version of .npy")
-    length = stream.read(LENGTHS[version])
+    length = read(LENGTHS[version])
     size = int.from_bytes(length, "little")
     if size > LONGEST_HEADER:
         raise NpzError(f"a header of {size:,} bytes; at most {LONGEST_HEADER:,} are read")
-    text = io.BytesIO(length + stream.read(size))
+    text = io.BytesIO(length + read(size))
     parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, columns_first, dtype = parse(text)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax
-import numpy as np
 
+from dcvit import npz
 from dcvit.config import check_regex
-from input_pipeline.errors import first_line
+from dcvit.files import Folder
 
 
 class CheckpointError(ValueError):
@@ -71,13 +69,12 @@ def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
 
 
-def read_npz(path: Path) -> dict[str, Any]:
+def read_npz(path: Folder) -> dict[str, Any]:
     """big_vision's format: arrays named by their path in the tree, at times below `params`. Never unpickles."""
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            flat = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise CheckpointError(f"cannot read {path} as .npz: {first_line(e)}") from e
+        flat = npz.read(path)
+    except npz.NpzError as e:
+        raise CheckpointError(str(e)) from None
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
     params: dict[str, Any] = tree.get("params", tree)
     return params

@@ -148,7 +148,10 @@ def not_finite(tree: Any) -> list[str]:
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
                     by_device.setdefault(shard.device, {})[name] = shard.data
-    checked = [_all_finite(arrays) for arrays in by_device.values()]
+    checked = []
+    for device, arrays in by_device.items():
+        with jax.set_mesh(Mesh([device], ("own",))):  # in place of that of the training
+            checked.append(_all_finite(arrays))
     return sorted({name for finite in jax.device_get(checked) for name, well in finite.items() if not well})
 
 

@@ -26,9 +26,9 @@ from dcvit import config as configs
 from dcvit import workdir as folders
 from dcvit.checkpoint import Checkpoints, saved_steps
 from dcvit.config import ConfigError, check_call
+from dcvit.files import Folder
 from dcvit.flops import training_flops
 from dcvit.loop import Loop
-from dcvit.manifest import Folder
 from dcvit.metrics import MetricWriter
 from dcvit.preemption import Preemption
 from dcvit.step import TrainState, initial_state, jit_update, state_shapes

@@ -10,7 +10,7 @@ import time
 
 import input_pipeline
 from dcvit import distributed
-from dcvit.manifest import Folder
+from dcvit.files import Folder
 
 STALLED = 124  # the exit status, as of timeout(1)
 LOG = "watchdog.log"

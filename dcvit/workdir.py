@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 
 from dcvit import config as configs
 from dcvit.config import ConfigError
-from dcvit.manifest import Folder
+from dcvit.files import Folder, replace
 from input_pipeline import InputError, Source
 from input_pipeline.errors import nearest
 
@@ -59,8 +60,9 @@ class Lock:
         except OSError as e:
             raise ConfigError(f"cannot lock workdir {workdir}: {e.strerror or e}") from None
         self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
-        self.file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the next run is not told by whom, no more
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
+            self.file.flush()
 
     def __enter__(self) -> Lock:
         return self
@@ -138,9 +140,7 @@ def check(workdir: Folder, config: ConfigDict, data: Mapping[str, Any], accept: 
 def claim(workdir: Folder, config: ConfigDict, data: Mapping[str, Any]) -> None:
     """Writes `config.json` and `data.json`."""
     for name, content in (("data.json", dict(data)), ("config.json", json.loads(config.to_json()))):
-        fresh = workdir / f"{name}.new"  # renamed into place: a kill leaves the old file or the new one
-        fresh.write_text(json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
-        fresh.replace(workdir / name)
+        replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 
 def inexact(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

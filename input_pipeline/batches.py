@@ -7,6 +7,7 @@ it, nor of where the stream began.
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from input_pipeline.errors import InputError
+from input_pipeline.errors import InputError, ReadingError, with_type
 from input_pipeline.order import example_at, example_rng
 from input_pipeline.pp import Preprocess
 from input_pipeline.source import Source
@@ -31,13 +32,18 @@ class Made(NamedTuple):
 
 
 Place = tuple[int, int]  # epoch and example index
-Load = Callable[[Place], tuple[dict[str, Any] | None, int]]  # -> the example, and how many were skipped for it
+Load = Callable[[Place], tuple[Batch | None, int]]  # -> the example, and how many were skipped for it
 PREFETCH = 2  # batches prepared beyond the one that is waited for
 CHUNKS = 4  # pieces of a batch for each thread, so that all finish at about the same time
 
+_reading: dict[int, tuple[str, Source, int, float]] = {}  # by thread: its name, source, example, and since when
+
 
 class Corrupt:
-    """What becomes of examples that cannot be read or preprocessed: "fail", or "skip" up to `most` of them."""
+    """What becomes of examples that cannot be read or preprocessed: "fail", or "skip" up to `most` of them.
+
+    A `ReadingError`, for which the example is not to blame, is never skipped.
+    """
 
     def __init__(self, policy: str = "fail", most: int = 100):
         if policy not in ("fail", "skip") or most < 0:
@@ -87,12 +93,14 @@ def train_batches(
     preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
     rows = _checked(rows, batch_size)
 
-    def load(place: Place) -> tuple[dict[str, Any], int]:
+    def load(place: Place) -> tuple[Batch, int]:
         epoch, first = place
         for skipped in range(size):
             index = (first + skipped) % size
             try:
-                return preprocess(source[index], example_rng(seed, epoch, index)), skipped
+                return _example(source, preprocess, seed, (epoch, index)), skipped
+            except ReadingError:
+                raise
             except InputError as e:
                 corrupt.note(source.describe(index), e)
         raise InputError(f"not one of {size} examples could be read")
@@ -124,17 +132,62 @@ def eval_batches(
     preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
     rows = _checked(rows, batch_size)
 
-    def load(place: Place) -> tuple[dict[str, Any] | None, int]:
-        epoch, index = place
+    def load(place: Place) -> tuple[Batch | None, int]:
         try:
-            return preprocess(source[index], example_rng(0, epoch, index)), 0
+            return _example(source, preprocess, 0, place), 0
+        except ReadingError:
+            raise
         except InputError as e:
-            corrupt.note(source.describe(index), e)
+            corrupt.note(source.describe(place[1]), e)
             return None, 1
 
     plans = ([(0, start + row) for row in rows if start + row < size] for start in range(0, size, batch_size))
     for made in _prepare(plans, load, len(rows), threads, first=((0, i) for i in range(size))):
         yield {**made.arrays, "_mask": made.mask}
+
+
+def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[dict[str, Any]]:
+    """Which examples the training batch of a step holds, all hosts' together, without reading any.
+
+    The first step is 0, as in `train_batches`' `start_step`. Each row of the batch is a dict of `row`, `epoch`, `index`
+    and `id`, where the source has the example. Where one was skipped, the row's `_skipped` counts on from its `index`.
+    """
+    if batch_size < 1 or step < 0:
+        raise InputError(f"there is no step {step} of batches of {batch_size}")
+    places = [example_at(step * batch_size + row, len(source), seed) for row in range(batch_size)]
+    return [
+        {"row": row, "epoch": epoch, "index": index, "id": source.describe(index)}
+        for row, (epoch, index) in enumerate(places)
+    ]
+
+
+def working() -> list[str]:
+    """What the threads that prepare this process's batches read at this moment, "input_0: cat/1.jpg (for 12 s)"."""
+    now, reading = time.monotonic(), sorted(_reading.copy().values(), key=lambda entry: entry[0])
+    return [f"{name}: {source.describe(index)} (for {now - since:.0f} s)" for name, source, index, since in reading]
+
+
+def _example(source: Source, preprocess: Preprocess, seed: int, place: Place) -> Batch:
+    """One example, preprocessed.
+
+    Raises:
+      ReadingError: anything that is not wrong with the data; it names the example.
+      InputError: the rest; it does not.
+    """
+    epoch, index = place
+    thread = threading.get_ident()
+    _reading[thread] = threading.current_thread().name, source, index, time.monotonic()
+    try:
+        example = preprocess(source[index], example_rng(seed, epoch, index))
+        return {key: np.asarray(value) for key, value in example.items()}
+    except ReadingError as e:
+        raise ReadingError(f"{source.describe(index)}: {e}") from e
+    except InputError:
+        raise
+    except Exception as e:
+        raise ReadingError(f"{source.describe(index)}: {with_type(e)}") from e
+    finally:
+        del _reading[thread]
 
 
 def _checked(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
@@ -154,7 +207,7 @@ def _prepare(
     """
     if threads is None:
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    layout: dict[str, np.ndarray] | None = None
+    layout: Batch | None = None
     pending: deque[tuple[Made, list[Future]]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
         try:
@@ -177,7 +230,7 @@ def _prepare(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _empty(layout: dict[str, np.ndarray], rows: int, filled: int) -> Made:
+def _empty(layout: Batch, rows: int, filled: int) -> Made:
     """A batch of examples like those of `layout`, whose first `filled` rows are still to be written."""
     arrays = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
     for array in arrays.values():
@@ -192,15 +245,15 @@ def _finished(made: Made, work: Sequence[Future]) -> Made:
     return made
 
 
-def _layout(load: Load, places: Iterable[Place]) -> dict[str, np.ndarray]:
+def _layout(load: Load, places: Iterable[Place]) -> Batch:
     """The arrays of the first readable example, whose shapes and dtypes every other one shares."""
     example = next((found for found, _ in map(load, places) if found is not None), None)
     if example is None:
         raise InputError("not one example could be read")
     for key, value in example.items():
-        if np.asarray(value).dtype.kind not in "biuf":
-            raise InputError(f"{key!r} is {type(value).__name__}, which makes no batch of arrays; drop it with keep")
-    return {key: np.asarray(value) for key, value in example.items()}
+        if value.dtype.kind not in "biuf":
+            raise InputError(f"{key!r} is {value.dtype.name}, which makes no batch of arrays; drop it with keep")
+    return example
 
 
 def _fill(made: Made, plan: Sequence[Place], piece: range, load: Load) -> None:
@@ -213,7 +266,7 @@ def _fill(made: Made, plan: Sequence[Place], piece: range, load: Load) -> None:
             continue
         made.mask[row] = 1
         for key, array in made.arrays.items():
-            value = np.asarray(example[key]) if key in example else None
+            value = example.get(key)
             if value is None or value.shape != array.shape[1:] or value.dtype != array.dtype:
                 found = "nothing" if value is None else f"{value.dtype} of {value.shape}"
                 raise InputError(

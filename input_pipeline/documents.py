@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest, require
 from input_pipeline.tokenizer import Tokenizer
 
 LINES = (".jsonl", ".jsonl.zst")
 SUFFIXES = (".txt", *LINES)
 INDEX = ".offsets"  # of what `input_pipeline.records` keeps beside a file
-PIECE = 1 << 16  # bytes read at a time; zstd's best ratio makes less than 2 GB of them
+PIECE = 1 << 16  # bytes read at a time
+PACKED_PIECE = 1 << 10  # and of what is packed: zstd's best ratio makes 32 MB of them, four bytes for each block
 BATCH = 1 << 20  # characters that are tokenised together
 WINDOW = 1 << 31  # the largest that zstd's --long allows; so much memory only where a file was written so
+LONGEST = 1 << 27  # bytes of a line, some fifty novels; parsing JSON takes up to twenty times as much memory
 
 
 class Document(NamedTuple):
@@ -85,8 +88,9 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
     with a single key, which is empty, are left out.
 
     Raises:
-      InputError: a file that is cut off or damaged, text that is not UTF-8, a line that is no JSON object, a key that
-        is not there or holds no string; the message names file and line.
+      InputError: a file that is cut off or damaged, a line of more than LONGEST bytes, a .txt beyond the memory left,
+        text that is not UTF-8, a line that is no JSON object, a key that is not there or holds no string; the message
+        names file and line.
     """
     before = 0
     for file in files.paths:
@@ -98,7 +102,7 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
                     texts = _strings(line, keys, where)
                     if any(texts) or len(keys) > 1:
                         yield Document(texts, where, f"{name}:{number}", before + read)
-            elif text := _decode(file.read_bytes(), f"{file}:1"):
+            elif text := _decode(_whole(file), f"{file}:1"):
                 yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
             before += file.stat().st_size
         except OSError as e:
@@ -111,7 +115,7 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Enc
     size = 0
     for document in documents:
         batch.append(document)
-        size += sum(map(len, document.texts))
+        size += sum(map(len, document.texts)) + len(document.where)  # however many texts are empty
         if size >= BATCH:
             yield from _encoded(batch, tokenizer)
             batch, size = [], 0
@@ -165,24 +169,35 @@ def _decode(data: bytes, where: str) -> str:
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
     """(number, line, bytes of the file read so far) of each line that is not blank."""
-    number, rest = 0, [b""]
+    number, rest, size = 0, [b""], 0  # the parts of a line that has no end yet, and their bytes
     read = 0
-    for data, read in _unpacked(file) if file.name.endswith(".zst") else _pieces(file):
+    for data, read in _unpacked(file) if file.name.endswith(".zst") else _pieces(file, PIECE):
         first, *others = data.split(b"\n")
         rest.append(first)
         for other in others:
-            number, line, rest = number + 1, b"".join(rest), [other]
+            number, line, rest, size = number + 1, b"".join(rest), [other], 0
             if line.strip():
                 yield number, line, read
+        size += len(rest[-1])
+        if size > LONGEST:
+            raise InputError(f"{file}:{number + 1}: a line of more than {LONGEST:,} bytes is no document")
     if (line := b"".join(rest)).strip():
         yield number + 1, line, read
 
 
-def _pieces(file: Path) -> Iterator[tuple[bytes, int]]:
+def _whole(file: Path) -> bytes:
+    """All bytes of a file. Raises InputError where they and a string of them have no room."""
+    size, left = file.stat().st_size, memory.available()
+    if left is not None and 2 * size > left:
+        raise InputError(f"{file}: one document of {size / 1e9:.1f} GB, and {left / 1e9:.1f} GB of memory left")
+    return file.read_bytes()
+
+
+def _pieces(file: Path, piece: int) -> Iterator[tuple[bytes, int]]:
     """(some bytes, bytes read so far) of a file."""
     read = 0
     with file.open("rb") as stream:
-        while data := stream.read(PIECE):
+        while data := stream.read(piece):
             read += len(data)
             yield data, read
 
@@ -193,15 +208,19 @@ def _unpacked(file: Path) -> Iterator[tuple[bytes, int]]:
     A reader of the stream would yield what there is of a file that is cut off; here the last frame has to end.
     """
     zstandard = require("zstandard")
-    unpacker: Any = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    left = memory.available()
+    window = WINDOW if left is None else max(WINDOW >> 8, min(WINDOW, left // 2))
+    unpacker: Any = zstandard.ZstdDecompressor(max_window_size=window)
     frame: Any = None
     read = 0
-    for data, read in _pieces(file):
+    for data, read in _pieces(file, min(PIECE, PACKED_PIECE)):
         while data:
             frame = frame or unpacker.decompressobj()
             try:
                 unpacked = frame.decompress(data)
             except zstandard.ZstdError as e:
+                if "too much memory" in str(e):
+                    raise InputError(f"{file}: a zstd frame needs a window of more than {window:,} bytes") from None
                 raise InputError(f"{file} is damaged before byte {read:,}: {first_line(e)}") from None
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame

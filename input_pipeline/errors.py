@@ -22,18 +22,29 @@ class MissingDataError(InputError):
     """Data that is not there at all; the message says where it was looked for and how to get it."""
 
 
+class ReadingError(InputError):
+    """What no example is to blame for: a file that cannot be read, too little memory, a library that is missing, a
+    bug. It ends the run, whatever becomes of corrupt examples."""
+
+
 def first_line(error: BaseException) -> str:
     """An exception as a message shows it: the first line of its text, or its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def with_type(error: BaseException) -> str:
+    """The same for an exception that nobody expected: its type, and the first line of its text."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error) else name
+
+
 def require(module: str) -> Any:
-    """An imported library of the `data` or `lm` extra. Raises InputError, naming the extra, where it is missing."""
+    """An imported library of the `data` or `lm` extra. Raises ReadingError, naming the extra, where it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
         extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
-        raise InputError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
+        raise ReadingError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

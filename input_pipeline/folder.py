@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline.errors import InputError, MissingDataError, nearest
+from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+MOST_BYTES = 1 << 30  # of a file: one of MAX_PIXELS with 6 bytes a pixel, the most there is, stored plainly
 SPLITS = {"train", "val", "test", "validation"}
 
 
@@ -68,9 +69,13 @@ class Source:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            return {"image": Path(self.files[index]).read_bytes(), "label": self.labels[index]}
+            with Path(self.files[index]).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MOST_BYTES:
+                    raise InputError(f"{size:,} bytes are no image; the largest has {MOST_BYTES:,}")
+                return {"image": file.read(), "label": self.labels[index]}
         except OSError as e:
-            raise InputError(e.strerror) from None
+            raise ReadingError(e.strerror) from None
 
     def describe(self, index: int) -> str:
         """The file of an example."""

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from input_pipeline.errors import InputError, require
+from input_pipeline.errors import InputError, first_line, require
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # what `decode` reads; no format that runs a program
-MAX_PIXELS = 178_956_970  # Pillow's own limit
+MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest: TensorFlow's limit, and Pillow's by default
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers that begin a frame
+BARE = {0x01, *range(0xD0, 0xD8)}  # those that nothing belongs to, not even a length
 ORIENTATION = 0x0112  # the EXIF tag
 CROP_ATTEMPTS = 100
 
@@ -83,11 +84,10 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
         if marker in FRAMES:
             height, width = (int.from_bytes(data[i : i + 2], "big") for i in (at + 5, at + 7))
             break
-        at += 1 if marker == 0xFF else 2 + length  # 0xFF may fill the space before a marker
+        at += 1 if marker == 0xFF else 2 + (0 if marker in BARE else length)  # 0xFF may fill the space before a marker
     if not height * width:
         raise InputError("broken image: no JPEG header")
-    if height * width > MAX_PIXELS:
-        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
+    _check_pixels(width, height)
     return height, width
 
 
@@ -158,23 +158,32 @@ def _jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
         if window is None:
             return np.asarray(tf.io.decode_jpeg(data, channels=channels))
         return np.asarray(tf.io.decode_and_crop_jpeg(data, window, channels=channels))
+    except tf.errors.ResourceExhaustedError as e:
+        raise MemoryError(first_line(e)) from None
     except tf.errors.OpError:
         raise InputError("broken image: the JPEG is damaged or cut off") from None
 
 
 @contextlib.contextmanager
 def _readable(data: bytes) -> Any:
-    """The opened Pillow image; whatever a decoder raises inside becomes an InputError."""
+    """The opened Pillow image, none of it decoded yet; whatever a decoder raises inside becomes an InputError."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_pixels(*image.size)  # Pillow's own check is gone where another library took its limit away
             yield image
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Image.DecompressionBombError as e:
         raise InputError(str(e)) from None
     except Exception as e:  # decoders raise anything for a damaged file
         reason = "not an image" if isinstance(e, Image.UnidentifiedImageError) else f"broken image: {e}"
         raise InputError(reason) from None
+
+
+def _check_pixels(width: int, height: int) -> None:
+    """Raises InputError for more pixels than are decoded."""
+    if width * height > MAX_PIXELS:
+        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
 
 
 def _orientation(data: bytes) -> int:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from input_pipeline import rows as token_rows
-from input_pipeline.errors import InputError, MissingDataError
+from input_pipeline.errors import InputError, MissingDataError, first_line
 from input_pipeline.tokenizer import vocabulary
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
@@ -144,6 +144,8 @@ def read_index(prefix: str) -> Index:
     end = last + last_size * dtype.itemsize
     if first != 0 or end != tokens_size:
         raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
+    if tokens_size % dtype.itemsize:
+        raise InputError(f"{data} has {tokens_size:,} bytes, which are no tokens of {dtype.itemsize} bytes each")
     if length is not None and length * sequences * dtype.itemsize != tokens_size:
         raise InputError(f"{path}: its {sequences:,} sequences of {length} tokens do not lie one after the other")
     return Index(dtype, sequences, length)
@@ -289,8 +291,8 @@ def _about(prefix: str) -> dict[str, Any]:
         return {}
     try:
         about = json.loads(path.read_bytes())
-    except (OSError, ValueError) as e:
-        raise InputError(f"cannot read {path}: {e}") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"cannot read {path}: {first_line(e)}") from None
     numbers = ("vocab_size", "end_of_text", "documents")
     if not isinstance(about, dict) or any(not isinstance(about.get(key), int | None) for key in numbers):
         raise InputError(f"{path}: expected a JSON object with numbers for {', '.join(numbers)}")

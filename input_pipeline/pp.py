@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from input_pipeline import ops
-from input_pipeline.errors import InputError, check_arguments, first_line, nearest
+from input_pipeline.errors import InputError, ReadingError, check_arguments, nearest, with_type
 
 
 class ValueRange(NamedTuple):
@@ -94,6 +94,6 @@ class Preprocess:
             raise
         except KeyError as e:
             raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
-        except Exception as e:  # an op that meets what it was not made for, and TensorFlow's own errors
-            raise InputError(f"preprocessing: {first_line(e)}") from None
+        except Exception as e:  # an op that meets what it was not made for, too little memory
+            raise ReadingError(f"preprocessing: {with_type(e)}") from e
         return example

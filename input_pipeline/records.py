@@ -18,9 +18,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from input_pipeline.errors import InputError, first_line, require
+from input_pipeline.errors import InputError, ReadingError, first_line, require
 
 HEADER, FOOTER = 12, 4  # bytes of length and checksum before a record, of checksum after it
+MOST_BYTES = 1 << 31  # of a record: no message of protobuf's is longer
 OPEN_FILES = 128  # files of each format that are held open; a process may have some thousand at most
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
@@ -131,8 +132,9 @@ def _load_index(place: Path, state: tuple[int, int]) -> np.ndarray | None:
     if content[:16] != struct.pack("<2q", *state) or len(content) % 8:
         return None
     offsets = np.frombuffer(content, "<i8", offset=16)
-    valid = len(offsets) and offsets[0] == 0 and offsets[-1] == state[0] and bool(np.all(np.diff(offsets) > 0))
-    return offsets if valid else None
+    lengths = np.diff(offsets) - (HEADER + FOOTER)  # differences that overflow come out negative
+    valid = len(offsets) and offsets[0] == 0 and offsets[-1] == state[0]
+    return offsets if valid and bool(np.all((lengths >= 0) & (lengths <= MOST_BYTES))) else None
 
 
 def _index_places(path: str) -> list[Path]:
@@ -157,6 +159,8 @@ def _walk(path: str, size: int) -> np.ndarray:
             end = offsets[-1] + HEADER + length + FOOTER
             if end > size or header[8:] != _checksum(header[:8]):
                 raise InputError(f"{path} is damaged or cut off in record {len(offsets) - 1}")
+            if length > MOST_BYTES:
+                raise InputError(f"{path}: record {len(offsets) - 1} has {length:,} bytes, more than {MOST_BYTES:,}")
             offsets.append(end)
     return np.array(offsets, "<i8")
 
@@ -184,7 +188,7 @@ class _LocalFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise InputError(f"cannot read {path}: {e.strerror}") from None
+            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
 
     def read(self, start: int, length: int) -> bytes:
         return os.pread(self.descriptor, length, start)
@@ -206,7 +210,7 @@ def _open(path: str) -> BinaryIO:
     try:
         return io.FileIO(path)
     except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror}") from None
+        raise ReadingError(f"cannot read {path}: {e.strerror}") from None
 
 
 def _stat(path: str) -> tuple[int, int]:
@@ -219,5 +223,5 @@ def _stat(path: str) -> tuple[int, int]:
     try:
         stat = Path(path).stat()
     except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror}") from None
+        raise ReadingError(f"cannot read {path}: {e.strerror}") from None
     return stat.st_size, stat.st_mtime_ns

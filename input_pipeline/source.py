@@ -2,10 +2,10 @@
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from input_pipeline.errors import InputError, check_arguments, nearest
+from input_pipeline.memory import available as _available_memory
 
 KINDS = ("digits", "folder", "input_ids", "megatron", "spans", "stdlib", "text", "tfds")
 
@@ -117,13 +117,3 @@ def _inner(wrapper: Any, name: str) -> Any:
     if name == "source":  # while a wrapper is unpickled, it has no source yet
         raise AttributeError(name)
     return getattr(wrapper.source, name)
-
-
-def _available_memory() -> int | None:
-    """Bytes of memory that Linux says are left, to the machine and to the container; None where it does not say."""
-    info, limit, used = map(Path, ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"))
-    lines = info.read_text().splitlines() if info.is_file() else []
-    left = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
-        left.append(int(most) - int(used.read_text()))
-    return min(left, default=None)

@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline import rows
+from input_pipeline import memory, rows
 from input_pipeline.documents import LINES, encoded, find_files, read_documents
 from input_pipeline.errors import InputError
-from input_pipeline.text import check_size, progress, token_dtype
+from input_pipeline.text import check_memory, check_size, progress, token_dtype
 from input_pipeline.tokenizer import END_OF_TEXT, end_token, open_tokenizer
+
+PLACE = 256  # bytes of memory, about, for where a row is
 
 
 class Source:
@@ -47,13 +49,14 @@ class Source:
         self.end_of_text: int | None = end_token(opened)
         files = find_files(path, LINES)
         check_size(files, path)
-        end = np.array([self.end_of_text])
+        end, left = np.array([self.end_of_text]), memory.available()
         dtype, stream = token_dtype(opened), bytearray()
         self.places: list[str] = []
         ends, firsts = [0], []
         for document, (before, after) in progress(
             encoded(read_documents(files, (inputs, targets)), opened), files, path
         ):
+            check_memory(len(stream) + PLACE * len(self.places), left, path)
             if not len(after):
                 raise InputError(f"{document.where}: {targets!r} is empty: nothing to predict")
             room = context - len(after)  # for the inputs, after the end of text has its place

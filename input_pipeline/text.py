@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline import rows
+from input_pipeline import memory, rows
 from input_pipeline.documents import Encoded, Files, encoded, find_files, held_out, read_documents
 from input_pipeline.errors import InputError, nearest
 from input_pipeline.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
@@ -60,7 +60,9 @@ class Source:
             if held_out(document.name, validation_fraction) == (split == "validation")
         )
         end = dtype.type(self.end_of_text).tobytes()
+        left = memory.available()
         for _, tokens in progress(encoded(documents, opened), files, path):
+            check_memory(len(stream), left, path)
             stream += tokens[0].astype(dtype).tobytes() + end
         if not stream:
             raise InputError(f"{path} holds no text, of split {split!r} and validation_fraction={validation_fraction}")
@@ -98,6 +100,12 @@ def check_size(files: Files, path: str) -> None:
             f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MOST_BYTES / 1e9:g}: tokenise it once, with "
             f"python -m dcvit.tokenize --data {path} --out PREFIX, and read it with kind='megatron'"
         )
+
+
+def check_memory(nbytes: int, left: int | None, path: str) -> None:
+    """Raises InputError where what was tokenised takes most of the memory that was left, as a packed file's may."""
+    if left is not None and nbytes > left * 3 // 4:
+        raise InputError(f"{path}: its tokens do not fit the {left / 1e9:.1f} GB of memory left; take fewer files")
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:

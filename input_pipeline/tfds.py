@@ -6,6 +6,7 @@ downloaded or generated here.
 
 import bisect
 import itertools
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from input_pipeline.records import RecordFile, open_records
 
 NAME = re.compile(r"\w[\w-]*(/\w[\w.-]*)?")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
+OWN = "tensorflow_datasets."
 MANUAL = {
     "imagenet2012": "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unextracted,",
     "imagenet2012_real": "ILSVRC2012_img_val.tar, unextracted,",
@@ -45,7 +47,10 @@ class Source:
         root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
         folder = find(name, root if "://" in root else str(Path(root).expanduser()))
         try:
+            _check_features(folder)
             info = tfds.builder_from_directory(folder).info
+        except InputError:
+            raise
         except Exception as e:  # whatever its files' parsers raise
             raise InputError(f"{folder} is damaged, prepare it again: {first_line(e)}") from None
         try:
@@ -118,6 +123,19 @@ def find(name: str, root: str) -> str:
     raise MissingDataError(
         f"no prepared dataset {name!r} in {root}{there}; {tars}run: tfds build {dataset} --data_dir {root}"
     )
+
+
+def _check_features(folder: str) -> None:
+    """Raises InputError where a feature is of a class that is not tfds' own: its module would be imported by name."""
+    inside = [json.loads((require("etils.epath").Path(folder) / "features.json").read_text())]
+    while inside:
+        part = inside.pop()
+        if isinstance(part, dict):
+            named = [part[key] for key in ("pythonClassName", "python_class_name", "type") if key in part]
+            for name in named:
+                if isinstance(name, str) and "." in name and not name.startswith(OWN):
+                    raise InputError(f"{folder}/features.json: {name} is no feature of tensorflow-datasets' own")
+        inside += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _open_parts(instructions: Sequence[Any]) -> list[tuple[RecordFile, int, int]]:

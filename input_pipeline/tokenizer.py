@@ -3,6 +3,7 @@
 Special tokens are never made from text: a document that contains "<|endoftext|>" has these characters as text.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from input_pipeline.errors import InputError, MissingDataError, first_line, near
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
+MOST_TOKENS = 1 << 24  # in a vocabulary: the largest in use have a sixteenth of it; a number's absence costs memory
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a single byte, as sentencepiece writes it
 SPACE = "\u2581"  # stands for a space in sentencepiece's tokens
 
@@ -66,6 +68,8 @@ class FileTokenizer:
         self.vocab = self.tokenizer.get_vocab(with_added_tokens=True)
         self.added = self.tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
+        if self.vocab_size > MOST_TOKENS:
+            raise InputError(f"{file} numbers a token {self.vocab_size - 1:,}; expected less than {MOST_TOKENS:,}")
         self.spelling = _spelling(json.loads(content))
         self.end_of_text = None if end_of_text is None else self._special(end_of_text)
 
@@ -90,18 +94,27 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without an end."""
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        with self._named_errors():
+            found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, by several threads."""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._named_errors():
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, nothing for special ones, U+FFFD for bytes that are not UTF-8."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:  # the library raises plain Exceptions
+            raise InputError(f"{self.path} cannot tokenise: {first_line(e)}") from None
 
     def _special(self, name: str) -> int:
         """The number of a special token."""
@@ -154,6 +167,8 @@ def vocabulary(
     says that without a tokenizer the tokens are bytes. Raises InputError where the tokenizer has more tokens, or
     `end_of_text` is not among them.
     """
+    if vocab_size is not None and not 0 < vocab_size <= MOST_TOKENS:
+        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 to {MOST_TOKENS:,}")
     known = None
     if tokenizer is not None or of_bytes:
         known = open_tokenizer(tokenizer, END_OF_TEXT if end_of_text is None else None)

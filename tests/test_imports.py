@@ -25,11 +25,16 @@ LAYERS = [
         "dcvit.aot",
     ],
     ["dcvit.cli"],
-    ["dcvit.build", "dcvit.step", "dcvit.tasks", "dcvit.decoding", "dcvit.progress"],
+    ["dcvit.loop"],
+    ["dcvit.build", "dcvit.step", "dcvit.tasks", "dcvit.decoding", "dcvit.progress", "dcvit.watchdog", "dcvit.workdir"],
     [
         "dcvit.evaluators",
         "dcvit.models",
         "dcvit.checkpoint",
+        "dcvit.manifest",
+        "dcvit.params",
+        "dcvit.preemption",
+        "dcvit.npz",
         "dcvit.config",
         "dcvit.sharding",
         "dcvit.optim",
@@ -41,7 +46,8 @@ LAYERS = [
         "dcvit.hlo",
     ],
     ["dcvit.mesh"],
-    ["input_pipeline", "dcvit.dcmha", "dcvit.metrics"],
+    ["dcvit.metrics"],
+    ["input_pipeline", "dcvit.dcmha", "dcvit.files"],
 ]
 
 

@@ -1,0 +1,217 @@
+"""Kills a training again and again, and compares what comes out with a training that nobody disturbed.
+
+    python scripts/chaos.py --model vit --kills 50 --terms 20 --seed 0
+    python scripts/chaos.py --model lm --kills 50 --terms 20 --seed 0
+
+Each start of the run gets one SIGKILL or SIGTERM, at a random moment of a start, a compilation, a step, a save or an
+evaluation, until there were as many as asked for; then it may end. Its last checkpoint and its metrics.jsonl must be,
+bit for bit, those of the undisturbed run; a SIGTERM must lose no step; a SIGKILL may lose the steps since the newest
+checkpoint that was complete: at most the interval, and those that were done while the next one was being saved.
+Prints a row of a Markdown table; status 1 where anything differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
+AIMS = ("starting", "compiling", "a step", "saving", "evaluating")
+SAVED = 75  # the status of a run that SIGTERM stopped
+CONFIGS = {
+    "vit": ("vit_digits", {"evals.test.log_steps": EVAL, "ema_decay": 0.99, "mixup": 0.2}),
+    "lm": (
+        "lm_stdlib",
+        {"evals.validation.log_steps": EVAL, "evals.validation.data.limit": 32, "input.batch_size": 2},
+    ),
+}
+PATIENCE = 300  # seconds until a process that neither works nor ends is an error
+
+
+def command(model: str, workdir: Path, steps: int) -> list[str]:
+    config, options = CONFIGS[model]
+    options = {"total_steps": steps, "ckpt_steps": INTERVAL, "log_steps": 1, "tensorboard": False, **options}
+    words = [f"--config.{key}={value}" for key, value in options.items() if key != "ckpt_percent"]
+    return [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir), *words]
+
+
+class Stretch:
+    """One start of the run, until it ends or is ended."""
+
+    def __init__(self, model: str, workdir: Path, steps: int, *, cache: bool = True):
+        self.workdir, self.log = workdir, workdir.with_name(f"{workdir.name}.log")
+        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": str(cache).lower()}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command(model, workdir, steps), stdout=log, stderr=log, env=environment)
+        self.started = time.monotonic()
+
+    def until(self, holds, what: str) -> bool:
+        """Waits until something holds; False where the process ended first."""
+        while not holds():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() - self.started > PATIENCE:
+                self.process.kill()
+                raise SystemExit(f"chaos: {PATIENCE} s, and still not {what}:\n{self.log.read_text()}")
+            time.sleep(0.001)
+        return True
+
+    def row(self) -> int:
+        """The step of the newest row of metrics."""
+        path = self.workdir / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def says(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def saving(self) -> bool:
+        folder = self.workdir / "checkpoints"
+        return folder.is_dir() and any("orbax-checkpoint-tmp" in path.name for path in folder.iterdir())
+
+    def aim(self, at: str, target: int, draw: random.Random) -> bool:
+        """Waits for a random moment of the kind; False where the run ended before."""
+        if at == "starting":
+            time.sleep(draw.uniform(0, 5))
+            return self.process.poll() is None
+        if not self.until(lambda: self.says("compiling the training step"), "compiling"):
+            return False
+        if at == "compiling":
+            time.sleep(draw.uniform(0, 3))
+            return self.process.poll() is None
+        if at == "evaluating":
+            target = -(-target // EVAL) * EVAL - 1
+        if not self.until(lambda: self.row() >= target, f"at step {target}"):
+            return False
+        if at == "saving" and not self.until(self.saving, "saving"):
+            return False
+        time.sleep(draw.uniform(0, 0.15 if at == "saving" else 0.05))
+        return self.process.poll() is None
+
+    def end(self, sent: signal.Signals | None = None) -> int:
+        """Sends a signal, if any, and waits for the end; returns the status."""
+        if sent:
+            self.process.send_signal(sent)
+        try:
+            return self.process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise SystemExit(f"chaos: still running {PATIENCE} s after {sent}:\n{self.log.read_text()}") from None
+
+    def resumed(self) -> int:
+        """The step that the run went on from."""
+        found = re.search(r"going on from the checkpoint of step (\d+)", self.log.read_text())
+        return int(found[1]) if found else 0
+
+
+def disturb(model: str, workdir: Path, kills: int, terms: int, steps: int, draw: random.Random) -> dict:
+    """Runs to the end through all the interruptions; says what was lost and what went wrong."""
+    sent = [signal.SIGKILL] * kills + [signal.SIGTERM] * terms
+    draw.shuffle(sent)
+    aims = Counter()
+    lost: dict[signal.Signals, list[int]] = {signal.SIGKILL: [], signal.SIGTERM: []}
+    wrong, pending = [], None  # the last signal, and the newest row when it came
+    for i, number in enumerate(sent):
+        at = AIMS[i % len(AIMS)]
+        stretch = Stretch(model, workdir, steps, cache=at != "compiling")
+        target = (i + 1) * (steps - 2 * INTERVAL) // len(sent)
+        if not stretch.aim(at, target, draw):
+            raise SystemExit(f"chaos: the run ended by itself before signal {i + 1}:\n{stretch.log.read_text()}")
+        status = stretch.end(number)
+        pending = account(stretch, pending, lost)
+        aims[f"{number.name} {at}"] += 1
+        early = at == "starting" and status == -signal.SIGTERM  # before Python had come to listen
+        if number == signal.SIGTERM and status != SAVED and not early:
+            wrong.append(f"SIGTERM while {at} ended with status {status}:\n{stretch.log.read_text()}")
+        pending = (number, stretch.row()) if pending is None else pending
+        print(f"{i + 1}/{len(sent)} {number.name} {at}: status {status}, step {stretch.row()}", file=sys.stderr)
+    stretch = Stretch(model, workdir, steps)
+    if status := stretch.end():
+        wrong.append(f"the last stretch ended with status {status}:\n{stretch.log.read_text()}")
+    account(stretch, pending, lost)
+    return {"aims": aims, "lost": lost, "wrong": wrong}
+
+
+def account(stretch: Stretch, pending, lost):
+    """Notes what the signal before this stretch lost, once a stretch has gone on after it; else keeps it pending."""
+    if pending is None or not (stretch.says("going on from") or stretch.says("compiling the training step")):
+        return pending
+    number, row = pending
+    lost[number].append(max(0, row - stretch.resumed()))
+    return None
+
+
+def differences(one: Path, other: Path, steps: int) -> list[str]:
+    """What is not bit for bit the same at the end of two runs."""
+    found = []
+    if (one / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes():
+        found.append("metrics.jsonl")
+    states = [one / "checkpoints" / str(steps), other / "checkpoints" / str(steps)]
+    for item in sorted(p.name for p in states[0].iterdir() if p.is_dir() and p.name != "about"):
+        trees = [ocp.StandardCheckpointer().restore((state / item).absolute()) for state in states]
+        leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
+        for (path, a), (_, b) in zip(*leaves, strict=True):
+            if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+                found.append(f"{item}{jax.tree_util.keystr(path)}")
+    abouts = [json.loads((state / "about" / "metadata").read_text()) for state in states]
+    found += [key for key in abouts[0] if key != "seconds" and abouts[0][key] != abouts[1][key]]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CONFIGS, default="vit")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--terms", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for both runs, which is kept")
+    args = parser.parse_args()
+    draw, steps = random.Random(args.seed), 8 * (args.kills + args.terms) + 2 * INTERVAL
+    out = args.out or Path(tempfile.mkdtemp(prefix="dcvit-chaos-"))
+    out.mkdir(parents=True, exist_ok=True)
+    whole, disturbed = out / "whole", out / "disturbed"
+    if whole.exists() or disturbed.exists():
+        raise SystemExit(f"chaos: {out} holds runs already")
+    started = time.monotonic()
+    stretch = Stretch(args.model, whole, steps)
+    if stretch.end():
+        raise SystemExit(f"chaos: the undisturbed run failed:\n{stretch.log.read_text()}")
+    report = disturb(args.model, disturbed, args.kills, args.terms, steps, draw)
+    found = differences(whole, disturbed, steps)
+    lost = {name.name: values for name, values in report["lost"].items()}
+    worst = {name: max(values, default=0) for name, values in lost.items()}
+    if worst["SIGTERM"]:
+        report["wrong"].append(f"SIGTERM lost {worst['SIGTERM']} steps")
+    if worst["SIGKILL"] >= 2 * INTERVAL:  # the next save waits for the one under way
+        report["wrong"].append(f"SIGKILL lost {worst['SIGKILL']} steps")
+    beyond = sum(value > INTERVAL for value in lost["SIGKILL"])
+    print(json.dumps({"signals": report["aims"], "lost": lost}), file=sys.stderr)
+    print("| model | SIGKILL | SIGTERM | steps | SIGKILL lost (most, interval) | SIGTERM lost | differences | time |")
+    print("|---|---|---|---|---|---|---|---|")
+    print(
+        f"| {args.model} | {args.kills} | {args.terms} | {steps} | {worst['SIGKILL']}, {INTERVAL} "
+        f"({beyond} during a save more than {INTERVAL}) | {worst['SIGTERM']} | {', '.join(found) or 'none'} | "
+        f"{time.monotonic() - started:.0f} s |"
+    )
+    for line in report["wrong"]:
+        print(f"wrong: {line}")
+    if not args.out:
+        shutil.rmtree(out)
+    return 1 if found or report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Damages a checkpoint in many ways, and sees whether a run that goes on from it, or loads it, notices.
+
+    python scripts/corrupt.py --mutations 240 --seed 0
+
+Every file of a checkpoint in turn has a bit flipped, is cut, deleted, or changes places with another one. Then the
+commands `dcvit train` (to go on), with on_corrupt="fail" and "previous", and `dcvit.checkpoint.load_params` (as all
+other commands load) meet it. Each damage must be named, with its file, in one line, by `train`; what `load_params`
+returns in spite of it must be, bit for bit, what was saved; and an intact checkpoint must load right afterwards.
+Prints counts; status 1 where any is not as it should be.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dcvit import cli, train
+from dcvit.checkpoint import load_params
+from dcvit.params import CheckpointError
+
+STEPS, INTERVAL = 6, 3
+KINDS = ("bit flip", "truncation", "deletion", "swap")
+EACH = 8  # after how many mutations one run goes on from the earlier checkpoint, which takes seconds
+LIMIT = 60  # seconds after which loading counts as hanging
+TINY = {
+    "total_steps": STEPS, "ckpt_steps": INTERVAL, "log_steps": INTERVAL, "tensorboard": False, "ema_decay": 0.9,
+    "model.width": 16, "model.depth": 1, "model.mlp_dim": 16, "model.patch_size": (4, 4), "evals": {},
+}  # fmt: skip
+
+
+def command(workdir: Path, **options: object) -> tuple[int, str]:
+    """`dcvit train`: its status, and what it says on stderr."""
+    words = [f"--config.{key}={value}" for key, value in {**TINY, **options}.items()]
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        status = cli.run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *words])
+    return status, err.getvalue()
+
+
+def mutate(folder: Path, name: str, kind: str, draw: random.Random) -> list[str]:
+    """Damages one file; returns the names of those that are not as they were."""
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if kind == "bit flip":
+        bit = draw.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+    elif kind == "truncation":
+        path.write_bytes(content[: draw.randrange(len(content))])
+    elif kind == "deletion":
+        path.unlink()
+    else:
+        others = [p for p in files(folder) if (folder / p).read_bytes() != bytes(content)]
+        other = draw.choice(others)
+        path.write_bytes((folder / other).read_bytes())
+        (folder / other).write_bytes(content)
+        return [name, other]
+    return [name]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def same(a: object, b: object) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def meet(intact: Path, work: Path, expected: object, name: str, kind: str, draw: random.Random, on: bool) -> list[str]:
+    """One mutation; returns what is not as it should be. `on`: the run also goes on from the earlier checkpoint."""
+    wrong = []
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(intact, work)
+    newest = work / "checkpoints" / str(STEPS)
+    damaged = mutate(newest, name, kind, draw)
+
+    status, said = command(work)
+    if status != 2 or not said.startswith("error: ") or said.count("\n") != 1:
+        wrong.append("silent" if status == 0 else f"status {status}: {said}")
+    if not any(file in said for file in damaged) or str(newest) not in said:
+        wrong.append(f"not named: {said}")
+    if f"intact earlier one is {work / 'checkpoints' / str(INTERVAL)}" not in said:
+        wrong.append(f"the earlier one is not offered: {said}")
+    try:
+        if not same(load_params(work), expected):
+            wrong.append("silent: load_params returned other values")
+    except CheckpointError as e:
+        if not any(file in str(e) for file in damaged):
+            wrong.append(f"not named by load_params: {e}")
+    except Exception as e:
+        wrong.append(f"load_params raised {e!r}")
+    if not same(load_params(intact), expected):
+        wrong.append("an intact checkpoint did not load afterwards")
+    if not on:
+        return wrong
+    status, said = command(work, on_corrupt="previous")
+    if status or "set aside as" not in said or not any(file in said for file in damaged):
+        wrong.append(f"on_corrupt='previous': status {status}: {said}")
+    elif not same(load_params(work), expected):
+        wrong.append("on_corrupt='previous' came to another end")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    draw, started = random.Random(args.seed), time.monotonic()
+    met, failures, slowest = Counter(), [], 0.0
+
+    def hangs(*_: object) -> None:
+        raise TimeoutError(f"more than {LIMIT} s")
+
+    signal.signal(signal.SIGALRM, hangs)
+    with tempfile.TemporaryDirectory(prefix="dcvit-corrupt-") as folder:
+        intact = Path(folder) / "intact"
+        status, said = command(intact)
+        if status:
+            raise SystemExit(said)
+        expected = jax.device_get(load_params(intact))
+        names = files(intact / "checkpoints" / str(STEPS))
+        print(f"{len(names)} files, every one {args.mutations / len(names):.1f} times", file=sys.stderr)
+        for i in range(args.mutations):
+            name, kind = names[i % len(names)], KINDS[(i + i // len(names)) % len(KINDS)]
+            begun = time.monotonic()
+            signal.alarm(LIMIT)
+            try:
+                wrong = meet(intact, Path(folder) / "work", expected, name, kind, draw, i % EACH == 0)
+            except TimeoutError as e:
+                wrong = [f"hang: {e}"]
+            signal.alarm(0)
+            slowest = max(slowest, time.monotonic() - begun)
+            met[kind] += 1
+            failures += [f"{kind} of {name}: {line}" for line in wrong]
+    counts = {
+        "mutations": args.mutations, "files": len(names), "kinds": dict(met),
+        "silent": sum("silent" in line for line in failures), "hangs": sum("hang" in line for line in failures),
+        "other failures": sum("silent" not in line and "hang" not in line for line in failures),
+        "slowest": f"{slowest:.1f} s", "all": f"{time.monotonic() - started:.0f} s",
+    }  # fmt: skip
+    print(json.dumps(counts))
+    for line in failures:
+        print(f"wrong: {line}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
