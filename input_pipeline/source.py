@@ -5,7 +5,7 @@ import sys
 from typing import Any, Protocol, runtime_checkable
 
 from input_pipeline.errors import InputError, check_arguments, nearest
-from input_pipeline.memory import available as _available_memory
+from input_pipeline import memory
 
 KINDS = ("digits", "folder", "input_ids", "megatron", "spans", "stdlib", "text", "tfds")
 
@@ -86,7 +86,7 @@ class _Cached:
 
     def __init__(self, source: Source):
         self.source, self.class_names = source, source.class_names
-        available, nbytes = _available_memory(), source.nbytes()
+        available, nbytes = memory.available(), source.nbytes()
         size = f"{nbytes / 1e9:.1f} GB of stored examples"
         if available is not None and nbytes > available:
             raise InputError(f"cache=True would keep {size} in memory, of which {available / 1e9:.1f} GB are left")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dcvit import cli, distributed, metrics, train
+from dcvit import cli, distributed, metrics, preemption, train
 from dcvit.checkpoint import load_params
 
 TEXT = {
@@ -199,15 +199,18 @@ def test_processes_that_see_other_data_are_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM])
-def test_a_process_obeys_the_signal_to_end(tmp_path, sent):
-    with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_process_saves_the_same_step_in_all_and_the_run_goes_on_to_the_same_end(tmp_path, two, told):
+    workdir = tmp_path / "run"
+    words = options(workdir)
+    with Group(2, 4, *words) as group:
         group.reach_step(2)
-        assert [process.poll() for process in group.processes] == [None, None]
-        group.processes[0].send_signal(sent)
-        group.processes[0].wait(20)
-        group.processes[1].wait(20)
-    assert all(status != 0 for status in group.statuses)
+        group.processes[told].send_signal(signal.SIGTERM)
+        printed = group.finish(60)
+    assert group.statuses == [preemption.SAVED] * 2, printed
+    assert "stopped by SIGTERM" in printed[0][1]
+    run(2, 4, workdir)
+    check_same(two, workdir)
 
 
 @pytest.mark.slow

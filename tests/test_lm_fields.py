@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_lm import LENGTH, VOCAB, grown, jit, logits, make, make_tokens
 
-from dcvit.params import CheckpointError
 from dcvit.models import lm
 from dcvit.models.attention import rotate
+from dcvit.params import CheckpointError
 
 
 class TestRotary:

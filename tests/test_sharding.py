@@ -241,7 +241,7 @@ def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_fou
     config = configured("vit", **ATTENTION["groups"])
     _, (*_, saved), state = five_steps(config)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(5, state.items())
+    checkpoints.save(5, state.items(), {})
     checkpoints.close()
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
     other = configured("vit", **ATTENTION["groups"], **axes)

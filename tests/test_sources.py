@@ -106,7 +106,7 @@ class TestTfds:
     def test_more_than_the_memory_left_is_refused(self, prepared, monkeypatch):
         from input_pipeline import source
 
-        monkeypatch.setattr(source, "_available_memory", lambda: 10_000)
+        monkeypatch.setattr(source.memory, "available", lambda: 10_000)
         with pytest.raises(ip.InputError, match=r"cache=True would keep .* GB of stored examples in memory"):
             opened(prepared[0]["tfrecord"], cache=True)
 

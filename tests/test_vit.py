@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit.params import CheckpointError
 from dcvit.models import vit
 from dcvit.models.attention import Attention
+from dcvit.params import CheckpointError
 
 SMALL = dict(patch_size=(4, 4), width=16, depth=3, mlp_dim=24, num_heads=4, rank=1)
 IMAGES = jax.random.normal(jax.random.key(9), (2, 8, 8, 3))
