@@ -101,25 +101,29 @@ class Checkpoints:
         Raises:
           CheckpointError: the newest one is damaged and `on_corrupt` is "fail", or none is intact.
         """
-        steps = self.steps()
-        for step in reversed(steps):
+        damaged: dict[int, str] = {}
+        intact = None
+        for step in reversed(self.steps()):
             found = self._problems(step)
             if not found:
-                return step
-            message = f"checkpoint {self.folder / str(step)} is damaged: {_some(found)}"
-            if on_corrupt != "previous":
-                earlier = next((s for s in reversed(steps) if s < step and not self._problems(s)), None)
-                offer = "no earlier one is intact"
-                if earlier is not None:
-                    offer = f"the newest intact earlier one is {self.folder / str(earlier)}"
-                    offer += "; --config.on_corrupt=previous goes on from it"
-                raise CheckpointError(f"{message}; {offer}")
+                intact = step
+                break
+            damaged[step] = f"checkpoint {self.folder / str(step)} is damaged: {_some(found)}"
+        if not damaged:
+            return intact
+        if intact is None:
+            first = next(iter(damaged.values()))
+            raise CheckpointError(f"{first}; no earlier one is intact, and the run does not begin anew by itself")
+        if on_corrupt != "previous":
+            raise CheckpointError(
+                f"{next(iter(damaged.values()))}; the newest intact earlier one is {self.folder / str(intact)}; "
+                "--config.on_corrupt=previous goes on from it"
+            )
+        for step, message in damaged.items():
             if distributed.is_first():
                 print(f"{message}; set aside as {self._set_aside(step).name}", file=sys.stderr)
-            distributed.wait_for_all(f"checkpoint {step} is set aside")
-        if steps:
-            raise CheckpointError(f"no checkpoint in {self.folder} is intact: not going on, and not beginning anew")
-        return None
+        distributed.wait_for_all("damaged checkpoints are set aside")
+        return intact
 
     def save(self, step: int, items: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Begins to save trees of arrays by name, and what JSON can hold `about` them, once the last save has ended.

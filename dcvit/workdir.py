@@ -53,12 +53,12 @@ class Lock:
             raise ConfigError(f"cannot write to workdir {workdir}: {e.strerror or e}") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.seek(0)
-            owner = self.file.read().strip()
-            raise ConfigError(f"workdir {workdir} is in use by {owner or 'another run'}") from None
         except OSError as e:
-            raise ConfigError(f"cannot lock workdir {workdir}: {e.strerror or e}") from None
+            self.file.seek(0)
+            owner = self.file.read().strip() or "another run"
+            self.file.close()
+            why = f"is in use by {owner}" if isinstance(e, BlockingIOError) else f"cannot be locked: {e.strerror}"
+            raise ConfigError(f"workdir {workdir} {why}") from None
         self.file.truncate(0)
         with contextlib.suppress(OSError):  # on a full disk the next run is not told by whom, no more
             self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")

@@ -1,0 +1,217 @@
+"""Google Cloud Storage in this process: as much of its JSON API as TensorStore, gcsfs and Google's own client use.
+
+    with fake_gcs.serve() as (url, store):
+        subprocess.run([...], env=os.environ | fake_gcs.environment(url))
+        assert store.names("gs://bucket/run") == [...]
+
+The clients read the address and the credentials from their environment, most of them once, so they belong in a process
+of their own. What is stored lies in memory. There are no folders, as there are none in the real one.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+PAGE = 10  # most entries of one answer to a list, so few that clients must ask for the rest
+ROUTE = re.compile(
+    r"(?:/upload|/download)?/storage/v1/b(?:/(?P<bucket>[^/]+)"
+    r"(?P<inside>/o(?:/(?P<name>[^/]+)(?:/(?P<verb>rewriteTo|copyTo|moveTo)(?:/b/(?P<into>[^/]+))?/o/(?P<to>[^/]+))?)?)?)?"
+)
+Query = dict[str, str]
+Answer = tuple[int, dict[str, str], Any]  # status, headers, and bytes or what becomes JSON
+
+
+def environment(url: str) -> dict[str, str]:
+    """What sends the clients of another process to this server, without credentials and without looking for any."""
+    return {
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",  # TensorStore's credentials
+        "STORAGE_EMULATOR_HOST": url,  # for gcsfs and google-cloud-storage
+        "FSSPEC_GCS_TOKEN": "anon",  # gcsfs's credentials
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask by gRPC, and with TLS, what kind the bucket is of
+        "EPATH_USE_TF": "false",  # etils would take TensorFlow, which knows no other address than Google's
+        "NO_GCE_CHECK": "true",  # no client looks whether this is a machine of Google's
+    }
+
+
+class RefusedError(Exception):
+    """An answer of this status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Store:
+    """The objects by address, such as gs://bucket/name. A test may change them; their generations then stay."""
+
+    def __init__(self, *buckets: str):
+        self.buckets = buckets
+        self.objects: dict[str, bytes] = {}
+        self.generations: dict[str, int] = {}
+        self.uploads: dict[str, tuple[str, Query, bytearray]] = {}  # that go on: address, query, content so far
+        self.requests: list[tuple[str, str]] = []  # all, in order: method, path with query
+        self.refuse: Callable[[str, str], int | None] | None = None  # a test's: the status to fail a request with
+        self.lock, self.numbers = threading.RLock(), itertools.count(1)
+
+    def names(self, folder: str) -> list[str]:
+        """What lies under an address, sorted, as seen from there."""
+        with self.lock:
+            return sorted(a.removeprefix(f"{folder}/") for a in self.objects if a.startswith(f"{folder}/"))
+
+    def put(self, address: str, query: Query, data: bytes) -> dict[str, Any]:
+        self.check(address, query)
+        self.objects[address], self.generations[address] = data, next(self.numbers)
+        return self.about(address)
+
+    def about(self, address: str) -> dict[str, Any]:
+        bucket, name = address.removeprefix("gs://").split("/", 1)
+        size, generation = str(len(self.objects[address])), str(self.generations.setdefault(address, 1))
+        known = {"kind": "storage#object", "bucket": bucket, "name": name, "size": size, "metageneration": "1"}
+        return known | {"generation": generation, "contentType": "application/octet-stream"}
+
+    def check(self, address: str, query: Query, unchanged: int = 412) -> None:
+        """Raises RefusedError where a precondition does not hold. Generation 0 is that of what is not there."""
+        generation = self.generations.setdefault(address, 1) if address in self.objects else 0
+        if int(query.get("ifGenerationMatch", generation)) != generation:
+            raise RefusedError(412, f"{address} has another generation")
+        if int(query.get("ifGenerationNotMatch", -1)) == generation:
+            raise RefusedError(unchanged, f"{address} has this generation")
+
+    def list(self, bucket: str, query: Query) -> dict[str, Any]:
+        """A page of names, and of beginnings of names that end in the delimiter."""
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+        start, end = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
+        entries = {}  # whether it is only a beginning
+        for name in self.names(f"gs://{bucket}"):
+            if name.startswith(prefix) and start <= name < end:
+                cut = name.find(delimiter, len(prefix)) if delimiter else -1
+                entries[name if cut < 0 else name[: cut + 1]] = cut >= 0
+        left = sorted(entry for entry in entries if entry > query.get("pageToken", ""))
+        page = left[: min(PAGE, int(query.get("maxResults", PAGE)))]
+        items = [self.about(f"gs://{bucket}/{entry}") for entry in page if not entries[entry]]
+        more = {"nextPageToken": page[-1]} if len(left) > len(page) else {}
+        return {"kind": "storage#objects", "items": items, "prefixes": [e for e in page if entries[e]], **more}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one client."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    store: Store
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.store.requests.append((self.command, self.path))
+        try:
+            if self.store.refuse and (status := self.store.refuse(self.command, self.path)):
+                raise RefusedError(status, "refused by the test")
+            with self.store.lock:
+                status, headers, content = self.answer(body)
+        except RefusedError as e:
+            status, headers, content = e.status, {}, {"error": {"code": e.status, "message": str(e)}}
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        data = b"" if status in (204, 304) else data  # these have none
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - the library's names
+
+    def answer(self, body: bytes) -> Answer:
+        """What the request is answered with. Raises RefusedError for any other status than success."""
+        store, url = self.store, urlsplit(self.path)
+        query = dict(parse_qsl(url.query))
+        if not (match := ROUTE.fullmatch(url.path)):
+            raise RefusedError(501, f"{self.command} {url.path} is not in this fake")
+        bucket, name = unquote(match["bucket"] or ""), unquote(match["name"] or "")
+        if not bucket and self.command == "POST":
+            raise RefusedError(403, "does not have storage.buckets.create access to the project")
+        if bucket not in store.buckets:
+            raise RefusedError(404, "The specified bucket does not exist.")
+        address = f"gs://{bucket}/{name}"
+        if not match["inside"]:
+            return 200, {}, {"kind": "storage#bucket", "id": bucket, "name": bucket}
+        if "uploadType" in query or "upload_id" in query:
+            return self.upload(bucket, query, body)
+        if not name:
+            return 200, {}, store.list(bucket, query)
+        if address not in store.objects:
+            raise RefusedError(404, f"No such object: {bucket}/{name}")
+        if match["verb"]:
+            into = f"gs://{unquote(match['into'] or bucket)}/{unquote(match['to'])}"
+            done = store.put(into, query, store.objects[address])
+            if match["verb"] == "moveTo":
+                del store.objects[address]
+            return 200, {}, {"done": True, "resource": done} if match["verb"] == "rewriteTo" else done
+        store.check(address, query, 304 if self.command == "GET" else 412)
+        if self.command == "DELETE":
+            del store.objects[address]
+            return 204, {}, b""
+        return self.read(address) if query.get("alt") == "media" else (200, {}, store.about(address))
+
+    def read(self, address: str) -> Answer:
+        """The bytes, or the range of them that the headers ask for."""
+        data, headers = self.store.objects[address], {"x-goog-generation": self.store.about(address)["generation"]}
+        if not (wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))):
+            return 200, headers, data
+        first = int(wanted[1]) if wanted[1] else max(0, len(data) - int(wanted[2]))
+        last = min(len(data) - 1, int(wanted[2])) if wanted[1] and wanted[2] else len(data) - 1
+        if first > last:
+            raise RefusedError(416, "The requested range is not satisfiable")
+        return 206, headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}, data[first : last + 1]
+
+    def upload(self, bucket: str, query: Query, body: bytes) -> Answer:
+        """In one piece, in one piece after what is said about it, or (resumable) in several requests."""
+        store = self.store
+        if number := query.get("upload_id"):
+            address, begun, data = store.uploads[number]
+            data += body
+            if self.headers.get("Content-Range", "").endswith("/*"):  # more will come
+                return 308, {"Range": f"bytes=0-{len(data) - 1}"}, b""
+            return 200, {}, store.put(address, begun, bytes(data))
+        if query["uploadType"] == "multipart":
+            boundary = re.escape(re.findall('boundary="?([^";]+)', self.headers["Content-Type"])[0].encode())
+            parts = re.split(rb"(?:\r?\n)?--" + boundary + rb"(?:--|\r?\n)", body)[1:3]
+            said, body = (re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1] for part in parts)
+            query = json.loads(said) | query
+        address = f"gs://{bucket}/{query['name']}"
+        if query["uploadType"] != "resumable":
+            return 200, {}, store.put(address, query, body)
+        number = str(next(store.numbers))
+        store.uploads[number] = address, query, bytearray()
+        return 200, {"Location": f"http://{self.headers['Host']}/upload/storage/v1/b/{bucket}/o?upload_id={number}"}, {}
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # TensorStore opens many connections at once
+
+    def handle_error(self, *request: Any) -> None:
+        """Says nothing of a client that went away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*request)
+
+
+@contextlib.contextmanager
+def serve(*buckets: str) -> Iterator[tuple[str, Store]]:
+    """Serves these buckets, by default one that is named "bucket": the server's address, and what is stored."""
+    store = Store(*(buckets or ["bucket"]))
+    with Server(("127.0.0.1", 0), type("StoreHandler", (Handler,), {"store": store})) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", store
+        finally:
+            server.shutdown()
