@@ -11,7 +11,6 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +23,8 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit import distributed, optim
 from dcvit.checkpoint import load_params
-from dcvit.config import ConfigError, check_call, is_duration
+from dcvit.config import UNITS, ConfigError, check_call, is_duration
+from dcvit.files import Folder
 from dcvit.models import lm
 from dcvit.params import check_tree, shapes_of
 from dcvit.sharding import DeviceCountError, check_model, check_strategy, make_mesh
@@ -87,7 +87,7 @@ def evaluation_mesh(config: ConfigDict) -> tuple[Mesh, Any]:
 def param_shapes(net: nn.Module, example: jax.ShapeDtypeStruct) -> Any:
     """The tree of parameter shapes, for model inputs like `example`."""
     try:
-        return jax.eval_shape(net.init, jax.random.key(0), example)["params"]
+        return jax.eval_shape(lambda x: net.init(jax.random.key(0), x), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e
 
@@ -101,24 +101,28 @@ def predictor(net: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, Any]]]
     return predict
 
 
-def trained_params(net: nn.Module, example: jax.ShapeDtypeStruct, checkpoint: Path) -> Any:
+def trained_params(net: nn.Module, example: jax.ShapeDtypeStruct, checkpoint: Folder) -> Any:
     """The parameters of a checkpoint. Raises CheckpointError where they are not those of `net` for such inputs."""
     params = load_params(checkpoint)
     check_tree(shapes_of(params), shapes_of(param_shapes(net, example)), str(checkpoint))
     return params
 
 
-def language_model(config: ConfigDict, checkpoint: Path) -> tuple[lm.LM, Any]:
+def language_model(config: ConfigDict, checkpoint: Folder) -> tuple[lm.LM, Any]:
     """A trained language model and its parameters.
 
     Raises:
       ConfigError: the config is of another kind of model.
       CheckpointError: see `trained_params`.
     """
-    if config.model_name != "lm":
-        raise ConfigError(f"config.model_name={config.model_name!r}: this needs a language model, 'lm'")
+    _check_language_model(config)
     net: Any = model(config)
     return net, trained_params(net, jax.ShapeDtypeStruct((1, 1), jnp.int32), checkpoint)
+
+
+def _check_language_model(config: ConfigDict) -> None:
+    if config.model_name != "lm":
+        raise ConfigError(f"config.model_name={config.model_name!r}: this needs a language model, 'lm'")
 
 
 def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
@@ -127,6 +131,7 @@ def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
     Raises:
       ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
     """
+    _check_language_model(config)
     known = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
     about: dict[str, Any] = {}
     if known.get("kind") == "megatron":
@@ -238,7 +243,7 @@ def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Call
     evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
     if "loss" in inspect.signature(evaluator).parameters:
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
-    check_call(evaluator, kwargs, what, args=(predict, mesh))
+    check_call(evaluator, kwargs, what, args=(predict, mesh), also=[f"log_{unit}" for unit in UNITS])
     built = evaluator(predict, mesh, **kwargs)
     if config.model_name == "lm":
         built.example = text_example(built.source, config, f"{what}.data")

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from dcvit import distributed, manifest
-from dcvit.files import Folder, remove
+from dcvit.files import Folder, absolute, remove
 from dcvit.params import CheckpointError, check_tree, read_npz, shapes_of
 from input_pipeline.errors import first_line
 
@@ -138,7 +138,7 @@ class Checkpoints:
             args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
             args["about"] = ocp.args.JsonSave({"step": step, **about})
             try:
-                self.checkpointer.save((self.folder / str(step)).absolute(), args=ocp.args.Composite(**args))
+                self.checkpointer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
             except Exception as e:
                 self._fail(step, e)
                 self.check()
@@ -176,16 +176,20 @@ class Checkpoints:
         Raises:
           CheckpointError: unreadable, or a tree or shape differs.
         """
+        self.check_fit(step, items)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
+        return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
+
+    def check_fit(self, step: int, items: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where a tree or shape of a step differs from the given ones."""
         path = self.folder / str(step)
         for name in items:
             check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
-        return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
 
     def _restore(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
         path = self.folder / str(step)
         try:
-            return dict(self.checkpointer.restore(path.absolute(), args=ocp.args.Composite(**args)).items())
+            return dict(self.checkpointer.restore(absolute(path), args=ocp.args.Composite(**args)).items())
         except Exception as e:
             raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
@@ -216,9 +220,8 @@ class Checkpoints:
 
     def _clean(self) -> None:
         """Removes what was not finished."""
-        for path in list(self.folder.iterdir()):
-            unsealed = not isinstance(path, Path) and path.name.isdigit() and not (path / manifest.NAME).exists()
-            if UNFINISHED in path.name or unsealed:
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if UNFINISHED in path.name or (path.name.isdigit() and not _finished(path)):
                 remove(path)
 
     def _set_aside(self, step: int) -> Folder:
@@ -249,8 +252,8 @@ def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None)
         loaded = read_npz(path)
         return jax.device_put(loaded, place(loaded)) if place else loaded
     folder = step_folder(path)
-    name = next((name for name in ("ema", "params") if (folder / name).is_dir()), "params")
-    if found := manifest.problems(folder, items=(name,)):
+    name = "ema" if "ema" in manifest.items(folder) else "params"
+    if found := manifest.problems(folder, only=(name,)):
         raise CheckpointError(f"checkpoint {folder} is damaged: {_some(found)}{_offer(folder)}")
     item = folder / name
     shapes = _metadata(item)
@@ -259,7 +262,7 @@ def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None)
     target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            params: dict[str, Any] = checkpointer.restore(item.absolute(), target)
+            params: dict[str, Any] = checkpointer.restore(absolute(item), target)
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
     return params
@@ -281,7 +284,14 @@ def saved_steps(workdir: Folder) -> list[int]:
 
 
 def _steps(folder: Folder) -> list[int]:
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+    """The steps below a run's folder of checkpoints."""
+    there = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in there if path.name.isdigit() and _finished(path))
+
+
+def _finished(path: Folder) -> bool:
+    """Whether all of a checkpoint was written: on a disk it has its name then, in a store its seal."""
+    return isinstance(path, Path) or (path / manifest.NAME).exists()
 
 
 def _offer(folder: Folder) -> str:
@@ -302,7 +312,7 @@ def _some(lines: Sequence[str]) -> str:
 def _metadata(item: Folder) -> Any:
     """The tree of shapes and dtypes of a saved item."""
     try:
-        return ocp.StandardCheckpointHandler().metadata(epath.Path(item).absolute()).tree
+        return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
 

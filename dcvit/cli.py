@@ -43,12 +43,21 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the overrides as "KEY=VALUE"."""
+        known = [o for action in self._actions for o in action.option_strings]
+        for word in sys.argv[1:] if argv is None else argv:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if word.startswith("--") and name not in known and not word.startswith("--config."):
+                near = "--config.KEY=VALUE" if "." in name else None
+                raise ConfigError(
+                    f"unknown option {name}; {f'did you mean {near!r}?' if near else nearest(name, known)}"
+                )
         args, rest = self.parse_known_args(argv)
         overrides = []
         while rest:
             word = rest.pop(0)
             if not word.startswith("--config."):
-                known = [o for action in self._actions for o in action.option_strings]
                 raise ConfigError(f"unknown option {word}; {nearest(word.partition('=')[0], known)}")
             if "=" not in word and rest:
                 word = f"{word}={rest.pop(0)}"
@@ -56,10 +65,19 @@ class Parser(argparse.ArgumentParser):
         return args, overrides
 
 
-def path(text: str) -> Folder:
-    """An option's path or URL, with ~ expanded; an empty one is most likely an unset variable, and refused."""
+def path(text: str) -> Path:
+    """An option's path, with ~ expanded; an empty one is most likely an unset variable, and refused."""
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: only paths, no URLs")
+    return Path(text).expanduser()
+
+
+def folder(text: str) -> Folder:
+    """An option's folder: a path, as `path` has it, or the URL of a store."""
+    if "://" not in text:
+        return path(text)
     try:
         return files.folder(text)
     except ValueError as e:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
+from dcvit.files import Folder
 from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
@@ -99,16 +100,19 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config.lock()
 
 
-def read_json(path: Path) -> ConfigDict:
+def read_json(path: Folder) -> ConfigDict:
     """The config that a run wrote to its workdir, locked.
 
     Raises:
       ConfigError: missing or unreadable.
     """
     try:
-        config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as e:
-        raise ConfigError(f"cannot read {path}: {e}") from None
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
+        config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | found)
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     check_types(config)
     return config.lock()
 
@@ -312,10 +316,20 @@ def _is_rate(value: Any) -> bool:
     return has_type(value, float) and math.isfinite(value) and value >= 0
 
 
-def check_call(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str, *, args: Sequence[Any] = ()) -> None:
-    """Raises ConfigError, naming `what` and the nearest option, where `function(*args, **kwargs)` cannot be called."""
+def check_call(
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    what: str,
+    *,
+    args: Sequence[Any] = (),
+    also: Iterable[str] = (),
+) -> None:
+    """Raises ConfigError, naming `what` and the nearest option, where `function(*args, **kwargs)` cannot be called.
+
+    `also` are the options beside the function's own that a misspelt one may be meant for.
+    """
     try:
-        check_arguments(function, args, kwargs, what)
+        check_arguments(function, args, kwargs, what, also)
     except InputError as e:
         raise ConfigError(str(e)) from None
 

@@ -21,6 +21,7 @@ from dcvit import build, cli, distributed
 from dcvit import config as configs
 from dcvit.checkpoint import load_params, step_folder
 from dcvit.config import ConfigError
+from dcvit.files import Folder
 from dcvit.params import check_tree, shapes_of
 from dcvit.sharding import shardings
 from dcvit.tasks import with_text
@@ -28,7 +29,7 @@ from dcvit.tasks import with_text
 COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
 
 
-def evaluate(config: ConfigDict, checkpoint: Path, out: Path | None = None) -> list[dict[str, Any]]:
+def evaluate(config: ConfigDict, checkpoint: Folder, out: Path | None = None) -> list[dict[str, Any]]:
     """The rows of each evaluator of the config, all with the same keys: COLUMNS and those of the evaluators.
 
     `step` is None for a checkpoint that knows none, and so is what an evaluator does not say. `out` is the CSV file
@@ -60,7 +61,7 @@ def evaluate(config: ConfigDict, checkpoint: Path, out: Path | None = None) -> l
     return [{key: row.get(key) for key in columns} for row in rows]
 
 
-def _step(checkpoint: Path) -> int | None:
+def _step(checkpoint: Folder) -> int | None:
     """The training step of a checkpoint's folder, which is its name."""
     name = step_folder(checkpoint).name
     return int(name) if name.isdigit() else None
@@ -90,7 +91,7 @@ def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, A
         writer.writerows(rows)
 
 
-def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Path]:
+def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Folder]:
     """The config and the checkpoint that `--workdir`, `--config` and `--checkpoint` name together."""
     if args.workdir is None and (args.config is None or args.checkpoint is None):
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
@@ -124,9 +125,11 @@ def _sized(config: ConfigDict, own: ConfigDict) -> ConfigDict:
 
 def add_options(parser: cli.Parser) -> None:
     """The options that say which model."""
-    parser.add_argument("--workdir", type=cli.path, help="folder of a training run")
+    parser.add_argument("--workdir", type=cli.folder, help="folder of a training run")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's own")
-    parser.add_argument("--checkpoint", type=cli.path, help="checkpoint folder, workdir or .npz, instead of the newest")
+    parser.add_argument(
+        "--checkpoint", type=cli.folder, help="checkpoint folder, workdir or .npz, instead of the newest"
+    )
     parser.add_argument("--format", choices=cli.FORMATS, default="table")
 
 

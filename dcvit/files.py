@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -14,13 +15,28 @@ Folder: TypeAlias = Path | epath.Path  # the second: a URL
 
 
 def folder(text: str) -> Folder:
-    """A path, with ~ expanded, or a URL. Raises ValueError for one of a store that is not known or not installed."""
+    """A path, with ~ expanded, or a URL of Google Cloud Storage.
+
+    Raises:
+      ValueError: a URL of another store, or gcsfs is not installed.
+    """
     if "://" not in text:
         return Path(text).expanduser()
-    try:
-        return epath.Path(text)
-    except (ValueError, ImportError) as e:
-        raise ValueError(f"{text}: {e}") from None
+    if not text.startswith("gs://"):
+        raise ValueError(f"{text}: a folder, or a URL that begins with gs://")
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ValueError(f'{text}: needs gcsfs, which is not installed: pip install "dcvit[gcs]"')
+    import fsspec
+
+    os.environ.setdefault("EPATH_USE_TF", "false")  # gcsfs, where TensorFlow's client is there, too
+    for protocol in ("gs", "gcs"):  # lists as they are now: TensorStore writes beside gcsfs, and other processes do
+        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+    return epath.Path(text)
+
+
+def absolute(path: Folder) -> Folder:
+    """A path from the root; a URL is one."""
+    return path.absolute() if isinstance(path, Path) else path
 
 
 def replace(path: Folder, text: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from dcvit import build, cli
 from dcvit.config import ConfigError
 from dcvit.evaluate import add_options, run_config
+from dcvit.files import Folder
 from input_pipeline.errors import first_line
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate_tasks(args: Any, names: Sequence[str], config: Any, checkpoint: Path) -> Any:
+def evaluate_tasks(args: Any, names: Sequence[str], config: Any, checkpoint: Folder) -> Any:
     """The results of the command's tasks on its model."""
     guarded = args.include_path is not None and not args.allow_code
     if guarded:

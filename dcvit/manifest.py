@@ -33,20 +33,28 @@ def write(folder: Folder) -> None:
         _sync(file)
 
 
-def problems(folder: Folder, items: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+def items(folder: Folder) -> set[str]:
+    """The folders inside a folder that its seal names; none where it has no seal that can be read."""
+    try:
+        return {name.partition("/")[0] for name in _parse((folder / NAME).read_bytes()) if "/" in name}
+    except (OSError, ValueError):
+        return set()
+
+
+def problems(folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with a sealed folder, a line for each damaged file, none where all is well.
 
     Args:
       folder: the folder.
-      items: only these folders inside it, and the files beside them; None: all.
+      only: these folders inside it, and the files beside them; None: all.
       share: (i, n) reads only every n-th file, from the i-th on: n processes share the work.
     """
     try:
         sums = _parse((folder / NAME).read_bytes())
         names = _files(folder)
     except (OSError, ValueError) as e:
-        return [f"{NAME}: {first_line(e)}"]
-    wanted: Callable[[str], bool] = lambda name: items is None or "/" not in name or name.split("/")[0] in items  # noqa: E731
+        return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
+    wanted: Callable[[str], bool] = lambda name: only is None or "/" not in name or name.split("/")[0] in only  # noqa: E731
     missing = [f"{name} is missing" for name in sums if name not in names and wanted(name)]
     foreign = [f"{name} does not belong there" for name in names if name not in sums and wanted(name)]
     present = [name for name in names if name in sums and wanted(name)][share[0] :: share[1]]

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from dcvit.files import Folder, replace
 
+FILES = ("metrics.jsonl", "timing.jsonl")
 UPLOAD_SECONDS = 30
 
 
@@ -97,13 +98,13 @@ def read(path: Folder) -> list[dict[str, Any]]:
 class MetricWriter:
     """Writes a run's metrics and timings to its workdir, and the metrics to TensorBoard too.
 
-    Steps of a stretch that a kill lost are dropped from the files; TensorBoard, append-only, shows them twice.
+    Steps of a stretch that a kill lost are dropped from the files; TensorBoard, append-only, shows them twice, and is
+    written to disks only.
     """
 
     def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
-        self.metrics = Rows(workdir / "metrics.jsonl", resume_step=resume_step)
-        self.timing = Rows(workdir / "timing.jsonl", resume_step=resume_step)
-        self.tensorboard = _tensorboard(workdir) if tensorboard else None
+        self.metrics, self.timing = (Rows(workdir / name, resume_step=resume_step) for name in FILES)
+        self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
 
     def write(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float] | None = None) -> None:
         """Records one step; a step that stands in the file already is not written again."""

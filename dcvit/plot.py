@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dcvit import cli, metrics
 from dcvit.config import ConfigError
+from dcvit.files import Folder
 
 # What is drawn of the evaluations: the first of these that a run has. Its unit, and what it is multiplied by.
 METRICS = {"top1": ("top-1 (%)", 100), "bits_per_byte": ("bits per byte", 1), "loss": ("loss (nats)", 1)}
 
 
-def plot(workdirs: Sequence[Path], out: Path) -> None:
+def plot(workdirs: Sequence[Folder], out: Path) -> None:
     """Draws each run's training loss and its evaluators' accuracy, or bits per byte, against the step in one picture.
 
     Raises:
@@ -33,14 +35,14 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
         if not rows:
             raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
         run = workdir.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        losses = [(row["step"], _number(row["loss"])) for row in rows if "loss" in row]
         left.plot(*zip(*losses, strict=True), color=f"C{i}", label=run)
         seen = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
         metric = next((name for name in METRICS if name in seen), "loss")
         units.add(METRICS[metric][0])
         names = sorted({name for row in rows for name in row if name.endswith(f"/{metric}")})
         for name, style in zip(names, ("-", "--", ":", "-.") * len(names), strict=False):
-            points = [(row["step"], METRICS[metric][1] * row[name]) for row in rows if name in row]
+            points = [(row["step"], METRICS[metric][1] * _number(row[name])) for row in rows if name in row]
             label = f"{run} {name.removesuffix(f'/{metric}')}"
             right.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=label)
     left.set(xlabel="step", ylabel="training loss (nats)")
@@ -53,10 +55,15 @@ def plot(workdirs: Sequence[Path], out: Path) -> None:
     plt.close(figure)
 
 
+def _number(value: float | None) -> float:
+    """A metric; one that was not finite, which files say as null, leaves a gap."""
+    return math.nan if value is None else value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit plot", description="Draw the training curves of one or more runs.")
-    parser.add_argument("workdirs", nargs="+", type=cli.path)
+    parser.add_argument("workdirs", nargs="+", type=cli.folder)
     parser.add_argument("--out", type=cli.path, default=Path("curves.png"))
     args, rest = parser.parse(argv)
     if rest:

@@ -21,6 +21,7 @@ from dcvit import build, cli
 from dcvit.checkpoint import load_params
 from dcvit.config import ConfigError
 from dcvit.evaluate import add_options, run_config
+from dcvit.files import Folder
 from dcvit.params import check_tree, shapes_of
 from input_pipeline import InputError, Preprocess
 
@@ -73,7 +74,7 @@ def read_images(files: Sequence[Path], pp: str, failed: list[str]) -> Iterator[t
 
 
 def predict(
-    config: ConfigDict, checkpoint: Path, files: Sequence[Path], class_names: Sequence[str], topk: int
+    config: ConfigDict, checkpoint: Folder, files: Sequence[Path], class_names: Sequence[str], topk: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of file, rank, label and probability, and a line for each file that could not be read.
 
@@ -102,7 +103,7 @@ def predict(
     return rows, failed
 
 
-def read_class_names(workdir: Path | None, num_classes: int) -> list[str]:
+def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
     """The names that a run saved with its workdir, or the classes' numbers."""
     path = workdir / "data.json" if workdir else None
     try:

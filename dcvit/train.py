@@ -14,6 +14,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit import build, chips, cli, distributed
+from dcvit import build, chips, cli, distributed, metrics
 from dcvit import config as configs
 from dcvit import workdir as folders
 from dcvit.checkpoint import Checkpoints, saved_steps
@@ -29,7 +30,6 @@ from dcvit.config import ConfigError, check_call
 from dcvit.files import Folder
 from dcvit.flops import training_flops
 from dcvit.loop import Loop
-from dcvit.metrics import MetricWriter
 from dcvit.preemption import Preemption
 from dcvit.step import TrainState, initial_state, jit_update, state_shapes
 from dcvit.tasks import TrainingData
@@ -65,9 +65,12 @@ def train(
     shapes = build.param_shapes(net, data.task.example)
     tx, schedule = build.optimiser(config, shapes, data)
     evaluators = build.evaluators(config, build.predictor(net), mesh, data)
+    _check_best(config, evaluators)
     for example in {evaluator.example for evaluator in evaluators.values()} - {data.task.example}:
         build.param_shapes(net, example)  # rows may be longer than those of training, or too long
     every = _durations(config, data, evaluators)
+    keep_every = data.duration(config, "keep_ckpt", "config", default=None)
+    _check_store(config, workdir)
     known = folders.identity(data.source)
     saved = saved_steps(workdir)
     sizes = {"data": known, "steps": data.total_steps, "evaluations": list(evaluators)}
@@ -78,11 +81,14 @@ def train(
         if distributed.is_first():
             stack.enter_context(folders.Lock(workdir))
         distributed.wait_for_all("the workdir is ours")
-        checkpoints = Checkpoints(
-            workdir, keep=config.ckpt_keep, keep_every=data.duration(config, "keep_ckpt", "config", default=None)
-        )
+        checkpoints = Checkpoints(workdir, keep=config.ckpt_keep, keep_every=keep_every)
         start = checkpoints.newest(config.on_corrupt) or 0
         resumed = checkpoints.about(start) if start else {}
+        placed = state_shapes(config, net, tx, data.task.example, mesh)
+        if start:
+            checkpoints.check_fit(start, placed.items())
+        for name in metrics.FILES:
+            metrics.read(workdir / name)  # what is damaged is said before anything is written
         about = {
             "config": json.loads(config.to_json()),
             "data": known,
@@ -96,11 +102,10 @@ def train(
             folders.claim(workdir, config, known)
         distributed.wait_for_all("the workdir is claimed")
         folders.check_shared(workdir)
-        placed = state_shapes(config, net, tx, data.task.example, mesh)
         update = jit_update(net, data.task, tx, schedule, placed, mesh)
         writer = None
         if distributed.is_first():
-            writer = MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
+            writer = metrics.MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
             stack.callback(writer.close)
         evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
         watchdog = Watchdog(workdir, config.watchdog_seconds, leave=config.watchdog_exit)
@@ -130,9 +135,20 @@ def _durations(config: ConfigDict, data: TrainingData, evaluators: Any) -> dict[
     for name in evaluators:
         what = f"config.evals.{name}"
         every[f"evals.{name}"] = data.duration(config.evals[name], "log", what, default=data.total_steps)
-    if config.ckpt_best and (name := config.ckpt_best[0].partition("/")[0]) not in evaluators:
-        raise ConfigError(f"config.ckpt_best: no evaluation {name!r}; {nearest(name, evaluators)}")
     return every
+
+
+def _check_best(config: ConfigDict, evaluators: Any) -> None:
+    """Raises ConfigError where `config.ckpt_best` names a metric that no evaluation yields."""
+    known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
+    if config.ckpt_best and (metric := config.ckpt_best[0]) not in known:
+        raise ConfigError(f"config.ckpt_best: no evaluation yields {metric!r}; {nearest(metric, known)}")
+
+
+def _check_store(config: ConfigDict, workdir: Folder) -> None:
+    """Raises ConfigError where a run is to write to a store what only a disk can hold."""
+    if not isinstance(workdir, Path) and config.profile:
+        raise ConfigError(f"config.profile: a trace needs a folder of a disk, and --workdir is {workdir}")
 
 
 def peak_examples(net: Any, example: jax.ShapeDtypeStruct, devices: Sequence[Any]) -> float | None:
@@ -187,7 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit train", description="Train a model as a config says.")
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
-    parser.add_argument("--workdir", required=True, type=cli.path, help="folder for all that the run writes")
+    parser.add_argument(
+        "--workdir", required=True, type=cli.folder, help="folder, or gs:// URL, for all that the run writes"
+    )
     parser.add_argument(
         "--accept", metavar="KEY", action="append", default=[],
         help="go on with a run of the workdir although this key of the config, or `data`, differs; may be repeated",

@@ -10,6 +10,8 @@ import json
 import os
 import platform
 import socket
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,11 +25,12 @@ from dcvit import config as configs
 from dcvit.config import ConfigError
 from dcvit.files import Folder, replace
 from input_pipeline import InputError, Source
-from input_pipeline.errors import nearest
+from input_pipeline.errors import first_line, nearest
 
 SHARED_SECONDS = 20  # until what one process wrote is seen by all
 SAMPLES = 16  # examples whose content identifies the data
 LOCK = ".lock"
+BEAT_SECONDS = 10
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
@@ -41,14 +44,17 @@ class Lock:
     """That no other run writes to a folder. The system takes it back when its process ends, however it does."""
 
     file: TextIO | None = None
+    beat: _Heartbeat | None = None
 
     def __init__(self, workdir: Folder):
         """Raises ConfigError where another process has it, naming it, or where the folder cannot be written to."""
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            if not isinstance(workdir, Path):
+            if isinstance(workdir, Path):
+                self.file = (workdir / LOCK).open("a+")
+            else:
+                self.beat = _Heartbeat(workdir / LOCK)
                 return
-            self.file = (workdir / LOCK).open("a+")
         except OSError as e:
             raise ConfigError(f"cannot write to workdir {workdir}: {e.strerror or e}") from None
         try:
@@ -70,6 +76,47 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         if self.file:
             self.file.close()
+        if self.beat:
+            self.beat.close()
+
+
+class _Heartbeat:
+    """A lock in a store, which knows no locks: an object that its owner writes anew every `BEAT_SECONDS`, each time
+    with another number. One that stands still is of a run that was killed."""
+
+    def __init__(self, path: Folder):
+        self.path, self.ended, self.count = path, threading.Event(), 0
+        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+        before = self._read()
+        if before:
+            print(f"{path} is there: waiting {2 * BEAT_SECONDS} s to see whether its run is alive", file=sys.stderr)
+            time.sleep(2 * BEAT_SECONDS)
+            if self._read() not in (before, ""):
+                raise ConfigError(f"workdir {path.parent} is in use by {before.splitlines()[0]}")
+        self._write()
+        self.thread = threading.Thread(target=self._keep, name="lock", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        with contextlib.suppress(OSError):  # whoever comes next waits, no more
+            self.path.unlink()
+
+    def _read(self) -> str:
+        try:
+            return self.path.read_text()
+        except FileNotFoundError:
+            return ""
+
+    def _write(self) -> None:
+        self.count += 1
+        self.path.write_text(f"{self.owner}\n{self.count}\n")
+
+    def _keep(self) -> None:
+        while not self.ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a store that is away for a while
+                self._write()
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -181,7 +228,8 @@ def _short(value: Any, most: int = 60) -> str:
 def _read(path: Folder) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-        found["examples"] + 0
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise ConfigError(f"cannot read {path}: {type(e).__name__}: {e}") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"cannot read {path}: expected a JSON object")
     return found

@@ -54,7 +54,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
-def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+def check_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str, also: Iterable[str] = ()
+) -> None:
     """Raises InputError, naming `what`, where `function` cannot be called with these arguments or their types.
 
     An int passes for a float; parameters without annotation take anything.
@@ -63,7 +65,7 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in kwargs:
         if name not in named:
-            raise InputError(f"{what} has no option {name!r}; {nearest(name, named)}")
+            raise InputError(f"{what} has no option {name!r}; {nearest(name, [*named, *also])}")
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:

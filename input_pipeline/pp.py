@@ -8,6 +8,8 @@ import numpy as np
 from input_pipeline import ops
 from input_pipeline.errors import InputError, ReadingError, check_arguments, nearest, with_type
 
+LONGEST_SHOWN = 200  # characters of a string in a message
+
 
 class ValueRange(NamedTuple):
     """The map of pixel values that the op `value_range` makes, from [in_min, in_max] to [vmin, vmax]."""
@@ -45,8 +47,9 @@ def _nodes(spec: str) -> list[ast.expr]:
         return []
     try:
         return _split(ast.parse(spec.strip(), mode="eval").body)
-    except SyntaxError:
-        raise InputError(f"preprocessing: cannot parse {spec!r}; expected op|op(args)|…") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        shown = repr(spec) if len(spec) <= LONGEST_SHOWN else f"{spec[:LONGEST_SHOWN]!r}…"
+        raise InputError(f"preprocessing: cannot parse {shown}; expected op|op(args)|…") from None
 
 
 def _call(node: ast.expr) -> ast.Call:

@@ -4,8 +4,8 @@ import importlib
 import sys
 from typing import Any, Protocol, runtime_checkable
 
-from input_pipeline.errors import InputError, check_arguments, nearest
 from input_pipeline import memory
+from input_pipeline.errors import InputError, check_arguments, nearest
 
 KINDS = ("digits", "folder", "input_ids", "megatron", "spans", "stdlib", "text", "tfds")
 
@@ -47,7 +47,7 @@ def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **o
     if kind not in KINDS:
         raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
     module = importlib.import_module(f"input_pipeline.{kind}")
-    check_arguments(module.Source, (), options, f"data of kind {kind!r}")
+    check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("limit", "cache"))
     opened: Source = module.Source(**options)
     if limit is not None and limit < 1:
         raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")

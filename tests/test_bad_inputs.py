@@ -27,6 +27,7 @@ TINY_LM = {
     "model.num_heads": 2, "model.mlp_dim": 16, "input.batch_size": 8, "evals": {}, "schedule.warmup_percent": 0,
 }  # fmt: skip
 TINY_VIT = {**TINY, "total_steps": 2, "ckpt_steps": 1, "ema_decay": 0.5}
+SEVEN = Path(__file__).parent / "data" / "seven.png"
 IDX = struct.Struct("<9sQBQQ")  # the head of a Megatron index: magic, version, dtype, sequences, documents
 
 
@@ -371,6 +372,9 @@ CONFIG = {
         vit(schedule__warmup_percent=-1), "config.schedule.warmup_percent=-1 should be a number, 0 or more"
     ),
     "warm-up longer than the run": Row(vit(schedule__warmup_steps=100), "do not fit into 6 steps"),
+    "keeping every minus first checkpoint": Row(
+        vit(keep_ckpt_steps=-1), "config.keep_ckpt_steps=-1 should be a number"
+    ),
     "profile backwards": Row(vit(profile=(5, 2)), "(first step, last step)"),
     "mesh of other devices": Row(vit(mesh=[("data", 3)]), "on 8 devices, which is not 3"),
     "strategy without its axis": Row(vit(sharding_strategy="fsdp"), "config.mesh names no axis 'fsdp'"),
@@ -410,6 +414,7 @@ DATA = {
     "limit below 0": Row(vit(evals__test__data__limit=-3), "limit=-3 should be 1 or more"),
     "unknown kind": Row(vit(input__data__kind="digit"), "did you mean 'digits'?"),
     "labels beyond the classes": Row(vit(input__pp="value_range(-1, 1)|onehot(5)|keep('image', 'labels')"), "5"),
+    "preprocessing of thousands of ops": Row(vit(input__pp="|".join(["flip_lr"] * 5000)), "preprocessing"),
     "preprocessing that does not parse": Row(vit(input__pp="value_range(-1, 1"), "cannot parse"),
     "text that is not there": Row(
         text(lambda at: {"kind": "text", "path": str(at.folder / "none.txt"), "context": 16}), "none.txt"
@@ -493,7 +498,7 @@ CHECKPOINTS = {
     },
     "evaluating damaged weights": Row(after(damage(2, "ema"), evaluate()), "intact is --checkpoint"),
     "predicting with damaged weights": Row(
-        after(damage(2, "ema"), command("predict", *VIT_WORKDIR, "tests/data/seven.png")), "is not what was saved"
+        after(damage(2, "ema"), command("predict", *VIT_WORKDIR, SEVEN)), "is not what was saved"
     ),
     "starting from damaged weights": Row(
         after(damage(2, "ema"), lambda at: vit(model_init=at.vit)(at)), "is not what was saved"
@@ -517,9 +522,7 @@ CHECKPOINTS = {
         lambda at: ["evaluate", "--workdir", at.vit, "--checkpoint", at.lm], "does not fit the model"
     ),
     "weights of another model": Row(lambda at: vit(model_init=at.lm)(at), "does not fit the model"),
-    "prediction with text's model": Row(
-        command("predict", *LM_WORKDIR, "tests/data/seven.png"), "config.pp_predict is empty"
-    ),
+    "prediction with text's model": Row(command("predict", *LM_WORKDIR, SEVEN), "config.pp_predict is empty"),
     "generation with images' model": Row(command("generate", *VIT_WORKDIR, *PROMPT), "this needs a language model"),
     **{
         f".npz that is {what}": Row(lambda at, kind=kind: vit(model_init=npz(kind)(at))(at), message)
@@ -555,12 +558,12 @@ CHECKPOINTS = {
     "data.json that is no JSON": Row(after(overwrite("data.json", "{"), resume()), "cannot read"),
     "data.json that is a number": Row(after(overwrite("data.json", "3"), resume()), "JSON object"),
     "data.json damaged, predicted": Row(
-        after(overwrite("data.json", "{"), command("predict", *VIT_WORKDIR, "tests/data/seven.png")), "data.json"
+        after(overwrite("data.json", "{"), command("predict", *VIT_WORKDIR, SEVEN)), "data.json"
     ),
     "data.json of other classes": Row(
         after(
             overwrite("data.json", '{"class_names": ["a", "b"]}'),
-            command("predict", *VIT_WORKDIR, "tests/data/seven.png"),
+            command("predict", *VIT_WORKDIR, SEVEN),
         ),
         "names 2 classes, the config has 10",
     ),
@@ -619,6 +622,10 @@ COMMAND_LINE = {
     "train: empty workdir": Row(
         command("train", "--config", "vit_digits", "--workdir", ""), "--workdir: an empty path"
     ),
+    "train: workdir in a store that nothing here serves": Row(
+        command("train", "--config", "vit_digits", "--workdir", "s3://bucket/w"), "s3://bucket/w"
+    ),
+    "evaluate: workdir in an unknown store": Row(command("evaluate", "--workdir", "zzz://bucket/w"), "zzz://bucket/w"),
     "train: workdir in an unknown store": Row(
         command("train", "--config", "vit_digits", "--workdir", "zzz://bucket/w"), "zzz://bucket/w"
     ),
@@ -651,20 +658,18 @@ COMMAND_LINE = {
         command("predict", *VIT_WORKDIR, lambda at: at.write("a.png", "no image")), "a.png", 1
     ),
     "predict: image cut off": Row(
-        command("predict", *VIT_WORKDIR, lambda at: at.write("a.png", Path("tests/data/seven.png").read_bytes()[:60])),
+        command("predict", *VIT_WORKDIR, lambda at: at.write("a.png", SEVEN.read_bytes()[:60])),
         "a.png",
         1,
     ),
     "predict: no classes to show": Row(
-        command("predict", *VIT_WORKDIR, "tests/data/seven.png", "--topk", 0), "--topk 0: show at least one class"
+        command("predict", *VIT_WORKDIR, SEVEN, "--topk", 0), "--topk 0: show at least one class"
     ),
     "predict: classes in words": Row(
-        command("predict", *VIT_WORKDIR, "tests/data/seven.png", "--topk", "all"), "--topk: invalid int value: 'all'"
+        command("predict", *VIT_WORKDIR, SEVEN, "--topk", "all"), "--topk: invalid int value: 'all'"
     ),
     "predict: empty path": Row(command("predict", *VIT_WORKDIR, ""), "an empty path"),
-    "predict: misspelt option": Row(
-        command("predict", *VIT_WORKDIR, "tests/data/seven.png", "--top", 3), "did you mean '--topk'?"
-    ),
+    "predict: misspelt option": Row(command("predict", *VIT_WORKDIR, SEVEN, "--top", 3), "did you mean '--topk'?"),
     "generate: no prompt": Row(command("generate", *LM_WORKDIR), "give --prompt TEXT or --prompt_file FILE"),
     "generate: tokens below 0": Row(command(*GENERATE, "--tokens", -5), "--tokens"),
     "generate: no tokens": Row(command(*GENERATE, "--tokens", 0), "--tokens"),
@@ -781,3 +786,13 @@ def test_what_cannot_work_is_said_in_one_line_and_changes_nothing(name, finished
         after_it = contents(copy)
         assert sorted(after_it) == sorted(content)
         assert [name for name in content if after_it[name] != content[name]] == []
+
+
+def test_a_run_with_metrics_that_were_not_finite_is_plotted(finished, tmp_path):
+    """They are null in the file, as `dcvit.metrics` writes them."""
+    workdir = Path(shutil.copytree(finished / "vit", tmp_path / "vit"))
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows[-1] |= {"loss": None, "test/top1": None}
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(dispatch, ["plot", str(workdir), "--out", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").exists()

@@ -5,6 +5,7 @@ Each has a class `Evaluator(predict, mesh, **options)` with
   source       the data that it reads
   example      a model input of one example, a jax.ShapeDtypeStruct
   run(params)  a dict of numbers, a function of parameters and data alone
+  metrics      the names of such numbers
   rows(name, numbers, net)   what a table of results says of these numbers and of the last run's speed
   columns      the keys of such rows, in order, after those that `dcvit.evaluate` gives every row
 

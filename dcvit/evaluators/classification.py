@@ -22,6 +22,7 @@ class Evaluator:
 
     target = ("labels", 1)  # what the preprocessing yields beside the image, and its rank
     columns = IMAGE_COLUMNS
+    metrics = ("top1", "top5", "loss", "n")
     example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
 
     def __init__(

@@ -94,6 +94,11 @@ class Evaluator:
 
         self.represent = Timed(represent, mesh, batch_size, keep=("label",))
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what `run` returns."""
+        return (*(f"{k}shot" for k in self.shots), "n")
+
     def run(self, params: Any) -> dict[str, float]:
         """`1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
 

@@ -26,6 +26,9 @@ class Evaluator:
         "loss", "perplexity", "bits_per_byte", "nats_per_document", "tokens", "bytes", "documents",
         "tokens_per_second",
     )  # fmt: skip
+    metrics = tuple(
+        name for name in columns if name != "tokens_per_second"
+    )  # those that the data does not allow, aside
     example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
 
     def __init__(

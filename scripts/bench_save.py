@@ -1,0 +1,91 @@
+"""What saving costs a training: blocks of ten steps that begin with a save, against blocks that do not, in one run.
+
+    python scripts/bench_save.py --model vit_s16
+    python scripts/bench_save.py --model lm
+    python scripts/bench_save.py --model digits
+
+A block with a save counts everything: the copy of the state, ten steps beside which it is written and its checksums are
+made, and what is left to wait for at the end. `vit_s16` is DCViT-S/16 without composition, batch 8, images of 224; `lm`
+and `digits` are the DC models of the demos. Prints medians, min-max and the ratio of the medians.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from dcvit import config as configs
+from dcvit import train
+from dcvit.loop import Loop
+
+BLOCK = 10  # steps
+PP = "resize_pillow(224)|value_range(-1, 1)|onehot(10)|keep('image', 'labels')"
+MODELS = {
+    "vit_s16": (
+        "vit_digits:attention=mha",
+        {
+            "model.width": 384, "model.depth": 12, "model.mlp_dim": 1536, "model.num_heads": 6,
+            "model.patch_size": (16, 16), "input.batch_size": 8, "input.pp": PP, "pp_predict": "",
+        },
+    ),
+    "lm": ("lm_stdlib", {}),
+    "digits": ("vit_digits", {}),
+}  # fmt: skip
+
+
+class Measured(Loop):
+    """Times blocks of steps, every other one of which begins with a save."""
+
+    blocks: dict[bool, list[float]]  # seconds, by whether the block began with a save
+
+    def _between(self, step, state):
+        if step % BLOCK == 0:
+            jax.block_until_ready(state)
+            self.checkpoints.wait()
+            now, number = time.perf_counter(), step // BLOCK
+            if number > 2:  # the first block compiles, the second is the first that follows
+                self.blocks[number % 2 == 0].append(now - self.begun)
+            self.begun = time.perf_counter()
+            if number % 2 == 1:
+                self._save(self.done)
+        return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="vit_s16")
+    parser.add_argument("--rounds", type=int, default=7, help="blocks of each kind")
+    args = parser.parse_args()
+    name, options = MODELS[args.model]
+    steps = BLOCK * (2 * args.rounds + 2)
+    words = {"total_steps": steps, "tensorboard": False, "evals": {}, "ckpt_keep": 1, **options}
+    config = configs.load(name, [f"{key}={value}" for key, value in words.items()])
+    Measured.blocks, train.Loop = {True: [], False: []}, Measured
+    with tempfile.TemporaryDirectory(prefix="dcvit-save-") as folder, contextlib.redirect_stdout(io.StringIO()):
+        train.train(config, Path(folder))
+        saved = max(Path(folder).glob("checkpoints/*"), key=lambda path: path.stat().st_mtime)
+        size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    rows = {
+        "with a save": Measured.blocks[True],
+        "without": Measured.blocks[False],
+    }
+    machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}"
+    print(
+        f"{args.model}: blocks of {BLOCK} steps, a checkpoint of {size / 1e6:.1f} MB, {machine}, jax {jax.__version__}"
+    )
+    for kind, seconds in rows.items():
+        low, middle, high = (f"{f(seconds):.3f}" for f in (min, statistics.median, max))
+        print(f"{kind:12} {middle} s ({low}-{high}), {len(seconds)} blocks")
+    ratio = statistics.median(rows["with a save"]) / statistics.median(rows["without"])
+    print(f"ratio of the medians {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
