@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     sampling.check()
-    if args.tokens < 1:
+    if args.tokens is not None and args.tokens < 1:
         raise ConfigError(f"--tokens {args.tokens}: should be 1 or more")
     if not all(args.stop):
         raise ConfigError("--stop: an empty text would end everything before it begins")

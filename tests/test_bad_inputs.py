@@ -382,7 +382,9 @@ CONFIG = {
     "layers below 0": Row(vit(model__depth=-1), "depth=-1 should not be negative"),
     "heads that do not divide": Row(vit(model__num_heads=3), "num_heads=3 does not divide width=16"),
     "patch of three numbers": Row(vit(model__patch_size=(4, 4, 4)), "patch_size=(4, 4, 4)"),
-    "best of nothing": Row(vit(ckpt_best=("tset/top1", "max")), "no evaluation 'tset'; did you mean 'test'?"),
+    "best of nothing": Row(
+        vit(ckpt_best=("tset/top1", "max")), "no evaluation yields 'tset/top1'; did you mean 'test/top1'?"
+    ),
     "mixup of text": Row(text(written("a.txt", "some text " * 50), mixup=0.2), "config.mixup=0.2 is for images"),
     "z-loss of images": Row(vit(z_loss=0.1), "config.z_loss=0.1 is for language models"),
 }
@@ -506,9 +508,9 @@ CHECKPOINTS = {
     "seal that is missing": Row(after(remove("checkpoints/2/SHA256SUMS"), resume()), "SHA256SUMS"),
     "seal that is missing, evaluated": Row(after(remove("checkpoints/2/SHA256SUMS"), evaluate()), "SHA256SUMS"),
     "seal that is damaged": Row(
-        after(overwrite("checkpoints/2/SHA256SUMS", "nonsense\n"), resume()), "SHA256SUMS: line 1 is damaged"
+        after(overwrite("checkpoints/2/SHA256SUMS", "nonsense\n"), resume()), "SHA256SUMS line 1 is damaged"
     ),
-    "seal cut short": Row(after(overwrite("checkpoints/2/SHA256SUMS", ""), evaluate()), "SHA256SUMS: is cut short"),
+    "seal cut short": Row(after(overwrite("checkpoints/2/SHA256SUMS", ""), evaluate()), "SHA256SUMS is cut short"),
     "item that is missing": Row(after(remove("checkpoints/2/rest"), resume()), "is missing"),
     "weights that are missing": Row(after(remove("checkpoints/2/ema"), evaluate()), "is missing"),
     "file that does not belong": Row(

@@ -131,7 +131,7 @@ def interrupt():
 @pytest.mark.parametrize(
     ("best", "message"),
     [
-        (("tset/top1", "max"), "no evaluation 'tset'; did you mean 'test'"),
+        (("tset/top1", "max"), "no evaluation yields 'tset/top1'; did you mean 'test/top1'"),
         (("test/top_1", "max"), "no evaluation yields 'test/top_1'; did you mean 'test/top1'"),
         (("test/top1", "most"), 'should be ("NAME/METRIC", "max" or "min")'),
     ],
