@@ -17,7 +17,7 @@ pytest.importorskip("gcsfs", reason="gs:// needs the gcs extra")
 
 
 def start(url, *words):
-    code = "import sys; from dcvit import workdir; workdir.BEAT_SECONDS = 1; from dcvit.__main__ import main; sys.exit(main())"
+    code = "import sys; from dcvit import __main__, workdir; workdir.BEAT_SECONDS = 1; sys.exit(__main__.main())"
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"},
