@@ -163,7 +163,7 @@ worker_install() {
     python3 -m uv python install --quiet 3.11
     python=$(python3 -m uv python find --managed-python 3.11)
   fi
-  PYTHON=$python bash "$HOME/dcvit/scripts/setup.sh" tpu,data,lm
+  PYTHON=$python bash "$HOME/dcvit/scripts/setup.sh" tpu,data,lm,gcs
 }
 
 main() {
@@ -194,8 +194,8 @@ main() {
   for word in $needed; do [ -n "${!word}" ] || misused "$command needs --$word"; done
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || misused "--name $name: expected small letters, digits and -"
   [[ ${nfs:-x:/} =~ ^[^:/]+:/ ]] || misused "--nfs $nfs: expected SERVER:/EXPORT"
-  [[ $workdir != *://* ]] || misused "--workdir $workdir: only folders so far, such as $mount/run"
-  [[ -z $nfs || ${workdir:-$mount/} = "$mount"/* ]] || misused "--workdir $workdir: not below $mount, where --nfs is"
+  [[ $workdir != *://* || $workdir = gs://* ]] || misused "--workdir $workdir: a folder, such as $mount/run, or gs://…"
+  [[ -z $nfs || ${workdir:-$mount/} = "$mount"/* || $workdir = gs://* ]] || misused "--workdir $workdir: not below $mount, where --nfs is"
   [ -n "$dry" ] || command -v gcloud >/dev/null || die 2 "no gcloud on PATH: https://cloud.google.com/sdk/docs/install"
   [[ -n $dry || ! $command =~ ^(install|run)$ ]] || # the same one again after a preemption
     commit=$(git -C "$root" rev-parse --verify HEAD 2>/dev/null) || die 2 "$root is no git checkout with a commit"

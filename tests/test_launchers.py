@@ -332,7 +332,7 @@ def test_a_run_on_a_fresh_slice(world):
         wait_for((world.folder / f"home{worker}" / "dcvit-run" / "status").exists)
         assert (world.folder / f"home{worker}" / "dcvit-run" / "status").read_text() == "0\n"
         assert f"on worker {worker}" in (world.folder / f"home{worker}" / "dcvit-run" / "log").read_text()
-    assert (world.folder / "setup").read_text().splitlines() == [f"{i} python3 tpu,data,lm" for i in WORKERS]
+    assert (world.folder / "setup").read_text().splitlines() == [f"{i} python3 tpu,data,lm,gcs" for i in WORKERS]
     assert "still there" in err
 
 
@@ -542,7 +542,7 @@ def test_delete_without_an_answer_is_no_success(world):
         (["delete", *SLICE, "pod"], "unknown option pod"),
         (["delete", *SLICE, "--name=A_b"], "--name A_b: expected small letters"),
         (["install", *SLICE, "--nfs", "share"], "--nfs share: expected SERVER:/EXPORT"),
-        (["start", *SLICE, "--config", "c", "--workdir", "gs://b/w"], "--workdir gs://b/w: only folders"),
+        (["start", *SLICE, "--config", "c", "--workdir", "s3://b/w"], "--workdir s3://b/w: a folder"),
         (["run", *SLICE, *SIZE, *RUN, "--nfs", "s:/e"], "--workdir /shared/w: not below /mnt/dcvit"),
     ],
 )
@@ -660,7 +660,7 @@ def test_the_options_of_the_job():
     [
         (["--workdir", "w"], {}, "--config and --workdir are needed"),
         (["--config"], {}, "--config needs a value"),
-        (["--config", "c", "--workdir", "gs://b/w"], {}, "--workdir gs://b/w: only folders"),
+        (["--config", "c", "--workdir", "s3://b/w"], {}, "--workdir s3://b/w: a folder"),
         (RUN, {"SLURM_JOB_ID": ""}, "not in a Slurm job"),
         (RUN, {"DCVIT_VENV": "/nowhere"}, "no /nowhere/bin/python"),
         (RUN, {"SLURM_GPUS_ON_NODE": "8"}, "8 GPUs a node but 4 tasks"),
