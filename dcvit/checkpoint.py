@@ -7,6 +7,7 @@ and `about` (JSON: what the run was), so that evaluation reads no more than it n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -25,14 +26,19 @@ from dcvit.params import CheckpointError, check_tree, read_npz, shapes_of
 from input_pipeline.errors import first_line
 
 FOLDER = "checkpoints"
+ITEMS = ("params", "ema", "rest")
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of what Orbax has not finished
 DAMAGED = ".damaged"  # the end of the names of what was set aside
 FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+COMMITTED = "commit_success.txt"
+LATE = (COMMITTED, "_CHECKPOINT_METADATA")
+ASIDE = "DAMAGED"  # the object that sets a checkpoint in a store aside
+SAVE_SECONDS = 6 * 3600  # until a save has failed: a store may be slow
 MOST_NAMED = 4  # damaged files in a message
 
 
 # Orbax logs errors with their traceback before it raises them; here they end in one line.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
 
 
 class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -49,11 +55,12 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class _SealedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
-    """The same on an object store, which cannot rename: there the seal itself says that all is there."""
+    """The same on an object store, which cannot rename: there Orbax writes COMMITTED when all else is there, and its
+    own notes about the step after the seal, so the seal knows neither."""
 
     async def finalize(self) -> None:
+        manifest.write(self.get_final(), leave_out=LATE)
         await super().finalize()
-        manifest.write(self._final_path)
 
 
 class Checkpoints:
@@ -64,23 +71,33 @@ class Checkpoints:
 
         Args:
           workdir: of the run.
-          keep: how many of the newest checkpoints stay; `best`, once it is set, stays as well.
+          keep: how many of the newest checkpoints stay, beside the best one.
           keep_every: those of steps divisible by it stay, too.
         """
         self.folder = workdir / FOLDER
         self.keep, self.keep_every = keep, keep_every
-        self.best: int | None = None
         self.lock = threading.RLock()  # a signal saves from a thread of its own
         self.finishing: threading.Thread | None = None
         self.failure: CheckpointError | None = None
         self.saved: int | None = None  # the step of the newest save, perhaps still under way
         processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
-        self.checkpointer = ocp.AsyncCheckpointer(
+        options = ocp.CompositeOptions(multiprocessing_options=processes)
+        trees = {  # uncompressed: weights are noise, and compressing them takes the processor from the training
+            name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
+            for name in ITEMS
+        }
+        self.writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+                composite_options=options,
+                about=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                **trees,
             ),
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_SECONDS),
             multiprocessing_options=processes,  # names them: without names Orbax would meet by a device computation
             temporary_path_class=_Sealed if isinstance(self.folder, Path) else _SealedObjects,
+        )
+        self.reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=processes
         )
         if distributed.is_first():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,25 +142,26 @@ class Checkpoints:
         distributed.wait_for_all("damaged checkpoints are set aside")
         return intact
 
-    def save(self, step: int, items: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def save(self, step: int, items: Mapping[str, Any], about: Mapping[str, Any], best: int | None = None) -> None:
         """Begins to save trees of arrays by name, and what JSON can hold `about` them, once the last save has ended.
+        When this one has, older ones are removed, but for that of step `best`.
 
         Raises:
           CheckpointError: the last save failed, or this one could not begin.
         """
         with self.lock:
             self.wait()
-            if step in self.steps():
-                return
-            args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+            args = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
             args["about"] = ocp.args.JsonSave({"step": step, **about})
             try:
-                self.checkpointer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
+                if not isinstance(self.folder, Path) and distributed.is_first():
+                    remove(self.folder / str(step))  # one that was set aside
+                self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
             except Exception as e:
                 self._fail(step, e)
                 self.check()
             self.saved = step
-            self.finishing = threading.Thread(target=self._finish, args=(step,), name="checkpoint", daemon=True)
+            self.finishing = threading.Thread(target=self._finish, args=(step, best), name="checkpoint", daemon=True)
             self.finishing.start()
 
     def wait(self) -> None:
@@ -164,7 +182,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self.checkpointer.close()
+            self.writer.close()
+            self.reader.close()
 
     def about(self, step: int) -> dict[str, Any]:
         """What was said about a step when it was saved."""
@@ -189,46 +208,48 @@ class Checkpoints:
     def _restore(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
         path = self.folder / str(step)
         try:
-            return dict(self.checkpointer.restore(absolute(path), args=ocp.args.Composite(**args)).items())
+            return dict(self.reader.restore(absolute(path), args=ocp.args.Composite(**args)).items())
         except Exception as e:
             raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
     def _problems(self, step: int) -> list[str]:
         """What is wrong with a step; all processes share the work, and all know what any of them found."""
-        mine = manifest.problems(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
+        mine = _damage(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
         return sorted({line for found in distributed.gather(f"verified/{step}", mine) for line in found})
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, best: int | None) -> None:
         """In a thread of its own: waits until a step is saved, then removes what is not to be kept."""
         try:
-            self.checkpointer.wait_until_finished()
+            self.writer.wait_until_finished()
             if distributed.is_first():
-                for old in self._to_remove():
-                    remove(self.folder / str(old))
+                for old in self._to_remove(best):
+                    _retire(self.folder / str(old))
         except BaseException as e:
             self._fail(step, e)
 
     def _fail(self, step: int, error: BaseException) -> None:
         self.failure = CheckpointError(f"cannot save step {step} to {self.folder}: {_cause(error)}")
         if distributed.is_first():
-            self._clean()
+            with contextlib.suppress(Exception):  # what cannot be removed now is at the next start
+                self._clean()
 
-    def _to_remove(self) -> list[int]:
+    def _to_remove(self, best: int | None) -> list[int]:
         steps = self.steps()
-        kept = {*steps[-self.keep :], self.best}
+        kept = {*steps[-self.keep :], best}
         return [s for s in steps if s not in kept and not (self.keep_every and s % self.keep_every == 0)]
 
     def _clean(self) -> None:
         """Removes what was not finished."""
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
-            if UNFINISHED in path.name or (path.name.isdigit() and not _finished(path)):
+            begun = not isinstance(path, Path) and path.name.isdigit() and not (path / COMMITTED).exists()
+            if UNFINISHED in path.name or begun:
                 remove(path)
 
     def _set_aside(self, step: int) -> Folder:
-        """Moves a damaged checkpoint out of the way; a store, which cannot, forgets it."""
+        """Moves a damaged checkpoint out of the way; one in a store, which cannot move it, is marked."""
         path = self.folder / str(step)
         if not isinstance(path, Path):
-            remove(path)
+            (path / ASIDE).write_text("set aside: its files are not what was saved\n")
             return path
         number = 1
         while (aside := path.with_name(f"{step}{DAMAGED}-{number}")).exists():
@@ -253,7 +274,7 @@ def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None)
         return jax.device_put(loaded, place(loaded)) if place else loaded
     folder = step_folder(path)
     name = "ema" if "ema" in manifest.items(folder) else "params"
-    if found := manifest.problems(folder, only=(name,)):
+    if found := _damage(folder, only=(name,)):
         raise CheckpointError(f"checkpoint {folder} is damaged: {_some(found)}{_offer(folder)}")
     item = folder / name
     shapes = _metadata(item)
@@ -290,8 +311,22 @@ def _steps(folder: Folder) -> list[int]:
 
 
 def _finished(path: Folder) -> bool:
-    """Whether all of a checkpoint was written: on a disk it has its name then, in a store its seal."""
-    return isinstance(path, Path) or (path / manifest.NAME).exists()
+    """Whether a checkpoint was completely written, and not set aside: on a disk it has its name then."""
+    return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
+
+
+def _retire(path: Folder) -> None:
+    """Removes a checkpoint such that a kill in the middle leaves nothing that looks like one."""
+    if isinstance(path, Path):
+        path = path.rename(path.with_name(f"{path.name}{UNFINISHED}-removed"))
+    else:
+        (path / COMMITTED).unlink()
+    remove(path)
+
+
+def _damage(folder: Folder, **options: Any) -> list[str]:
+    """`manifest.problems` of a checkpoint."""
+    return manifest.problems(folder, left_out=() if isinstance(folder, Path) else (*LATE, ASIDE), **options)
 
 
 def _offer(folder: Folder) -> str:
@@ -299,7 +334,7 @@ def _offer(folder: Folder) -> str:
     if not folder.name.isdigit():
         return ""
     for step in reversed([s for s in _steps(folder.parent) if s < int(folder.name)]):
-        if not manifest.problems(folder.parent / str(step)):
+        if not _damage(folder.parent / str(step)):
             return f"; intact is --checkpoint {folder.parent / str(step)}"
     return "; no earlier one is intact"
 
@@ -319,7 +354,4 @@ def _metadata(item: Folder) -> Any:
 
 def _cause(error: BaseException) -> str:
     """What went wrong, without the many names that a full disk's message has."""
-    full = [
-        cause for cause in ("No space left on device", "Disk quota exceeded", "File too large") if cause in str(error)
-    ]
-    return full[0] if full else first_line(error)
+    return next((cause for cause in FULL if cause in str(error)), first_line(error))

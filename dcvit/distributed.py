@@ -29,6 +29,7 @@ FAILURE, STOP = "dcvit/failure", "dcvit/stop"  # the coordinator's keys: the fir
 GATHER_SECONDS = 1800  # how long one waits for the others, which may be slow to open their data
 ENDED = threading.Event()  # this process is at its end, well or not
 POLL_SECONDS = 0.5
+LEAVE_SECONDS = 60  # how long one that stops waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
 
 
@@ -91,12 +92,14 @@ def on_tpu_vm() -> bool:
 
 def is_first() -> bool:
     """Whether this process writes and prints for all."""
-    return jax.process_index() == 0
+    return index() == 0
 
 
 def index() -> int:
-    """The number of this process, from 0."""
-    return jax.process_index()
+    """The number of this process, from 0. Asks no backend, which may hang while it is set up."""
+    from jax._src import distributed
+
+    return int(distributed.global_state.process_id)
 
 
 def alone() -> bool:
@@ -125,21 +128,23 @@ def agree(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"processes differ in {name}: {here} here, {there} in process 0")
 
 
-def gather(name: str, value: Any) -> list[Any]:
+def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     """What every process, in order, gave under this name, which is used once; JSON can hold it. No device takes part,
     so that any thread may ask, whatever the others of its process are at."""
     if alone():
         return [value]
-    client, count = _client(), jax.process_count()
-    client.key_value_set(f"dcvit/{name}/{jax.process_index()}", json.dumps(value))
-    return [json.loads(client.blocking_key_value_get(f"dcvit/{name}/{i}", GATHER_SECONDS * 1000)) for i in range(count)]
+    from jax._src import distributed
+
+    client, count = _client(), distributed.global_state.num_processes
+    client.key_value_set(f"dcvit/{name}/{index()}", json.dumps(value))
+    return [json.loads(client.blocking_key_value_get(f"dcvit/{name}/{i}", seconds * 1000)) for i in range(count)]
 
 
 def ask_to_stop() -> None:
     """Makes `stop_asked` true in every process of this run."""
     if not alone():
         with contextlib.suppress(Exception):  # another process has asked already
-            _client().key_value_set(STOP, str(jax.process_index()))
+            _client().key_value_set(STOP, str(index()))
 
 
 def stop_asked() -> bool:
@@ -157,12 +162,10 @@ def leave(status: int) -> NoReturn:
     ENDED.set()
     if not alone():
         with contextlib.suppress(Exception):  # nobody is left to wait for
-            gather("left", True)
+            gather("left", True, LEAVE_SECONDS)
         if is_first():
             time.sleep(FAREWELL_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    _exit(status)
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -170,13 +173,24 @@ def fail(message: str, status: int) -> NoReturn:
     ENDED.set()
     with contextlib.suppress(Exception):  # nobody is left to be told
         try:
-            _client().key_value_set(FAILURE, f"process {jax.process_index()}: {message}")
+            _client().key_value_set(FAILURE, f"process {index()}: {message}")
         except Exception:  # another failure stands there already, of which this one may be no more than a consequence
             print(f"error: stopped with {_client().key_value_try_get(FAILURE)}", file=sys.stderr)
     if is_first():
         time.sleep(FAREWELL_SECONDS)
-    sys.stderr.flush()
-    os._exit(status)
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process without waiting for its threads; a terminal gets its cursor back, which a live bar hides."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                if stream.isatty():
+                    stream.write("\x1b[?25h")
+                stream.flush()
+    finally:
+        os._exit(status)
 
 
 def _client() -> Any:
@@ -196,5 +210,6 @@ def _watch() -> None:
                 continue
             message = f"lost process 0, the coordinator: {first_line(e)}"
         if not ENDED.is_set():
-            print(f"error: stopped with {message}", file=sys.stderr, flush=True)
-            os._exit(1)
+            with contextlib.suppress(OSError, ValueError):
+                print(f"error: stopped with {message}", file=sys.stderr, flush=True)
+            _exit(1)

@@ -50,7 +50,10 @@ def replace(path: Folder, text: str) -> None:
         return
     fresh = path.with_name(path.name + ".new")
     try:
-        fresh.write_text(text)
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
         fresh.replace(path)
     except OSError as e:
         with contextlib.suppress(OSError):

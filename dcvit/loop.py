@@ -29,6 +29,7 @@ from dcvit.sharding import local_rows, prefetch
 from dcvit.step import TrainState, not_finite
 from dcvit.tasks import TrainingData
 from dcvit.watchdog import Watchdog
+from input_pipeline.errors import first_line
 
 
 class StepClock:
@@ -62,7 +63,7 @@ class Done:
     @functools.cached_property
     def numbers(self) -> dict[str, Any]:
         """The metrics, once they are computed."""
-        return {name: value.item() for name, value in self.metrics.items()}
+        return {name: value.item() for name, value in jax.device_get(dict(self.metrics)).items()}
 
 
 @dataclasses.dataclass
@@ -84,10 +85,12 @@ class Loop:
     def __post_init__(self) -> None:
         self.started = time.perf_counter()
         self.turn = threading.Condition()  # held while a step changes the state
+        self.begun = 0  # the newest step that was begun
         self.limit: int | None = None  # the step after which a stopped run stands still
         self.done: Done | None = None
         self.saving = threading.Lock()
-        self.told: set[int] = set()  # steps that were not finite
+        self.telling = threading.Lock()
+        self.told: dict[int, str] = {}  # what was said of steps that were not finite
         self.clock = StepClock()
         self.best: tuple[float | None, int | None] = (None, None)  # of `config.ckpt_best`: its value, and the step
 
@@ -108,7 +111,9 @@ class Loop:
         """
         total, size, row = self.data.total_steps, self.data.batch_size, {}
         self.started -= resumed.get("seconds", 0)
-        self.done = Done(start, state, {})
+        with self.turn:
+            self.begun, self.done = start, Done(start, state, {})
+            self.turn.notify_all()
         self.checkpoints.saved = start or None
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(RunProgress(self.workdir.name, total, start, self.data.task.rate))
@@ -146,8 +151,9 @@ class Loop:
 
         Of several processes all save the same step: the latest that any of them has begun.
         """
+        self.watchdog.close()  # the main thread may stand still now
         with self.turn:
-            self.limit = self.done.step if self.done else 0
+            self.limit = self.begun
         agreed = max(distributed.gather("stop", self.limit))
         with self.turn:
             self.limit = agreed
@@ -165,7 +171,9 @@ class Loop:
         """One step, unless the run is to stand still before it."""
         with self.turn:
             self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
-            state, metrics = update(state, batch)
+            self.begun = step
+        state, metrics = update(state, batch)  # may wait for other processes
+        with self.turn:
             self.done = Done(step, state, metrics)
             self.turn.notify_all()
         return state
@@ -222,33 +230,37 @@ class Loop:
             about = {**self.about, "position": position, "row": done.numbers, **timing}
             if self.writer:
                 self.writer.flush()
-            self.checkpoints.save(done.step, done.state.items(), about)
+            self.checkpoints.save(done.step, done.state.items(), about, best=self.best[1])
 
     def _check(self, done: Done) -> None:
-        """Names a step whose loss or gradient is not finite, and what it was made of.
+        """Raises FloatingPointError where more steps than `config.nonfinite_skip` were not finite up to this one."""
+        numbers, most = done.numbers, self.config.nonfinite_skip
+        bad = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))]
+        count = numbers.get("nonfinite", 0)
+        with self.telling:
+            if bad and done.step not in self.told:
+                self.told[done.step] = f"step {done.step}: the {bad[0]} is {numbers[bad[0]]}"
+                where = self._dump(done.step, bad)
+                if count <= most and distributed.is_first():
+                    text = f"{self.told[done.step]}; skipped, {count} of at most {most}, {where}"
+                    print(text, file=sys.stderr)
+                self.told[done.step] += f"; stopped{f' after {most} that were skipped' if most else ''}, {where}"
+        if count > most:
+            what = self.told.get(done.step, f"step {done.step}: {count} steps so far were not finite; stopped")
+            raise FloatingPointError(f"{what}, earlier checkpoints are kept")
 
-        Raises:
-          FloatingPointError: more of them than `config.nonfinite_skip`.
-        """
-        numbers = done.numbers
-        bad = {name: numbers[name] for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))}
-        if not bad or done.step in self.told:
-            return
-        self.told.add(done.step)
-        name, most = next(iter(bad)), self.config.nonfinite_skip
-        what = f"step {done.step}: the {name} is {bad[name]}"
-        path = self.workdir / f"nonfinite-{done.step}.json"
+    def _dump(self, step: int, bad: Sequence[str]) -> str:
+        """Writes which examples a step was made of, in the first process; says where, or why not."""
+        path, said = self.workdir / f"nonfinite-{step}.json", "its examples are in"
         if distributed.is_first():
-            ids = input_pipeline.batch_ids(self.data.source, self.data.batch_size, self.data.seed, done.step - 1)
-            replace(path, json.dumps({"step": done.step, "not finite": list(bad), "examples": ids}, indent=1) + "\n")
-        if numbers["nonfinite"] > most:
-            skipped = f" after {most} that were skipped" if most else ""
-            raise FloatingPointError(
-                f"{what}; stopped{skipped}, earlier checkpoints are kept, its examples are in {path}"
-            )
-        if distributed.is_first():
-            text = f"{what}; skipped, {numbers['nonfinite']} of at most {most}, its examples are in {path}"
-            print(text, file=sys.stderr)
+            try:
+                ids = input_pipeline.batch_ids(self.data.source, self.data.batch_size, self.data.seed, step - 1)
+                replace(path, json.dumps({"step": step, "not finite": bad, "examples": ids}, indent=1) + "\n")
+            except (OSError, ValueError) as e:
+                said = f"its examples could not be written ({first_line(e)}) to"
+        with contextlib.suppress(Exception):  # the others would end the first one before it has written
+            distributed.gather(f"told/{step}", True, distributed.LEAVE_SECONDS)
+        return f"{said} {path}"
 
     def _row(
         self, step: int, state: TrainState, numbers: Mapping[str, Any], evals: Sequence[str], timing: dict[str, float]
@@ -303,7 +315,6 @@ class Loop:
         value, sign = row.get(metric), 1 if mode == "max" else -1
         if value is not None and math.isfinite(value) and (self.best[0] is None or sign * (value - self.best[0]) > 0):
             self.best = value, step
-            self.checkpoints.best = step
 
     def _profile(self, step: int, state: TrainState, start: int) -> None:
         """Records a JAX profiler trace of the steps of `config.profile` in `<workdir>/profile`."""

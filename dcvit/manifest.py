@@ -1,7 +1,7 @@
 """The seal of a checkpoint: `SHA256SUMS`, in the format of sha256sum(1), names every other file of its folder.
 
-It is written when all else is, so a folder without one was never finished, and checked before anything is loaded:
-neither Orbax nor what lies below it notices when the bytes of an array change on the disk.
+It is checked before anything is loaded: neither Orbax nor what lies below it notices when the bytes of an array change
+on the disk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ NAME = "SHA256SUMS"
 THREADS = 4
 
 
-def write(folder: Folder) -> None:
-    """Seals a folder. Local files are on the disk, not only in the system's memory, when this returns."""
-    names = _files(folder)
+def write(folder: Folder, leave_out: Sequence[str] = ()) -> None:
+    """Seals a folder, but for the files of some names at its top, which are written later.
+
+    Local files are on the disk, not only in the system's memory, when this returns.
+    """
+    names = [name for name in _files(folder) if name not in leave_out]
     with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(lambda name: _sha256(folder / name, sync=True), names))
     text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
@@ -41,12 +44,15 @@ def items(folder: Folder) -> set[str]:
         return set()
 
 
-def problems(folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+def problems(
+    folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), left_out: Sequence[str] = ()
+) -> list[str]:
     """What is wrong with a sealed folder, a line for each damaged file, none where all is well.
 
     Args:
       folder: the folder.
       only: these folders inside it, and the files beside them; None: all.
+      left_out: what `write` left out may be there.
       share: (i, n) reads only every n-th file, from the i-th on: n processes share the work.
     """
     try:
@@ -56,7 +62,7 @@ def problems(folder: Folder, only: Sequence[str] | None = None, share: tuple[int
         return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
     wanted: Callable[[str], bool] = lambda name: only is None or "/" not in name or name.split("/")[0] in only  # noqa: E731
     missing = [f"{name} is missing" for name in sums if name not in names and wanted(name)]
-    foreign = [f"{name} does not belong there" for name in names if name not in sums and wanted(name)]
+    foreign = [f"{name} does not belong there" for name in names if name not in (*sums, *left_out) and wanted(name)]
     present = [name for name in names if name in sums and wanted(name)][share[0] :: share[1]]
 
     def check(name: str) -> str | None:

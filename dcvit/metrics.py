@@ -65,13 +65,16 @@ class Rows:
         self.last = step
 
     def flush(self) -> None:
-        """Brings a store up to date."""
-        if not self.file and self.text != self.uploaded:
+        """What was written is on the disk, or in the store, when this returns."""
+        if self.file:
+            os.fsync(self.file.fileno())
+        elif self.text != self.uploaded:
             replace(self.path, self.text)
             self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
-        self.flush()
+        if not self.file:
+            self.flush()
         with contextlib.suppress(OSError):  # what could not be written was said by `write`
             if self.file:
                 self.file.close()

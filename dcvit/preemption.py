@@ -7,6 +7,7 @@ that the interpreter writes each signal's number to, and another one saves.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import socket
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from dcvit import distributed
+from input_pipeline.errors import first_line
 
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
 INTERRUPTED, KILLED = 130, 143  # as the shell says of SIGINT and SIGTERM
@@ -68,10 +70,13 @@ class Preemption:
     def _stop(self) -> None:
         say("SIGTERM: saving and stopping")
         try:
-            done = self.save() if self.save else "nothing to save"
+            ready = all(distributed.gather("ready", self.save is not None))  # one may still be opening its data
+            done = self.save() if ready and self.save else "nothing to save"
         except Exception as e:
-            say(f"error: {e}")
-            distributed.leave(2)
+            say(f"error: {first_line(e)}")
+            if distributed.alone():
+                distributed.leave(2)
+            distributed.fail(first_line(e), 2)
         say(f"stopped by SIGTERM: {done}; the same command goes on")
         distributed.leave(SAVED)
 
@@ -83,6 +88,7 @@ class Preemption:
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr, of several processes only the first."""
+    """Prints a line to stderr, of several processes only the first; that nobody reads it changes nothing."""
     if distributed.is_first():
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)

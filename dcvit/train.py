@@ -77,13 +77,16 @@ def train(
     distributed.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
     given = _given_params(config, shapes, resumes=bool(saved))
     with contextlib.ExitStack() as stack:
-        changed = folders.check(workdir, config, known, accept)
+        held = folders.held(workdir)
+        changed = folders.check(workdir, held, config, known, accept)
         if distributed.is_first():
             stack.enter_context(folders.Lock(workdir))
         distributed.wait_for_all("the workdir is ours")
         checkpoints = Checkpoints(workdir, keep=config.ckpt_keep, keep_every=keep_every)
         start = checkpoints.newest(config.on_corrupt) or 0
         resumed = checkpoints.about(start) if start else {}
+        lost = {key: value for key, value in resumed.items() if key in ("config", "data") and key not in held}
+        changed += folders.check(workdir, lost, config, known, accept)
         placed = state_shapes(config, net, tx, data.task.example, mesh)
         if start:
             checkpoints.check_fit(start, placed.items())
@@ -118,6 +121,10 @@ def train(
             state = _start_state(config, net, tx, given, placed, data.task.example, checkpoints, start)
             try:
                 row = loop.run(lambda *args: update.lower(*args).compile(), state, start, resumed)
+            except BaseException:
+                if preemption:
+                    preemption.save = None  # this run saves no more
+                raise
             finally:
                 if sys.exception() is None or distributed.alone():  # others may not come to finish a save
                     watchdog("finishing the last checkpoint")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import input_pipeline
 from dcvit import distributed
 from dcvit.files import Folder
 
+TELL_SECONDS = 10
 STALLED = 124  # the exit status, as of timeout(1)
 LOG = "watchdog.log"
 
@@ -41,14 +44,25 @@ class Watchdog:
             if time.monotonic() - self.since > self.seconds and not self.reported:
                 self.reported = True
                 line = f"no progress for {self.seconds:g} s while {self.phase}"
-                text = report(line)
-                print(text, file=sys.stderr, flush=True)
-                path = self.workdir / LOG
-                path.write_text((path.read_text() if path.exists() else "") + text)
+                telling = threading.Thread(target=self._tell, args=(line,), daemon=True)
+                telling.start()
+                telling.join(TELL_SECONDS)  # what the run waits for may be the disk of the log
                 if self.leave and distributed.alone():
                     distributed.leave(STALLED)
                 elif self.leave:
                     distributed.fail(line, STALLED)
+
+    def _tell(self, line: str) -> None:
+        text = report(line)
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # it stands on stderr
+            path = self.workdir / LOG
+            if isinstance(path, Path):
+                with path.open("a") as file:
+                    file.write(text)
+            else:
+                path.write_text(text)
 
 
 def report(line: str) -> str:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,15 +23,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from dcvit import config as configs
+from dcvit import distributed
 from dcvit.config import ConfigError
 from dcvit.files import Folder, replace
 from input_pipeline import InputError, Source
-from input_pipeline.errors import first_line, nearest
+from input_pipeline.errors import ReadingError, first_line, nearest
 
 SHARED_SECONDS = 20  # until what one process wrote is seen by all
 SAMPLES = 16  # examples whose content identifies the data
 LOCK = ".lock"
 BEAT_SECONDS = 10
+SETTLE_SECONDS = 1
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
@@ -86,22 +89,28 @@ class _Heartbeat:
 
     def __init__(self, path: Folder):
         self.path, self.ended, self.count = path, threading.Event(), 0
-        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}, {uuid.uuid4()}"
         before = self._read()
         if before:
             print(f"{path} is there: waiting {2 * BEAT_SECONDS} s to see whether its run is alive", file=sys.stderr)
             time.sleep(2 * BEAT_SECONDS)
             if self._read() not in (before, ""):
-                raise ConfigError(f"workdir {path.parent} is in use by {before.splitlines()[0]}")
+                raise ConfigError(self._taken(before))
         self._write()
+        time.sleep(SETTLE_SECONDS)
+        if (now := self._read()) and not now.startswith(self.owner):  # of two that began at once the later one has it
+            raise ConfigError(self._taken(now))
         self.thread = threading.Thread(target=self._keep, name="lock", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         self.ended.set()
         self.thread.join()
-        with contextlib.suppress(OSError):  # whoever comes next waits, no more
+        with contextlib.suppress(Exception):  # whoever comes next waits, no more
             self.path.unlink()
+
+    def _taken(self, text: str) -> str:
+        return f"workdir {self.path.parent} is in use by {text.splitlines()[0]}"
 
     def _read(self) -> str:
         try:
@@ -115,7 +124,10 @@ class _Heartbeat:
 
     def _keep(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a store that is away for a while
+            with contextlib.suppress(Exception):  # a store that is away for a while
+                if (now := self._read()) and not now.startswith(self.owner):
+                    print(f"error: {self._taken(now)}, which took it while this run was cut off", file=sys.stderr)
+                    distributed.leave(2)
                 self._write()
 
 
@@ -125,6 +137,8 @@ def identity(source: Source) -> dict[str, Any]:
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:
             example = source[index]
+        except ReadingError:
+            raise
         except InputError:  # a damaged one is as good a mark as any
             digest.update(b"damaged")
             continue
@@ -160,20 +174,36 @@ def check_accepted(accept: Sequence[str]) -> None:
             raise ConfigError(f"--accept {name}; {nearest(name, known)}")
 
 
-def check(workdir: Folder, config: ConfigDict, data: Mapping[str, Any], accept: Sequence[str] = ()) -> list[str]:
-    """The differences between this run and the one in the workdir that `accept` names; none where it holds none.
+def held(workdir: Folder) -> dict[str, Any]:
+    """What a workdir says of its run: "config" and "data", as far as it says so.
+
+    Raises:
+      ConfigError: it says so in files that are damaged.
+    """
+    found: dict[str, Any] = {}
+    if (workdir / "config.json").is_file():
+        found["config"] = configs.read_json(workdir / "config.json").to_dict()
+    if (workdir / "data.json").is_file():
+        found["data"] = _read(workdir / "data.json")
+    return found
+
+
+def check(
+    workdir: Folder, theirs: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], accept: Sequence[str] = ()
+) -> list[str]:
+    """The differences between this run and the one of `held`, or of a checkpoint's `about`, that `accept` names.
 
     Raises:
       ConfigError: there are others; all are listed.
     """
     differing: dict[str, str] = {}
-    if (workdir / "config.json").is_file():
-        theirs, mine = configs.read_json(workdir / "config.json").to_dict(), json.loads(config.to_json())
-        free = {key for key in {*theirs, *mine} if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
-        for key in sorted({*theirs, *mine} - free):
-            differing |= _differences(f"config.{key}", theirs.get(key), mine.get(key))
-    if (workdir / "data.json").is_file():
-        differing |= _differences("data", _read(workdir / "data.json"), dict(data))
+    if "config" in theirs:
+        mine = json.loads(config.to_json())
+        free = {key for key in {*theirs["config"], *mine} if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
+        for key in sorted({*theirs["config"], *mine} - free):
+            differing |= _differences(f"config.{key}", theirs["config"].get(key), mine.get(key))
+    if "data" in theirs:
+        differing |= _differences("data", theirs["data"], dict(data))
     names = {what: what.removeprefix("config.") for what in differing}
     allowed = [w for w, name in names.items() if any(name == a or name.startswith(f"{a}.") for a in accept)]
     refused = [f"{what} ({differing[what]})" for what in differing if what not in allowed]

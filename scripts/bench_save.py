@@ -51,8 +51,8 @@ class Measured(Loop):
             self.checkpoints.wait()
             now, number = time.perf_counter(), step // BLOCK
             if number > 2:  # the first block compiles, the second is the first that follows
-                self.blocks[number % 2 == 0].append(now - self.begun)
-            self.begun = time.perf_counter()
+                self.blocks[number % 2 == 0].append(now - self.block_begun)
+            self.block_begun = time.perf_counter()
             if number % 2 == 1:
                 self._save(self.done)
         return {}

@@ -111,6 +111,11 @@ class Stretch:
             self.process.kill()
             raise SystemExit(f"chaos: still running {PATIENCE} s after {sent}:\n{self.log.read_text()}") from None
 
+    def saved(self) -> int:
+        """The step that SIGTERM saved."""
+        found = re.search(r"stopped by SIGTERM: step (\d+) is saved", self.log.read_text())
+        return int(found[1]) if found else 0
+
     def resumed(self) -> int:
         """The step that the run went on from."""
         found = re.search(r"going on from the checkpoint of step (\d+)", self.log.read_text())
@@ -136,7 +141,8 @@ def disturb(model: str, workdir: Path, kills: int, terms: int, steps: int, draw:
         early = at == "starting" and status == -signal.SIGTERM  # before Python had come to listen
         if number == signal.SIGTERM and status != SAVED and not early:
             wrong.append(f"SIGTERM while {at} ended with status {status}:\n{stretch.log.read_text()}")
-        pending = (number, stretch.row()) if pending is None else pending
+        if pending is None:
+            pending = number, max(stretch.row(), stretch.saved())
         print(f"{i + 1}/{len(sent)} {number.name} {at}: status {status}, step {stretch.row()}", file=sys.stderr)
     stretch = Stretch(model, workdir, steps)
     if status := stretch.end():

@@ -77,13 +77,13 @@ def test_the_newest_and_every_so_many_stay(tmp_path, options, kept):
     assert saved_steps(tmp_path) == kept
 
 
-def test_the_best_stays(tmp_path):
+def test_the_best_stays_until_a_better_one_is_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
-    for step in (1, 2, 3, 4):
-        checkpoints.best = 2 if step >= 2 else 1
-        checkpoints.save(step, tree(step), {})
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        checkpoints.save(step, tree(step), {}, best=best)
+        checkpoints.wait()
+        assert saved_steps(tmp_path) == sorted({best, step})
     checkpoints.close()
-    assert saved_steps(tmp_path) == [2, 4]
 
 
 def test_what_a_kill_left_unfinished_is_removed_and_no_checkpoint(tmp_path):

@@ -58,6 +58,24 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(digits_run, 
     assert all("digits" in example["id"] for example in dump["examples"])
 
 
+def test_a_stop_just_after_a_step_that_is_not_finite_saves_nothing(digits_run, poisoned, monkeypatch):
+    """The main thread looks at a step when the next one is under way already."""
+    poisoned(4)
+    real, said = Loop._advance, []
+
+    def advance(self, update, step, state, batch):
+        state = real(self, update, step, state, batch)
+        if step == 5:
+            with pytest.raises(FloatingPointError, match="1 steps so far were not finite; stopped"):
+                self.stop()
+            said.append(step)
+        return state
+
+    monkeypatch.setattr(Loop, "_advance", advance)
+    status, workdir = digits_run()
+    assert (status, said, saved_steps(workdir)) == (2, [5], [3])
+
+
 def test_as_many_steps_as_asked_for_are_skipped_and_no_more(digits_run, capsys, poisoned):
     poisoned(2, 4, 5)
     status, workdir = digits_run("two", nonfinite_skip=2, log_steps=1, ckpt_steps=1, ckpt_keep=9)

@@ -79,6 +79,19 @@ def test_the_main_thread_need_not_take_part(tmp_path, moment, saved):
 
 
 @pytest.mark.slow
+def test_nobody_need_read_what_it_says(tmp_path):
+    """As where Ctrl-C or a signal to the group ends `tee`, too."""
+    workdir = tmp_path / "run"
+    process = start(STUCK, "waiting for data", *words(workdir))
+    until(process, "stuck")
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=50) == preemption.SAVED
+    process.stdout.close()
+    assert saved_steps(workdir) == [4]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "status"), [((signal.SIGINT,), 130), ((signal.SIGTERM, signal.SIGTERM), 143)], ids=["Ctrl-C", "twice"]
 )

@@ -39,6 +39,14 @@ def test_a_stall_is_reported_once_with_all_stacks_and_what_is_read(tmp_path, cap
     worker.join()
 
 
+def test_a_log_that_cannot_be_written_is_on_stderr_all_the_same(tmp_path, capfd):
+    (tmp_path / LOG).mkdir()
+    watchdog = Watchdog(tmp_path, 0.2)
+    time.sleep(0.6)
+    watchdog.close()
+    assert "no progress for 0.2 s while starting" in capfd.readouterr().err
+
+
 def test_progress_is_no_stall(tmp_path):
     watchdog = Watchdog(tmp_path, 1.0)
     for step in range(8):

@@ -66,6 +66,17 @@ def test_another_run_is_refused_with_all_differences_before_anything_changes(
     assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before
 
 
+def test_where_the_config_is_gone_the_checkpoint_says_what_the_run_is(digits_run, capsys):
+    _, folder = digits_run()
+    (folder / "config.json").unlink()
+    (folder / "data.json").unlink()
+    assert digits_run(seed=1)[0] == 2
+    assert "config.seed (there 0, here 1)" in capsys.readouterr().err
+    assert digits_run(**{"input.data.limit": 400})[0] == 2
+    assert "data.examples (there 1437, here 400)" in capsys.readouterr().err
+    assert digits_run()[0] == 0
+
+
 def test_a_difference_that_is_accepted_is_said_and_becomes_the_runs_own(digits_run, capsys, monkeypatch):
     from dcvit import cli
 
