@@ -47,7 +47,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(digits_run, 
     poisoned(3)
     status, workdir = digits_run(ckpt_steps=1, log_steps=100, ckpt_keep=9)
     assert status == 2
-    assert f"step 3: the loss is nan; stopped, earlier checkpoints are kept, its examples are in {workdir}" in (
+    assert f"step 3: the loss is nan; stopped, its examples are in {workdir}/nonfinite-3.json, earlier checkpoints" in (
         err := capsys.readouterr().err
     )
     assert err.count("\n") == 1
@@ -72,7 +72,7 @@ def test_a_stop_just_after_a_step_that_is_not_finite_saves_nothing(digits_run, p
         return state
 
     monkeypatch.setattr(Loop, "_advance", advance)
-    status, workdir = digits_run()
+    status, workdir = digits_run(log_steps=100)
     assert (status, said, saved_steps(workdir)) == (2, [5], [3])
 
 
