@@ -182,7 +182,7 @@ def test_a_generation_may_be_left_early_and_begun_again():
         ([[]], {}, "an empty prompt, and no end-of-text token"),
         ([[1, 7]], {}, "token 7 of a prompt is none of the model's 7"),
         ([[-1]], {}, "token -1 "),
-        ([[1]], {"begin": 9, "max_tokens": 0}, "--tokens 0: should be 1 or more"),
+        ([[1]], {"begin": 9, "max_tokens": 0}, "max_tokens=0"),
         ([[]], {"begin": 9}, "token 9 "),
         ([[1] * 19], {}, "a prompt of 19 tokens fills the model's context of 18"),
         ([[1], [1] * 14], {}, "14 tokens of a prompt and 5 new ones"),

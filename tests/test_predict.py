@@ -188,7 +188,7 @@ def damaged(workdir, tmp_path, what):
         ("no config", "cannot read .*config.json"),
         ("broken config", "cannot read .*config.json"),
         ("another model", r"of another shape: .*checkpoint \(.*model \("),
-        ("emptied checkpoint", "cannot read"),
+        ("emptied checkpoint", "is damaged: SHA256SUMS is cut short"),
     ],
 )
 @pytest.mark.parametrize("main", [evaluate.main, predict.main])
