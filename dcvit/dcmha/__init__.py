@@ -9,13 +9,12 @@ import math
 
 import jax.numpy as jnp
 
-from dcvit.dcmha import reference
+from dcvit.dcmha import choice
+from dcvit.dcmha.choice import IMPLEMENTATIONS
 from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.shapes import Array, Bool, Float
 
-__all__ = ["ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
-
-IMPLEMENTATIONS = {"reference": reference.attention}
+__all__ = ["IMPLEMENTATIONS", "ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
 
 
 def attention(
@@ -49,14 +48,15 @@ def attention(
         its peers see. Combined with `causal` and `window`. A query that sees nothing yields zeros.
       groups: heads compose inside each of this many equal groups (Section 3.2).
       scale: multiplies q·k; 1/sqrt(D) by default.
-      implementation: None picks the best one for the backend; a name from `IMPLEMENTATIONS` forces that one.
+      implementation: None picks the fastest one for platform, shape and dtype (`dcvit.dcmha.choice`); a name from
+        `IMPLEMENTATIONS` forces that one.
 
     Returns:
       The heads' outputs in q's dtype. Softmax and its statistics are float32 whatever the inputs.
 
     Raises:
       ValueError: shapes that do not fit each other, `groups` that does not divide the heads, a window
-        below 1, or an implementation that does not exist. The message states the sizes.
+        below 1, an implementation that does not exist or does not take the case. The message states the sizes.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
@@ -83,10 +83,12 @@ def attention(
             check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    if key_heads != heads:
-        k, v = (jnp.repeat(x, heads // key_heads, axis=2) for x in (k, v))
-    return IMPLEMENTATIONS[implementation or "reference"](
-        q, k, v, pre, post,
-        causal=causal, window=window, mask=mask, groups=groups,
-        scale=1 / math.sqrt(width) if scale is None else scale,
-    )  # fmt: skip
+    case = {"causal": causal, "window": window, "mask": mask, "groups": groups}
+    if implementation is None:
+        implementation = choice.choose(q, k, v, pre, post, **case)
+    elif reason := choice.refusal(implementation, q, k, v, pre, post, **case):
+        raise ValueError(f"{implementation} does not take this: {reason}")
+    out: Array = choice.load(implementation).attention(
+        q, k, v, pre, post, **case, scale=1 / math.sqrt(width) if scale is None else scale
+    )
+    return out

@@ -43,8 +43,8 @@ def masked_softmax(scores: Float[Array, "B H T S"], seen: Bool[Array, "#B 1 T S"
 
 def attention(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "B S H D"],
-    v: Float[Array, "B S H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
     *,
@@ -56,6 +56,7 @@ def attention(
 ) -> Float[Array, "B T H D"]:
     """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
     wide = statistics_dtype(q.dtype)
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
     if pre is not None:
         scores = compose(scores, pre, groups=groups)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from dcvit import dcmha
 from dcvit.dcmha import decode
 from dcvit.dcmha.compose import (
     ComposeWeights,
@@ -24,6 +23,7 @@ from dcvit.dcmha.compose import (
 )
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.mesh import BATCH, constrain
+from dcvit.models import sharded_attention
 
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
@@ -195,7 +195,7 @@ class Attention(nn.Module):
                 k, v, causal, window = cache.k, cache.v, False, None
                 pre, post = decode.with_keys(pre, cache.pre), decode.with_keys(post, cache.post)
         attend: Callable[..., Array] = functools.partial(
-            dcmha.attention, causal=causal, window=window,
+            sharded_attention.attention, causal=causal, window=window,
             groups=self.groups if self.compose else 1, implementation=self.implementation,
         )  # fmt: skip
         if self.remat:

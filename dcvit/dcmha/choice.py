@@ -1,0 +1,64 @@
+"""Which implementation attends: by name, or the fastest that takes the case on the platform at hand."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import jax
+
+# Fastest first. Each is a module of this package with `attention`, and `refuses` where it does not take every case.
+BY_PLATFORM = {
+    "cpu": ("blockwise",),
+    "tpu": ("pallas_tpu", "blockwise"),
+    "gpu": ("pallas_gpu", "blockwise"),
+}
+IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+SMALL = 20_000  # scores of a head; on CPUs XLA's own plain attention is the faster below
+
+
+def platform() -> str:
+    """ "cpu", "gpu" or "tpu": of the mesh in force (`jax.set_mesh`), whose devices need not be here, or else of JAX."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    name = jax.default_backend() if device is None or device.platform is None else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def load(name: str) -> Any:
+    """The module of an implementation."""
+    return importlib.import_module(f"dcvit.dcmha.{name}")
+
+
+def refusal(name: str, *args: Any, **case: Any) -> str | None:
+    """Why an implementation does not take the case, or None where it does. Arguments: as of `dcvit.dcmha.attention`."""
+    refuses = getattr(load(name), "refuses", None)
+    reason: str | None = refuses(*args, **case) if refuses else None
+    return reason
+
+
+def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
+    """The implementation for arguments of these shapes and dtypes; the log names it once for each case.
+
+    On two CPU cores, gradients of composed attention take `blockwise` a fifth to a half of `reference`'s time at every
+    size tried, plain attention does best with the latter where it is small: scripts/bench_dcmha.py. One query alone
+    (decoding) is `reference`'s everywhere.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    here = platform()
+    small = pre is None and post is None and here == "cpu" and queries * keys < SMALL
+    names = () if queries == 1 or small else BY_PLATFORM.get(here, ())
+    reasons = {name: refusal(name, q, k, v, pre, post, **case) for name in names}
+    chosen = next((name for name, reason in reasons.items() if reason is None), "reference")
+    composed = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
+    window = f", window {case['window']}" if case["window"] is not None else ""
+    refused = "".join(f"; not {name}: {reason}" for name, reason in reasons.items() if reason)
+    _announce(f"attention: {chosen} on {here} for {q.dtype}{list(q.shape)}, {keys} keys, {composed}{window}{refused}")
+    return chosen
+
+
+@functools.cache
+def _announce(line: str) -> None:
+    logging.getLogger(__name__).info(line)
