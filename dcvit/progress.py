@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class _Lines(logging.Handler):
+    """Shows each distinct message of a logger once, as a line."""
+
+    def __init__(self, progress: RunProgress):
+        super().__init__(logging.INFO)
+        self.progress, self.shown = progress, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self.shown:
+            self.shown.add(line)
+            self.progress.line(line)
 
 
 class RunProgress:
@@ -26,12 +41,16 @@ class RunProgress:
             console=self.console, disable=not self.live,
         )  # fmt: skip
         self.task = self.bar.add_task(title, total=total, completed=start, status="")
+        self.choices, self.lines = logging.getLogger("dcvit.dcmha"), _Lines(self)  # which implementation attends
 
     def __enter__(self) -> RunProgress:
         self.bar.start()
+        self.choices.addHandler(self.lines)
+        self.choices.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.choices.removeHandler(self.lines)
         self.bar.stop()
 
     def line(self, text: str) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from typing import Any
 
 import jax
 
-# Fastest first. Each is a module of this package with `attention`, and `refuses` where it does not take every case.
-BY_PLATFORM = {
-    "cpu": ("blockwise",),
-    "tpu": ("pallas_tpu", "blockwise"),
-    "gpu": ("pallas_gpu", "blockwise"),
-}
+# Each is a module of this package with `attention`, and `refuses` where it does not take every case.
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+# What is chosen, best first; the reference where there is none. `pallas_gpu` is for those who ask for it by name, until
+# it has been run on a GPU: scripts/check_gpu.py and scripts/bench_dcmha.py are to say whether it is right and faster.
+BY_PLATFORM = {"cpu": ("blockwise",), "tpu": ("pallas_tpu", "blockwise")}
+LOG = logging.getLogger(__name__)
 SMALL = 20_000  # scores of a head; on CPUs XLA's own plain attention is the faster below
 
 
@@ -40,7 +38,7 @@ def refusal(name: str, *args: Any, **case: Any) -> str | None:
 
 
 def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
-    """The implementation for arguments of these shapes and dtypes; the log names it once for each case.
+    """The implementation for arguments of these shapes and dtypes; the log says which.
 
     On two CPU cores, gradients of composed attention take `blockwise` a fifth to a half of `reference`'s time at every
     size tried, plain attention does best with the latter where it is small: scripts/bench_dcmha.py. One query alone
@@ -55,10 +53,5 @@ def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
     composed = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
     window = f", window {case['window']}" if case["window"] is not None else ""
     refused = "".join(f"; not {name}: {reason}" for name, reason in reasons.items() if reason)
-    _announce(f"attention: {chosen} on {here} for {q.dtype}{list(q.shape)}, {keys} keys, {composed}{window}{refused}")
+    LOG.info(f"attention: {chosen} on {here} for {q.dtype}{list(q.shape)}, {keys} keys, {composed}{window}{refused}")
     return chosen
-
-
-@functools.cache
-def _announce(line: str) -> None:
-    logging.getLogger(__name__).info(line)

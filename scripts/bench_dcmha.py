@@ -1,0 +1,223 @@
+"""Times attention: each implementation, composed (DC) and plain, beside plain attention as the backend has it.
+
+    python scripts/bench_dcmha.py                            what fits this machine; a table
+    python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
+    python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      the real TPU compiler's schedule of the fused kernels
+    python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
+
+The rounds of a shape are interleaved: each calls every row once, so that what else the machine does meets all of them.
+Ratios are of medians, to the first row of the shape in the same run. "MiB" is the temporary memory of the compiled
+gradient, from XLA. "XLA" is plain attention as XLA compiles einsum, softmax, einsum (this project's `reference` without
+compose weights); "jax.nn" is `jax.nn.dot_product_attention`, which is cuDNN's on a GPU with bfloat16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tpu_bundles import bundles
+
+from dcvit.dcmha import ComposeWeights, attention
+from dcvit.dcmha.choice import platform as backend
+from dcvit.dcmha.choice import refusal
+
+
+class Shape(NamedTuple):
+    """B T H D; self-attention."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+    causal: bool = False
+    window: int | None = None
+
+
+CPU = {"vit_s16": Shape(8, 196, 6, 64), "lm_1024": Shape(1, 1024, 16, 64, True)}
+GPU = {
+    "vit_s16": Shape(256, 196, 6, 64),
+    "lm_405m": Shape(8, 2048, 16, 64, True),
+    "lm_405m_window": Shape(8, 2048, 16, 64, True, 256),
+    "lm_2.8b": Shape(4, 2048, 32, 80, True),
+    "lm_2.8b_window": Shape(4, 2048, 32, 80, True, 256),
+    "lm_6.9b": Shape(2, 2048, 32, 128, True),
+    "lm_6.9b_window": Shape(2, 2048, 32, 128, True, 256),
+}
+TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
+SHAPES = GPU if backend() == "gpu" else CPU
+DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
+LIMIT = 12 * 2**30  # bytes of temporary memory beyond which a row is left out
+
+
+def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:
+    """q, k, v, pre and post, random."""
+    keys = iter(jax.random.split(jax.random.key(0), 15))
+
+    def normal(*size: int) -> jax.Array:
+        return jax.random.normal(next(keys), size, DTYPE)
+
+    def weights() -> ComposeWeights:
+        rank, gate = (shape.batch, shape.length, 2, shape.heads), (shape.batch, shape.length, shape.heads)
+        return ComposeWeights(*[0.3 * normal(*s) for s in (rank, rank, gate, rank, rank, gate)])
+
+    qkv = [normal(shape.batch, shape.length, shape.heads, shape.width) for _ in range(3)]
+    return (*qkv, weights(), weights()) if composed else (*qkv, None, None)
+
+
+def functions(shape: Shape) -> dict[str, tuple[bool, Callable[..., jax.Array]]]:
+    """Of each row's name: whether it composes, and the attention."""
+    options: dict[str, Any] = {"causal": shape.causal, "window": shape.window}
+
+    def ours(name: str) -> Callable[..., jax.Array]:
+        return lambda q, k, v, pre, post: attention(q, k, v, pre, post, **options, implementation=name)
+
+    def library(q: jax.Array, k: jax.Array, v: jax.Array, pre: None, post: None) -> jax.Array:
+        window = None if shape.window is None else (shape.window - 1, 0)
+        cudnn = backend() == "gpu" and jnp.bfloat16 == DTYPE
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=shape.causal, local_window_size=window, implementation="cudnn" if cudnn else None
+        )
+
+    rows = {"plain, XLA": (False, ours("reference")), "plain, jax.nn": (False, library)}
+    for name in ("reference", *TILED):
+        if name in TILED and not refusal(name, *arguments(shape, False), **options, mask=None, groups=1):
+            rows[f"plain, {name}"] = (False, ours(name))
+        if not refusal(name, *arguments(shape, True), **options, mask=None, groups=1):
+            rows[f"DC, {name}"] = (True, ours(name))
+    return rows
+
+
+def compiled(f: Callable[..., jax.Array], args: tuple[Any, ...], gradient: bool) -> tuple[Callable[..., Any], int]:
+    """Forward, or forward and all gradients, and its temporary bytes."""
+    cotangent = jnp.cos(jnp.arange(args[0].size, dtype=jnp.float32)).reshape(args[0].shape).astype(DTYPE)
+
+    def both(cotangent: jax.Array, *args: Any) -> Any:
+        out, pull = jax.vjp(f, *args)
+        return out, pull(cotangent)
+
+    given = (cotangent, *args) if gradient else args
+    program = jax.jit(both if gradient else f).lower(*given).compile()
+    return lambda: jax.block_until_ready(program(*given)), program.memory_analysis().temp_size_in_bytes
+
+
+def measure(shape: Shape, gradient: bool, rounds: int, only: Sequence[str] = ()) -> dict[str, tuple[list[float], int]]:
+    """Seconds of every round and temporary bytes, by row."""
+    calls, temporary = {}, {}
+    for name, (composed, f) in functions(shape).items():
+        if only and name not in only:
+            continue
+        call, size = compiled(f, arguments(shape, composed), gradient)
+        if size < LIMIT:
+            calls[name], temporary[name] = call, size
+            call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begun = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begun)
+    return {name: (seconds[name], temporary[name]) for name in calls}
+
+
+def table(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
+    """Measures a shape, prints its rows, and returns them."""
+    rows = []
+    for gradient in (False, True):
+        measured = measure(shape, gradient, rounds)
+        first = statistics.median(next(iter(measured.values()))[0])
+        title = "forward + backward" if gradient else "forward"
+        print(f"\n{name} {shape._asdict()}, {title}, {jnp.dtype(DTYPE).name}")
+        for row, (seconds, temporary) in measured.items():
+            low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
+            ratio = middle / 1e3 / first
+            print(f"  {row:22} {middle:9.2f} ms ({low:.2f}-{high:.2f})  {ratio:6.2f}x  {temporary / 2**20:9.1f} MiB")
+            rows.append(
+                {"shape": name, "pass": title, "row": row, "ms": middle, "ms_min": low, "ms_max": high,
+                 "ratio": ratio, "temporary_mib": temporary / 2**20}
+            )  # fmt: skip
+    return rows
+
+
+def schedules(topologies: Sequence[str]) -> list[dict[str, Any]]:
+    """The TPU compiler's schedule of the fused kernels, one image of ViT-S/16: scripts/tpu_bundles.py."""
+    rows = []
+    for topology in topologies:
+        for composed in (False, True):
+            found = bundles(topology, 6, 196, 196, 64, composed=composed, backward=True)
+            rows.append({"topology": topology, "composed": composed, "bundles": found})
+            print(f"  {topology} {'DC' if composed else 'plain':5} {found}")
+    return rows
+
+
+def scaling(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Forward and backward against T, one example of 4 heads of 64, global and with a window of 256."""
+    rows = []
+    best = TILED[-1]
+    for length in lengths:
+        for window in (None, 256):
+            shape = Shape(1, length, 4, 64, True, window)
+            names = ["plain, XLA", "DC, reference", f"plain, {best}", f"DC, {best}"]
+            for name, (seconds, temporary) in measure(shape, True, rounds, names).items():
+                kind = "global" if window is None else f"window {window}"
+                row = {"T": length, "layer": kind, "row": name, "ms": 1e3 * statistics.median(seconds)}
+                rows.append({**row, "temporary_mib": temporary / 2**20})
+                print("  T={T:6d} {layer:10} {row:16} {ms:10.1f} ms {temporary_mib:10.1f} MiB".format(**rows[-1]))
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Time and memory against T, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), constrained_layout=True)
+    names = list(dict.fromkeys(row["row"] for row in rows))
+    for axis, (key, label) in zip(axes, (("ms", "milliseconds"), ("temporary_mib", "temporary MiB")), strict=True):
+        for layer in dict.fromkeys(row["layer"] for row in rows):
+            for i, name in enumerate(names):
+                line = [(row["T"], row[key]) for row in rows if (row["layer"], row["row"]) == (layer, name)]
+                style = "-" if layer == "global" else "--"
+                axis.plot(*zip(*line, strict=True), style, marker=".", color=f"C{i}", label=f"{name}, {layer}")
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axis.set_xticks(ticks := sorted({row["T"] for row in rows}), [str(t) for t in ticks], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(f"Forward + backward of one layer's attention, 4 heads of 64: {title}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="such as v5e:2x2")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T")
+    parser.add_argument("--plot", type=Path, help="where the picture of --lengths goes")
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    args = parser.parse_args()
+    device = jax.devices()[0].device_kind
+    machine = f"{os.cpu_count()} cores, {device}, {platform.machine()}, jax {jax.__version__}"
+    print(machine)
+    result: dict[str, Any] = {"machine": machine, "rounds": args.rounds}
+    result["attention"] = [row for name in args.shapes for row in table(name, SHAPES[name], args.rounds)]
+    result["tpu"] = schedules(args.tpu)
+    result["scaling"] = scaling(args.lengths, min(args.rounds, 3))
+    if args.plot:
+        plot(result["scaling"], args.plot, machine)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Whole training steps: the composed (DC) model's time over the plain one's, both in one run.
+
+    python scripts/bench_train.py --model vit_s16            DCViT-S/16 and ViT-S/16
+    python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and Transformer++ of a size of the paper
+    python scripts/bench_train.py --model 6.9B --depth 4     a stack of its layers
+
+A step is the model's forward and backward pass on random data, softmax cross-entropy, and Adam's update, compiled as
+one program whose state stays on the device. Rounds are interleaved: each makes one step of every model. "XLA" is plain
+attention as XLA compiles einsum, softmax, einsum; "best" is what the package chooses for the case.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dcvit.models import lm, vit
+from dcvit.models.presets import SIZES
+
+CONTEXT = 2048
+ROWS = {"plain, XLA": (False, "reference"), "plain, best": (False, None), "DC, best": (True, None)}
+
+
+def vision(batch: int, dtype: str) -> Callable[..., tuple[Any, jax.Array, jax.Array]]:
+    """Of a row: ViT-S/16, images and labels."""
+
+    def build(composed: bool, implementation: str | None) -> tuple[Any, jax.Array, jax.Array]:
+        variant = "DCViT-S/16" if composed else "ViT-S/16"
+        fields = {"pool_type": "gap", "posemb": "sincos2d", "rep_size": True, "dtype_mm": dtype}
+        net = vit.Model(1000, variant=variant, implementation=implementation, **fields)
+        images = jax.random.uniform(jax.random.key(1), (batch, 224, 224, 3), minval=-1)
+        return net, images, jax.random.randint(jax.random.key(2), (batch,), 0, 1000)
+
+    return build
+
+
+def language(size: str, depth: int | None, batch: int, dtype: str) -> Callable[..., tuple[Any, jax.Array, jax.Array]]:
+    """Of a row: a model of the paper, tokens and the tokens that follow."""
+
+    def build(composed: bool, implementation: str | None) -> tuple[Any, jax.Array, jax.Array]:
+        preset = f"{'DCFormer++' if composed else 'Transformer++'}-{size}"
+        fields = {"depth": depth} if depth else {}
+        fields |= {"scan": True, "remat": "full", "dtype_mm": dtype, "context": CONTEXT}
+        net = lm.Model(50_257, preset=preset, implementation=implementation, **fields)
+        tokens = jax.random.randint(jax.random.key(1), (batch, CONTEXT + 1), 0, 50_257)
+        return net, tokens[:, :-1], tokens[:, 1:]
+
+    return build
+
+
+def stepper(net: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Callable[[], None], int]:
+    """A function that makes one training step, and the temporary bytes of its program."""
+    params = jax.jit(net.init)(jax.random.key(0), inputs[:1])["params"]
+    tx = optax.adam(1e-3)
+
+    def update(params: Any, state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, Any, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            logits, _ = net.apply({"params": params}, inputs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        change, state = tx.update(gradient, state)
+        return optax.apply_updates(params, change), state, value
+
+    held = [params, tx.init(params)]
+    program = jax.jit(update, donate_argnums=(0, 1)).lower(*held, inputs, targets).compile()
+
+    def step() -> None:
+        *held[:], value = program(*held, inputs, targets)
+        jax.block_until_ready((held, value))
+
+    step()
+    return step, program.memory_analysis().temp_size_in_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["vit_s16", *SIZES], default="vit_s16")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--depth", type=int, help="layers of a language model, where not all fit")
+    parser.add_argument("--dtype", help="of the computation; float32 on a CPU, else bfloat16")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if args.model == "vit_s16":
+        build = vision(args.batch, dtype)
+    else:
+        build = language(args.model, args.depth, args.batch, dtype)
+    steps = {name: stepper(*build(*row)) for name, row in ROWS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(args.rounds):
+        for name, (step, _) in steps.items():
+            begun = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - begun)
+    machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
+    print(f"{args.model}, batch {args.batch}, {dtype}, {args.rounds} rounds; {machine}")
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        low, high = 1e3 * min(times), 1e3 * max(times)
+        temporary = steps[name][1] / 2**20
+        print(f"  {name:12} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f})  {temporary:9.1f} MiB temporary")
+    ratios = {f"DC / {name}": median["DC, best"] / median[name] for name in ("plain, XLA", "plain, best")}
+    print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))
+    if args.json:
+        result = {"model": args.model, "batch": args.batch, "dtype": dtype, "machine": machine, "depth": args.depth}
+        args.json.write_text(json.dumps({**result, "seconds": seconds, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

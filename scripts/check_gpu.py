@@ -1,0 +1,170 @@
+"""Checks the GPU kernels on a GPU against the reference in float32: outputs, gradients, and the same bits twice.
+
+    python scripts/check_gpu.py                 # all cases; a table, and status 1 if any fails
+    python scripts/check_gpu.py vit lm64        # cases whose name contains one of these
+    python scripts/check_gpu.py --time          # also milliseconds, forward and forward + backward (median of 20)
+
+Needs jax and numpy only, and a Hopper GPU. Errors are |found - reference| / |reference| in the 2-norm; inputs are
+random and the same for both. bfloat16 inputs are rounded first, so that both sides see the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dcvit.dcmha import ComposeWeights, pallas_gpu, reference
+
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
+
+# name: batch, queries, keys, heads, key heads, width, dtype, further options
+CASES: dict[str, tuple[Any, ...]] = {
+    "vit-s bf16": (8, 196, 196, 6, 6, 64, "bfloat16", {}),
+    "vit-s f32": (8, 196, 196, 6, 6, 64, "float32", {}),
+    "vit-s 197 bf16": (4, 197, 197, 6, 6, 64, "bfloat16", {}),
+    "lm64 window": (1, 2048, 2048, 16, 16, 64, "bfloat16", {"window": 256}),
+    "lm64 causal": (1, 2048, 2048, 16, 16, 64, "bfloat16", {"causal": True}),
+    "lm64 causal f32": (1, 1024, 1024, 16, 16, 64, "float32", {"causal": True}),
+    "lm80 window": (1, 2048, 2048, 32, 32, 80, "bfloat16", {"window": 256}),
+    "lm80 causal": (1, 2048, 2048, 32, 32, 80, "bfloat16", {"causal": True}),
+    "lm128 window": (1, 2048, 2048, 32, 32, 128, "bfloat16", {"window": 256}),
+    "lm128 causal": (1, 2048, 2048, 32, 32, 128, "bfloat16", {"causal": True}),
+    "lm128 window f32": (1, 512, 512, 32, 32, 128, "float32", {"window": 256}),
+    "grouped queries": (2, 300, 300, 8, 2, 64, "bfloat16", {"causal": True}),
+    "cross, mask": (2, 100, 333, 4, 4, 32, "float32", {"mask": True}),
+    "head groups": (2, 128, 128, 8, 8, 64, "float32", {"groups": 2}),
+    "query-wise only": (2, 256, 256, 8, 8, 64, "bfloat16", {"causal": True, "branches": ("q1", "q2", "qg")}),
+    "key-wise only": (2, 256, 256, 8, 8, 64, "bfloat16", {"causal": True, "branches": ("k1", "k2", "kg")}),
+    "gates only": (2, 256, 256, 8, 8, 64, "float32", {"causal": True, "branches": ("qg", "kg")}),
+    "pre only": (2, 256, 256, 8, 8, 64, "float32", {"causal": True, "post": False}),
+    "post only, rank 3": (2, 256, 256, 8, 8, 64, "float32", {"causal": True, "pre": False, "rank": 3}),
+    "sees nothing": (1, 300, 50, 4, 4, 64, "float32", {"window": 20}),
+}
+
+
+def build(seed: int, case: tuple[Any, ...]) -> tuple[Any, Any, dict[str, Any]]:
+    """(q, k, v, pre, post), the output's cotangent, and the options of `attention`."""
+    batch, queries, keys, heads, key_heads, width, dtype, more = case
+    keys_random = iter(jax.random.split(jax.random.key(seed), 32))
+    rank, branches = more.get("rank", 2), more.get("branches", ComposeWeights._fields[:6])
+
+    def array(*shape: int, scale: float = 1.0) -> jax.Array:
+        return (jax.random.normal(next(keys_random), shape) * scale).astype(dtype)
+
+    def weights(wanted: bool) -> ComposeWeights | None:
+        if not wanted:
+            return None
+        fields = {}
+        for name in branches:
+            length = queries if name[0] == "q" else keys
+            shape = (heads,) if name[1] == "g" else (rank, heads)
+            fields[name] = array(batch, length, *shape, scale=0.3)
+        return ComposeWeights(**fields)
+
+    inputs = (
+        array(batch, queries, heads, width),
+        array(batch, keys, key_heads, width),
+        array(batch, keys, key_heads, width),
+        weights(more.get("pre", True)),
+        weights(more.get("post", True)),
+    )
+    mask = jax.random.bernoulli(next(keys_random), 0.7, (batch, 1, queries, keys)) if more.get("mask") else None
+    options = {
+        "causal": more.get("causal", False) or "window" in more,
+        "window": more.get("window"),
+        "mask": mask,
+        "groups": more.get("groups", 1),
+        "scale": width**-0.5,
+    }
+    return inputs, array(batch, queries, heads, width), options
+
+
+def expected(q: Any, k: Any, v: Any, pre: Any, post: Any, **options: Any) -> Any:
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    return reference.attention(q, k, v, pre, post, **options)
+
+
+def with_gradients(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(inputs: Any, cotangent: Any) -> Any:
+        out, vjp = jax.vjp(lambda *x: function(*x, **options), *inputs)
+        return out, vjp(cotangent)
+
+    return jax.jit(run)
+
+
+def error(found: Any, right: Any) -> float:
+    a, b = np.asarray(found, np.float64), np.asarray(right, np.float64)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) if np.isfinite(a).all() else float("nan")
+
+
+def milliseconds(function: Callable[..., Any], *inputs: Any) -> float:
+    times = []
+    for _ in range(23):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*inputs))
+        times.append(time.perf_counter() - start)
+    return 1000 * float(np.median(times[3:]))
+
+
+def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
+    """Whether a case passes, and the rest of its row."""
+    inputs, cotangent, options = build(seed, case)
+    refusal = pallas_gpu.refuses(*inputs, **{k: v for k, v in options.items() if k != "scale"})
+    if refusal is not None:
+        return False, f"refused: {refusal}"
+    ours = with_gradients(pallas_gpu.attention, options)
+    found, again = ours(inputs, cotangent), ours(inputs, cotangent)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, cotangent))
+    with jax.default_matmul_precision("highest"):
+        right = with_gradients(expected, options)(*wide)
+    errors = [error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(found[1])]
+    worst = int(np.argmax(np.nan_to_num(errors[1:], nan=np.inf)))
+    q, k, v = errors[1:4]
+    same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True))
+    passes = same and all(e < TOLERANCE[case[6]] for e in errors)
+    row = f"{errors[0]:8.1e} {q:8.1e} {k:8.1e} {v:8.1e} {errors[1 + worst]:8.1e} {paths[worst]:<9}"
+    if timed:
+        forward = jax.jit(lambda inputs: pallas_gpu.attention(*inputs, **options))
+        row += f" {milliseconds(forward, inputs):8.3f} {milliseconds(ours, inputs, cotangent):8.3f}"
+    return passes, row + ("" if same else "  differs from run to run")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="run only cases whose name contains one of these")
+    parser.add_argument("--time", action="store_true", help="also measure milliseconds")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the random inputs (default: the clock)")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"no GPU: JAX's backend is {jax.default_backend()}", file=sys.stderr)
+        return 2
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
+    print(f"{'case':<18} {'forward':>8} {'dq':>8} {'dk':>8} {'dv':>8} {'worst gradient':>18}", end="")
+    print(f" {'ms fwd':>8} {'ms both':>8}  status" if args.time else "  status")
+    failures = 0
+    for name, case in CASES.items():
+        if args.names and not any(part in name for part in args.names):
+            continue
+        try:
+            passes, row = check(args.seed, case, args.time)
+        except Exception as problem:  # the table goes on: the other cases say what works
+            passes, row = False, f"{type(problem).__name__}: {str(problem).splitlines()[0][:150]}"
+        failures += not passes
+        print(f"{name:<18} {row}  {'ok' if passes else 'FAILED'}", flush=True)
+    print(f"{failures} failed" if failures else "all passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
