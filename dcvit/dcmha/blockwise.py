@@ -190,13 +190,15 @@ def _backward_block(x: Inputs, seen: Array | None, log_sum: Array, d_out: Array,
     d_scores = tile.mix(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
     dq = _heads("hts,hsd->htd", d_scores, x.k)
     dk = _heads("hts,htd->hsd", d_scores, x.q)
-    dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))  # shared key heads
+    if len(x.q) != len(x.k):  # key heads are shared
+        dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))
     return Inputs(dq, dk, dv, d_pre, d_post)
 
 
 def _heads(equation: str, a: Array, b: Array) -> Array:
     """A product for each head, summed in float32 at least; neighbouring heads may share a key head in `b`."""
-    b = jnp.repeat(b, len(a) // len(b), axis=0)
+    if len(a) != len(b):
+        b = jnp.repeat(b, len(a) // len(b), axis=0)
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 

@@ -56,7 +56,8 @@ def attention(
 ) -> Float[Array, "B T H D"]:
     """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
     wide = statistics_dtype(q.dtype)
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    if k.shape[2] != q.shape[2]:
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
     if pre is not None:
         scores = compose(scores, pre, groups=groups)

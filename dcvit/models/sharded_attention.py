@@ -31,9 +31,9 @@ def attention(
 ) -> Float[Array, "B T H D"]:
     """As `dcvit.dcmha.attention`, on the mesh in force (`jax.set_mesh`); without one, or on one device, that itself.
 
-    Examples are split over the mesh's batch axes, heads over "tensor". Heads that compose with heads of another device
-    are left to the compiler and the reference implementation, unless another one is asked for: then each device of a
-    "tensor" axis attends with all of them.
+    Examples are split over the batch axes, heads over "tensor". Heads that compose with heads of another device are
+    left to the compiler and the reference implementation, which exchange the least, unless another one is asked for:
+    then each device of a "tensor" axis attends with all heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     options |= {"groups": groups, "implementation": implementation}

@@ -1,0 +1,409 @@
+"""The backward TPU kernels of DCMHA. See `dcvit.dcmha.pallas_tpu`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.pallas_tpu_tiles import (
+    LOG2_E,
+    Case,
+    Refs,
+    dot,
+    hidden_planes,
+    hide_padding,
+    join,
+    logits,
+    over_strips,
+    quotient,
+    repeat_rows,
+    round_up,
+    scores,
+    split,
+    spread_scratch,
+    visible,
+    weight_gradients,
+    weights_of,
+)  # fmt: skip
+from dcvit.dcmha.shapes import Array
+
+
+def repeat_statistics(refs: Refs, case: Case) -> None:
+    if refs.rows is not None:
+        repeat_rows(refs.wq, refs.rows, refs.rows.shape[0], case.block_q)
+    repeat_rows(refs.lse, refs.m, case.heads, case.block_q)
+
+
+def probabilities(case: Case, refs: Refs, i: Any, j: Any, rows: Any, spread: Any) -> list[Array]:
+    """The attention weights P of a strip."""
+    pre = weights_of(case, refs, "pre", spread)
+    a = [split(refs.x[h, rows, :]) for h in range(case.heads)]
+    out = logits(case, a, pre, visible(case, i, j, rows, refs.mask))
+    return [jnp.exp2(out[h] - refs.m[h][None]) for h in range(case.heads)]
+
+
+def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
+    """delta_h = Σ_s P_h·dP_h of a query block: step (b, i, j)."""
+    refs = Refs(names, arguments)
+    i, step = pl.program_id(1), pl.program_id(2)
+    j = case.first_key_block(i) + step
+
+    @pl.when(step == 0)
+    def _() -> None:
+        repeat_statistics(refs, case)
+        refs.d[...] = jnp.zeros(refs.d.shape, jnp.float32)
+
+    @pl.when(j <= case.last_key_block(i))
+    def _() -> None:
+        scores(case, refs.k, refs.q, refs.x)
+        scores(case, refs.v, refs.do, refs.y)
+
+        def strip(rows: Any, spread_pre: Any, spread_post: Any) -> None:
+            p = probabilities(case, refs, i, j, rows, spread_pre)
+            post = weights_of(case, refs, "post", spread_post)
+            dp = [split(refs.y[h, rows, :]) for h in range(case.heads)]
+            if post is not None:
+                dp, _ = post.transposed(dp)
+            for h in range(case.heads):
+                refs.d[h] += jnp.sum(p[h] * dp[h], axis=0)
+
+        over_strips(case, refs, ("pre", "post"), strip)
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        for h in range(case.heads):
+            refs.delta[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
+
+
+def post_strip(case: Case, refs: Refs, rows: Any, spread: Any) -> None:
+    """W and dP of a strip from P and dW, what it adds to delta, and the hidden planes."""
+    post = weights_of(case, refs, "post", spread)
+
+    def planes(ref: Any) -> list[Array]:  # read again where they are used again, which spares registers
+        return [split(ref[h, rows, :]) for h in range(case.heads)]
+
+    w, dp = planes(refs.p), planes(refs.y)
+    if post is not None:
+        w, hidden = post.compose(w)
+        post.keep(hidden, refs.a_hidden, rows)
+        dp, hidden = post.transposed(dp)
+        post.keep(hidden, refs.g_hidden, rows)
+    for h in range(case.heads):
+        refs.w[h, rows, :] = join(w[h]).astype(refs.w.dtype)
+        refs.dp[h, rows, :] = join(dp[h])
+    if refs.delta is None:
+        for h, p in enumerate(planes(refs.p)):
+            refs.d[h] += jnp.sum(p * dp[h], axis=0)
+
+
+def pre_strip(case: Case, refs: Refs, rows: Any, spread: Any) -> None:
+    """dL (in `y`) and dA of a strip from P, dP and delta, and the hidden planes."""
+    pre = weights_of(case, refs, "pre", spread)
+    dl = [split(refs.p[h, rows, :]) * (split(refs.dp[h, rows, :]) - refs.d[h][None]) for h in range(case.heads)]
+    da = dl
+    if pre is not None:
+        da, hidden = pre.transposed(dl)
+        pre.keep(hidden, refs.g_hidden, rows)
+        a = [split(refs.x[h, rows, :]) for h in range(case.heads)]
+        pre.keep(pre.hidden(a, pre.form.q.down, pre.form.k.down), refs.a_hidden, rows)
+    for h in range(case.heads):
+        refs.y[h, rows, :] = join(dl[h])
+        refs.da[h, rows, :] = join(da[h]).astype(refs.da.dtype)
+
+
+def tile_gradients(case: Case, refs: Refs, i: Any, j: Any) -> None:
+    """Leaves W in `w`, dA in `da`, and adds to the gradients of the weights: `gq` (rows), `gk` (columns), statics.
+
+    delta is in `refs.d` already where it is given, and comes from this tile where the tile holds whole rows.
+    """
+    scores(case, refs.k, refs.q, refs.x)
+    scores(case, refs.v, refs.do, refs.y)
+
+    def attend(rows: Any, spread: Any) -> None:
+        p = probabilities(case, refs, i, j, rows, spread)
+        for h in range(case.heads):
+            refs.p[h, rows, :] = join(p[h])
+
+    over_strips(case, refs, ("pre",), attend)
+    hide_padding(case, refs.p, 0.0)
+    over_strips(case, refs, ("post",), functools.partial(post_strip, case, refs))
+    if case.post is not None:
+        weight_gradients(case, case.post, refs.p, refs.y, refs, refs.gstatic_post)
+    if refs.delta is None:
+        for h in range(case.heads):
+            refs.d[h] = jnp.broadcast_to(jnp.sum(refs.d[h], axis=0, keepdims=True), refs.d.shape[1:])
+    over_strips(case, refs, ("pre",), functools.partial(pre_strip, case, refs))
+    if case.pre is not None:
+        weight_gradients(case, case.pre, refs.x, refs.y, refs, refs.gstatic_pre)
+
+
+def products(case: Case, refs: Refs, i: Any, factor: float) -> None:
+    """dv = W^T·dO, dk = dA^T·q and dq = dA·k of a tile: handed out at once where the tile stands alone."""
+    rows = case.some_queries
+    for h in range(case.heads):
+        of_q, of_k = case.query_head(h), case.key_head(h)
+        dv = dot(refs.w[h], refs.do[0, :, of_q], (1, 0))
+        dk = dot(refs.da[h], refs.q[0, :, of_q], (1, 0))
+        dq = dot(refs.da[h, :, :rows], refs.k[0, :, of_k], (0, 0))
+        if refs.dq_acc is None:
+            refs.dq[0, :rows, of_q] = (dq * factor).astype(refs.dq.dtype)
+            refs.dk[0, :, of_k] = (dk * factor).astype(refs.dk.dtype)
+            refs.dv[0, :, of_k] = dv.astype(refs.dv.dtype)
+        else:
+            refs.dq_acc[i, :rows, of_q] += dq
+            refs.dk_acc[:, of_k] += dk
+            refs.dv_acc[:, of_k] += dv
+
+
+def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
+    """All gradients: step (b, j, i). Those of a key block gather over i; those of the queries lie in VMEM for all i."""
+    refs = Refs(names, arguments)
+    j, i = pl.program_id(1), pl.program_id(2)
+    first_i, last_i = i == 0, i == pl.num_programs(2) - 1
+    first_j, last_j = j == 0, j == pl.num_programs(1) - 1
+    factor = 1 / LOG2_E if case.pre is not None else case.scale
+
+    def clear(*cleared: Any) -> None:
+        for ref in cleared:
+            if ref is not None:
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+    @pl.when(first_i)
+    def _() -> None:
+        clear(refs.dk_acc, refs.dv_acc, refs.gk)
+
+    @pl.when(first_j)
+    def _() -> None:
+        clear(*(ref if ref is None else ref.at[i] for ref in (refs.dq_acc, refs.gq_acc)))
+
+    @pl.when(first_i & first_j)
+    def _() -> None:
+        clear(refs.gstatic_pre, refs.gstatic_post)
+
+    @pl.when((case.first_key_block(i) <= j) & (j <= case.last_key_block(i)))
+    def _() -> None:
+        repeat_statistics(refs, case)
+        if refs.delta is None:
+            clear(refs.d)
+        else:
+            repeat_rows(refs.delta, refs.d, case.heads, case.block_q)
+        tile_gradients(case, refs, i, j)
+        products(case, refs, i, factor)
+        for c in range(0 if refs.gq is None else refs.gq.shape[0]):
+            refs.gq_acc[i, c : c + 1, :] += jnp.sum(refs.gq[c], axis=0, keepdims=True)
+
+    @pl.when(last_i)
+    def _() -> None:
+        if refs.dk_acc is not None:
+            refs.dk[0] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype)
+            refs.dv[0] = refs.dv_acc[...].astype(refs.dv.dtype)
+        if refs.gk is not None:
+            refs.dwk[0] = refs.gk[...]
+
+    @pl.when(last_j)
+    def _() -> None:
+        if refs.dq_acc is not None:
+            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype)
+        if refs.gq is not None:
+            refs.dwq[0] = refs.gq_acc[i]
+
+    @pl.when(last_i & last_j)
+    def _() -> None:
+        for out, static in ((refs.dstatic_pre, refs.gstatic_pre), (refs.dstatic_post, refs.gstatic_post)):
+            if static is not None:
+                out[0] = static[...]
+
+
+def specifications(case: Case, inputs: dict[str, Array], query_map: Any, key_map: Any) -> dict[str, Any]:
+    """Block specifications of the inputs; the maps give the block's number from the grid's last two indices."""
+    wide, narrow = case.heads * case.width, case.key_heads * case.width
+    specs: dict[str, Any] = {}
+    for name, x in inputs.items():
+        if name in ("q", "do"):
+            specs[name] = pl.BlockSpec((1, case.block_q, wide), lambda b, m, n: (b, query_map(m, n), 0))
+        elif name in ("k", "v"):
+            specs[name] = pl.BlockSpec((1, case.block_k, narrow), lambda b, m, n: (b, key_map(m, n), 0))
+        elif name in ("wq", "lse", "delta"):
+            specs[name] = pl.BlockSpec((1, x.shape[1], case.block_q), lambda b, m, n: (b, 0, query_map(m, n)))
+        elif name == "wk":
+            specs[name] = pl.BlockSpec((1, case.block_k, x.shape[2]), lambda b, m, n: (b, key_map(m, n), 0))
+        elif name == "mask":
+            each = int(x.shape[0] > 1)
+            specs[name] = pl.BlockSpec(
+                (1, case.block_k, case.block_q),
+                lambda b, m, n, each=each: (b * each, key_map(m, n), query_map(m, n)),
+            )
+        else:
+            specs[name] = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return specs
+
+
+def tile_scratch(case: Case, inputs: dict[str, Array]) -> dict[str, Any]:
+    plane = (case.heads, case.block_k, case.block_q)
+    scratch = {
+        "x": pltpu.VMEM(plane, jnp.float32),
+        "y": pltpu.VMEM(plane, jnp.float32),
+        "m": pltpu.VMEM((case.heads, 8, case.block_q), jnp.float32),
+        "d": pltpu.VMEM((case.heads, 8, case.block_q), jnp.float32),
+    }
+    scratch |= spread_scratch(case)
+    if "wq" in inputs:
+        scratch["rows"] = pltpu.VMEM((inputs["wq"].shape[1], 8, case.block_q), jnp.float32)
+    return scratch
+
+
+def delta(case: Case, inputs: dict[str, Array], interpret: Any) -> Array:
+    """Σ_s P·dP, B H T float32."""
+    batch, padded = inputs["q"].shape[:2]
+    specs = specifications(
+        case, inputs, lambda i, s: i, lambda i, s: jnp.minimum(case.first_key_block(i) + s, case.last_key_block(i))
+    )
+    scratch = tile_scratch(case, inputs)
+    names = (*inputs, "delta", *scratch)
+    return pl.pallas_call(
+        lambda *refs: delta_kernel(case, names, *refs),
+        grid=(batch, case.blocks_q, case.visits),
+        in_specs=list(specs.values()),
+        out_specs=pl.BlockSpec((1, case.heads, case.block_q), lambda b, i, s: (b, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((batch, case.heads, padded), jnp.float32),
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem
+        ),
+        interpret=interpret,
+        name="dcmha_delta",
+    )(*inputs.values())
+
+
+def memory(case: Case, itemsize: int) -> int:
+    """About how many bytes of VMEM the kernel of the gradients takes, which takes the most."""
+    plane = case.heads * case.block_k * case.block_q
+    wide, narrow = case.heads * case.width, case.key_heads * case.width
+    forms = [form for form in (case.pre, case.post) if form is not None]
+    rows = sum(case.heads * (2 * form.rank_q + 1) for form in forms)
+    columns = sum(form.columns for form in forms)
+    hidden = max((hidden_planes(case, form) for form in forms), default=0)
+    queries = round_up(min(case.part, case.queries), case.block_q)
+    windows = 3 * case.block_q * wide * itemsize + case.block_k * narrow * 4 * max(itemsize, 3)
+    windows += 2 * rows * case.block_q * 4 + case.block_k * (columns + 256) * 4
+    spread = columns * 2 * case.strip * 128 * (2 if case.packed else 4)
+    scratch = (
+        plane * (16 + 2 * itemsize)
+        + hidden * case.block_k * case.block_q * 8
+        + queries * wide * 4
+        + case.block_k * (2 * narrow + columns + 128) * 4
+    )
+    scratch += rows * (16 * case.block_q + queries) * 4 + spread
+    return 2 * windows + scratch
+
+
+def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, Array]:
+    """Gradients by name: dq, dk, dv in their inputs' dtype, dwq, dwk, dstatic_… in float32, of the packed weights."""
+    if case.blocks_k > 1:
+        inputs = {**inputs, "delta": delta(case, inputs, interpret)}
+    results = []
+    for first in range(0, case.queries, case.part):
+        part = case._replace(first_query=first, queries=min(case.part, case.queries - first))
+        own = slice(first, first + part.blocks_q * part.block_q)
+        some = {
+            name: x[:, own] if name in ("q", "do") else x[..., own] if name in ("wq", "lse", "delta", "mask") else x
+            for name, x in inputs.items()
+        }
+        results.append(gradients(part, some, interpret))
+    if len(results) == 1:
+        return results[0]
+    joined = {"dq": 1, "dwq": 2}
+    return {
+        name: jnp.concatenate([x[name] for x in results], axis=joined[name]) if name in joined
+        else functools.reduce(jnp.add, [x[name].astype(jnp.float32) for x in results])
+        for name in results[0]
+    }  # fmt: skip
+
+
+def gradients(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, Array]:
+    """What these queries add to the gradients."""
+    batch, padded_q, wide = inputs["q"].shape
+    padded_k, narrow = inputs["k"].shape[1:]
+    block_q, block_k, last = case.block_q, case.block_k, case.blocks_k - 1
+
+    def query_map(j: Any, i: Any) -> Any:
+        """The query block, or the nearest one that sees key block j, so that nothing is fetched in vain."""
+        low = (
+            jnp.minimum(quotient(jnp.maximum(j * block_k - case.first_query, 0), block_q), case.blocks_q - 1)
+            if case.ordered
+            else 0
+        )
+        high: Any = case.blocks_q - 1
+        if case.window is not None:
+            reach = jnp.maximum(j * block_k + (block_k + case.window - 2 - case.first_query), 0)
+            high = jnp.minimum(quotient(reach, block_q), high)
+        return jnp.clip(i, low, jnp.maximum(high, low))
+
+    specs = specifications(case, inputs, query_map, lambda j, i: j)
+    outputs: dict[str, Any] = {
+        "dq": (
+            (batch, padded_q, wide),
+            inputs["q"].dtype,
+            (1, block_q, wide),
+            lambda b, j, i: (b, jnp.where(j == last, i, 0), 0),
+        ),
+        "dk": ((batch, padded_k, narrow), inputs["k"].dtype, (1, block_k, narrow), lambda b, j, i: (b, j, 0)),
+        "dv": ((batch, padded_k, narrow), inputs["v"].dtype, (1, block_k, narrow), lambda b, j, i: (b, j, 0)),
+    }
+    plane = (case.heads, block_k, block_q)
+    scratch = tile_scratch(case, inputs) | {
+        "p": pltpu.VMEM(plane, jnp.float32),
+        "dp": pltpu.VMEM(plane, jnp.float32),
+        "w": pltpu.VMEM(plane, inputs["q"].dtype),
+        "da": pltpu.VMEM(plane, inputs["q"].dtype),
+    }
+    if not (case.single and case.heads == case.key_heads):
+        scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, block_q, wide), jnp.float32)
+        scratch |= {name: pltpu.VMEM((block_k, narrow), jnp.float32) for name in ("dk_acc", "dv_acc")}
+    hidden = max(hidden_planes(case, case.pre), hidden_planes(case, case.post))
+    if hidden:
+        scratch |= {name: pltpu.VMEM((hidden, *plane[1:]), jnp.float32) for name in ("a_hidden", "g_hidden")}
+    if "wq" in inputs:
+        n = inputs["wq"].shape[1]
+        outputs["dwq"] = (
+            inputs["wq"].shape,
+            jnp.float32,
+            (1, n, block_q),
+            lambda b, j, i: (b, 0, jnp.where(j == last, i, 0)),
+        )
+        scratch["gq"] = pltpu.VMEM((n, 8, block_q), jnp.float32)
+        scratch["gq_acc"] = pltpu.VMEM((case.blocks_q, n, block_q), jnp.float32)
+    if "wk" in inputs:
+        n = inputs["wk"].shape[2] * (2 if case.packed else 1)
+        outputs["dwk"] = ((*inputs["wk"].shape[:2], n), jnp.float32, (1, block_k, n), lambda b, j, i: (b, j, 0))
+        scratch["gk"] = pltpu.VMEM((block_k, n), jnp.float32)
+    for where in ("pre", "post"):
+        if f"static_{where}" in inputs:
+            n = case.heads * (case.heads // case.groups)
+            outputs[f"dstatic_{where}"] = (
+                (batch, n, 8, 128),
+                jnp.float32,
+                (1, n, 8, 128),
+                lambda b, j, i: (b, 0, 0, 0),
+            )
+            scratch[f"gstatic_{where}"] = pltpu.VMEM((n, 8, 128), jnp.float32)
+    names = (*inputs, *outputs, *scratch)
+    results = pl.pallas_call(
+        lambda *refs: gradient_kernel(case, names, *refs),
+        grid=(batch, case.blocks_k, case.blocks_q),
+        in_specs=list(specs.values()),
+        out_specs=[pl.BlockSpec(block, index) for _, _, block, index in outputs.values()],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _, _ in outputs.values()],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem
+        ),
+        interpret=interpret,
+        name="dcmha_gradients",
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))

@@ -1,0 +1,220 @@
+"""The forward TPU kernel of DCMHA. See `dcvit.dcmha.pallas_tpu`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.pallas_tpu_tiles import (
+    UNSEEN,
+    Case,
+    Refs,
+    dot,
+    hide_padding,
+    join,
+    logits,
+    over_strips,
+    repeat_rows,
+    scores,
+    split,
+    spread_scratch,
+    visible,
+    weights_of,
+)  # fmt: skip
+from dcvit.dcmha.shapes import Array
+
+
+def start(case: Case, refs: Refs) -> None:
+    """Empty statistics for a block of queries, and its weights repeated over sublanes."""
+    refs.m[...] = jnp.full(refs.m.shape, UNSEEN, jnp.float32)
+    refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
+    if refs.rows is not None:
+        repeat_rows(refs.wq, refs.rows, refs.rows.shape[0], case.block_q)
+
+
+def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any) -> None:
+    """The composed and masked scores of a tile."""
+    scores(case, refs.k, refs.q, refs.x.at[slot])
+
+    def strip(rows: Any, spread: Any) -> None:
+        pre = weights_of(case, refs, "pre", spread)
+        a = [split(refs.x[slot, h, rows, :]) for h in range(case.heads)]
+        out = logits(case, a, pre, visible(case, i, j, rows, refs.mask))
+        for h in range(case.heads):
+            refs.x[slot, h, rows, :] = join(out[h])
+
+    over_strips(case, refs, ("pre",), strip)
+    hide_padding(case, refs.x.at[slot], UNSEEN)
+
+
+def statistics(case: Case, refs: Refs, slot: Any) -> None:
+    """Takes a tile's scores into the running maximum and sum, of each sublane for itself."""
+    together = next(n for n in (4, 3, 2, 1) if case.heads % n == 0)
+
+    def some(n: Any, _: None) -> None:
+        for h in [n * together + offset for offset in range(together)]:
+            x = split(refs.x[slot, h])
+            before = refs.m[h]
+            m = jnp.maximum(before, jnp.max(x, axis=0))
+            refs.m[h] = m
+            refs.l[h] = refs.l[h] * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0)
+
+    jax.lax.fori_loop(0, case.heads // together, some, None)
+
+
+def finish_statistics(case: Case, refs: Refs) -> None:
+    """Brings the eight sublanes together: `m` becomes the log-sum-exp, 0 for a query that sees nothing."""
+    for h in range(case.heads):
+        m = jnp.max(refs.m[h], axis=0, keepdims=True)
+        sums = jnp.sum(refs.l[h] * jnp.exp2(refs.m[h] - m), axis=0, keepdims=True)
+        lse = jnp.where(m > UNSEEN / 2, m + jnp.log2(sums), 0.0)
+        refs.lse[0, h : h + 1, :] = lse
+        refs.m[h] = jnp.broadcast_to(lse, (8, case.block_q))
+
+
+def output(case: Case, refs: Refs, slot: Any) -> None:
+    """Adds W·v of a tile to the output, or hands it out where there is one tile."""
+
+    def strip(rows: Any, spread: Any) -> None:
+        post = weights_of(case, refs, "post", spread)
+        p = [jnp.exp2(split(refs.x[slot, h, rows, :]) - refs.m[h][None]) for h in range(case.heads)]
+        if post is not None:
+            p, _ = post.compose(p)
+        for h in range(case.heads):
+            refs.w[h, rows, :] = join(p[h]).astype(refs.w.dtype)
+
+    over_strips(case, refs, ("post",), strip)
+    for h in range(case.heads):
+        lanes = case.query_head(h)
+        out = dot(refs.w[h, :, : case.some_queries], refs.v[0, :, case.key_head(h)], (0, 0))
+        if refs.acc is None:
+            refs.o[0, : case.some_queries, lanes] = out.astype(refs.o.dtype)
+        else:
+            refs.acc[: case.some_queries, lanes] += out
+
+
+def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
+    """A step (b, i, phase, step) takes a block of keys: in phase 0 into the statistics, in phase 1 into the output."""
+    refs = Refs(names, arguments)
+    i, phase, step = pl.program_id(1), pl.program_id(2), pl.program_id(3)
+    j = case.first_key_block(i) + step
+    slots, steps = refs.x.shape[0], case.visits
+    slot = step if slots > 1 else 0
+    if steps == 1:
+        start(case, refs)
+        new_scores(case, refs, i, j, slot)
+        statistics(case, refs, slot)
+        finish_statistics(case, refs)
+        output(case, refs, slot)
+        return
+    seen = j <= case.last_key_block(i)
+
+    @pl.when((phase == 0) & (step == 0))
+    def _() -> None:
+        start(case, refs)
+
+    @pl.when(seen & ((phase == 0) | (slots == 1)))
+    def _() -> None:
+        new_scores(case, refs, i, j, slot)
+
+    @pl.when((phase == 0) & seen)
+    def _() -> None:
+        statistics(case, refs, slot)
+
+    @pl.when((phase == 1) & (step == 0))
+    def _() -> None:
+        finish_statistics(case, refs)
+        refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+
+    @pl.when((phase == 1) & seen)
+    def _() -> None:
+        output(case, refs, slot)
+
+    @pl.when((phase == 1) & (step == steps - 1))
+    def _() -> None:
+        refs.o[0] = refs.acc[...].astype(refs.o.dtype)
+
+
+def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array, Array]:
+    """The heads' outputs B T M and the rows' log-sum-exp B H T, in units of log 2."""
+    batch = inputs["q"].shape[0]
+    steps = case.visits
+    slots = steps if keeps_scores(case, steps) else 1
+    phases = 1 if steps == 1 else 2
+
+    def key_block(b: Any, i: Any, phase: Any, step: Any) -> Any:
+        return jnp.minimum(case.first_key_block(i) + step, case.last_key_block(i))
+
+    def k_map(b: Any, i: Any, phase: Any, step: Any) -> Any:
+        j = key_block(b, i, phase, step)
+        if slots > 1:  # the scores are kept, and the second phase needs no keys
+            j = jnp.where(phase == 0, j, case.last_key_block(i))
+        return b, j, 0
+
+    def v_map(b: Any, i: Any, phase: Any, step: Any) -> Any:
+        j = key_block(b, i, phase, step)
+        return b, j if phases == 1 else jnp.where(phase == 1, j, case.first_key_block(i)), 0
+
+    block_q, block_k, wide = case.block_q, case.block_k, case.heads * case.width
+    narrow = case.key_heads * case.width
+    specs = {
+        "q": pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
+        "k": pl.BlockSpec((1, block_k, narrow), k_map),
+        "v": pl.BlockSpec((1, block_k, narrow), v_map),
+    }
+    if "wq" in inputs:
+        specs["wq"] = pl.BlockSpec((1, inputs["wq"].shape[1], block_q), lambda b, i, p, s: (b, 0, i))
+    if "wk" in inputs:
+        specs["wk"] = pl.BlockSpec(
+            (1, block_k, inputs["wk"].shape[2]), lambda b, i, p, s: (b, key_block(b, i, p, s), 0)
+        )
+    for name in ("static_pre", "static_post"):
+        if name in inputs:
+            specs[name] = pl.BlockSpec(memory_space=pltpu.SMEM)
+    if "mask" in inputs:
+        one = inputs["mask"].shape[0] == 1
+        specs["mask"] = pl.BlockSpec(
+            (1, block_k, block_q), lambda b, i, p, s: (0 if one else b, key_block(b, i, p, s), i)
+        )
+    scratch = {
+        "x": pltpu.VMEM((slots, case.heads, block_k, block_q), jnp.float32),
+        "w": pltpu.VMEM((case.heads, block_k, block_q), inputs["q"].dtype),
+        "m": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
+        "l": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
+    }
+    if "wq" in inputs:
+        scratch["rows"] = pltpu.VMEM((inputs["wq"].shape[1], 8, block_q), jnp.float32)
+    scratch |= spread_scratch(case)
+    if steps > 1:
+        scratch["acc"] = pltpu.VMEM((block_q, wide), jnp.float32)
+    given = [name for name in specs if name in inputs]
+    padded = inputs["q"].shape[1]
+    return pl.pallas_call(
+        functools.partial(kernel, case, (*given, "o", "lse", *scratch)),
+        grid=(batch, case.blocks_q, phases, steps),
+        in_specs=[specs[name] for name in given],
+        out_specs=[
+            pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
+            pl.BlockSpec((1, case.heads, block_q), lambda b, i, p, s: (b, 0, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, padded, wide), inputs["q"].dtype),
+            jax.ShapeDtypeStruct((batch, case.heads, padded), jnp.float32),
+        ],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem
+        ),
+        interpret=interpret,
+        name="dcmha_forward",
+    )(*[inputs[name] for name in given])
+
+
+def keeps_scores(case: Case, steps: int) -> bool:
+    """Whether all scores that a query block sees fit in half of VMEM, so that they are computed once."""
+    return steps * case.heads * case.block_k * case.block_q * 4 <= case.vmem // 2

@@ -1,0 +1,146 @@
+"""Counts the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU: about one is one cycle.
+
+    python scripts/tpu_bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
+
+compiles in a child process, because libtpu reads where to dump its schedule from the environment when it starts.
+What is counted: every bundle of the kernel's final schedule that lies inside its loop over the grid, once for each
+iteration of the loops around it that the compiler knows the length of, per step of the grid. Regions that run under a
+condition are counted as if they ran in every step, so of kernels with several tiles the count is of a step that does
+all there is to do, which none does quite. Copies between HBM and VMEM run beside and are not in it, nor are stalls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
+
+
+DELAY = 4  # bundles after a branch that still run
+
+
+def count(text: str) -> int:
+    """Bundles of one step of the grid in the text of a kernel's final schedule."""
+    lines = [(m[2], len(m[3]), m[4]) for m in map(LINE.match, text.splitlines()) if m]
+    tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge[^,]*, [^,]*, (\d+) /\* loop exit test", text)}
+    tests |= {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\.\S+ [^,]*, (\d+) /\* loop exit test", text)}
+    weights = [int(depth >= 1) for _, depth, _ in lines]
+    for start, (tag, depth, _) in enumerate(lines):
+        if tag != "LB" or depth < 2:  # the outermost loop is the grid
+            continue
+        for n in range(start, len(lines)):
+            back = re.search(r"sbr\.rel \(!%(p\w+)\)", lines[n][2])
+            if back:
+                for inside in range(start, n + DELAY + 1):
+                    weights[inside] *= tests[back[1]]
+                break
+    return sum(weights)
+
+
+def child(spec: dict[str, Any]) -> None:
+    """Compiles one kernel configuration; runs where the environment has been prepared."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from dcvit.dcmha import ComposeWeights, pallas_tpu
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    dtype = jnp.dtype(spec["dtype"])
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
+    q, k = array(batch, queries, heads, width), array(batch, keys, spec["key_heads"] or heads, width)
+    rank = spec["rank"]
+    weights = spec["composed"] and ComposeWeights(
+        *[array(batch, queries, rank, heads)] * 2, array(batch, queries, heads),
+        *[array(batch, keys, rank, heads)] * 2, array(batch, keys, heads),
+    )  # fmt: skip
+    options = dict(causal=spec["causal"], window=spec["window"], mask=None, groups=1, scale=width**-0.5)
+
+    def forward(*arguments: Any) -> Any:
+        return pallas_tpu.attention(*arguments, **options)
+
+    def gradient(do: Any, *arguments: Any) -> Any:
+        return jax.vjp(forward, *arguments)[1](do)
+
+    arguments = q, k, k, weights or None, weights or None
+    with jax.set_mesh(mesh):
+        if spec["backward"]:
+            jax.jit(gradient).lower(q, *arguments).compile()
+        else:
+            jax.jit(forward).lower(*arguments).compile()
+
+
+def bundles(
+    topology: str, heads: int, queries: int, keys: int, width: int, *, composed: bool = True, backward: bool = False,
+    dtype: str = "bfloat16", causal: bool = False, window: int | None = None, key_heads: int | None = None,
+    rank: int = 2, batch: int = 2,
+) -> dict[str, int]:  # fmt: skip
+    """Bundles of a step of the grid, by kernel: dcmha_forward, and with `backward` dcmha_delta and dcmha_gradients.
+
+    Of a single tile, which is one image, a step is the image. Otherwise a step is one block of queries by one of keys.
+
+    Raises:
+      RuntimeError: the compiler refuses; the message is the end of what it says.
+    """
+    spec = dict(locals())
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost", "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", json.dumps(spec)], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        found = {}
+        for path in sorted(Path(folder).glob("*-dcmha_*-final_bundles.txt")):
+            if "schedule-analysis" not in path.name:
+                found[re.sub(r".*-(dcmha_[a-z_]+)\..*", r"\1", path.name)] = count(path.read_text())
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--topology", default="v5e:2x2")
+    for name, default in (("heads", 6), ("queries", 196), ("width", 64), ("batch", 2), ("rank", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in ("keys", "window", "key-heads"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--plain", action="store_true", help="without composition")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(json.loads(args.child))
+        return 0
+    found = bundles(
+        args.topology, args.heads, args.queries, args.keys or args.queries, args.width, composed=not args.plain,
+        backward=True, dtype=args.dtype, causal=args.causal, window=args.window, key_heads=args.key_heads,
+        rank=args.rank, batch=args.batch,
+    )  # fmt: skip
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
