@@ -54,7 +54,7 @@ GPU = {
 TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
 SHAPES = GPU if backend() == "gpu" else CPU
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
-LIMIT = 12 * 2**30  # bytes of temporary memory beyond which a row is left out
+LIMIT = 2 * 2**30  # bytes of temporary memory beyond which a row is left out
 
 
 def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:

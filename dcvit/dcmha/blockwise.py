@@ -147,7 +147,7 @@ def _backward(options: Options, saved: tuple[Inputs, Array], d_out: Float[Array,
             if not side:
                 return old + new
             if side == "k":
-                new = new + jax.lax.dynamic_slice_in_dim(old, start[side], new.shape[axis], axis)
+                new = _added(new, jax.lax.dynamic_slice_in_dim(old, start[side], new.shape[axis], axis))
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start[side], axis)
 
         return _each(add, total, part)
@@ -193,6 +193,12 @@ def _backward_block(x: Inputs, seen: Array | None, log_sum: Array, d_out: Array,
     if len(x.q) != len(x.k):  # key heads are shared
         dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))
     return Inputs(dq, dk, dv, d_pre, d_post)
+
+
+@tile.stage
+def _added(x: Array, y: Array) -> Array:
+    """A sum that is not fused into the update that stores it: XLA would then write all of what it updates."""
+    return x + y
 
 
 def _heads(equation: str, a: Array, b: Array) -> Array:
