@@ -5,7 +5,8 @@
     python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      the real TPU compiler's schedule of the fused kernels
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
 
-The rounds of a shape are interleaved: each calls every row once, so that what else the machine does meets all of them.
+The rounds of a shape are interleaved: each calls every row twice and times the second call, so that what else the
+machine does meets all of them.
 Ratios are of medians, to the first row of the shape in the same run. "MiB" is the temporary memory of the compiled
 gradient, from XLA. "XLA" is plain attention as XLA compiles einsum, softmax, einsum (this project's `reference` without
 compose weights); "jax.nn" is `jax.nn.dot_product_attention`, which is cuDNN's on a GPU with bfloat16.
@@ -121,6 +122,7 @@ def measure(shape: Shape, gradient: bool, rounds: int, only: Sequence[str] = ())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            call()  # not timed: it pays for the memory that a larger row before it gave back
             begun = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - begun)

@@ -55,6 +55,7 @@ class Segment(NamedTuple):
     keys: int
 
 
+@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))  # outside of a jit, traced once
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
