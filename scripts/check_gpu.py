@@ -89,11 +89,6 @@ def build(seed: int, case: tuple[Any, ...]) -> tuple[Any, Any, dict[str, Any]]:
     return inputs, array(batch, queries, heads, width), options
 
 
-def expected(q: Any, k: Any, v: Any, pre: Any, post: Any, **options: Any) -> Any:
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    return reference.attention(q, k, v, pre, post, **options)
-
-
 def with_gradients(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(inputs: Any, cotangent: Any) -> Any:
         out, vjp = jax.vjp(lambda *x: function(*x, **options), *inputs)
@@ -126,7 +121,7 @@ def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
     found, again = ours(inputs, cotangent), ours(inputs, cotangent)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, cotangent))
     with jax.default_matmul_precision("highest"):
-        right = with_gradients(expected, options)(*wide)
+        right = with_gradients(reference.attention, options)(*wide)
     errors = [error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(found[1])]
     worst = int(np.argmax(np.nan_to_num(errors[1:], nan=np.inf)))

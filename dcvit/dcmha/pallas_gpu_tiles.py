@@ -178,14 +178,11 @@ class Tile:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         def step(now: Any, carry: Any) -> Any:
-            slot, head = lax.rem(now, jnp.int32(t.stages)), lax.rem(now, jnp.int32(t.heads))
-
             @pl.when(now >= t.stages)
             def _() -> None:
-                plgpu.barrier_wait(self.scratch["empty"].at[slot])
+                plgpu.barrier_wait(self.scratch["empty"].at[lax.rem(now, jnp.int32(t.stages))])
 
-            for source, target in self.copies(head, slot):
-                plgpu.copy_gmem_to_smem(source, target, self.scratch["full"].at[slot])
+            self.fill(now)
             return carry
 
         total = self.sweeps * t.heads
