@@ -17,12 +17,16 @@ IMAGE = (12, 20, 3)  # 15 patches of 4×4
 ROW = 14  # tokens
 
 
+# The formulas are the equations', which the reference writes out: the other implementations write some products as sums.
+BLOCKS = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
+
+
 def small(**fields):
-    return vit.Model(7, **{"patch_size": (4, 4), "width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, **fields})
+    return vit.Model(7, **{"patch_size": (4, 4), **BLOCKS, **fields})
 
 
 def small_lm(**fields):
-    return lm.Model(31, **{"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, **fields})
+    return lm.Model(31, **{**BLOCKS, **fields})
 
 
 def an_image(shape=IMAGE):
