@@ -199,7 +199,9 @@ def pack(case: Case, q: Array, k: Array, v: Array, pre: Any, post: Any, mask: An
             if side == "k" and case.packed:
                 x = x.astype(jnp.bfloat16).reshape(*x.shape[:2], -1, 2)
                 x = jax.lax.bitcast_convert_type(x, jnp.int32)
-            inputs[f"w{side}"] = x.swapaxes(1, 2) if side == "q" else x
+            if side == "q":
+                x = x.reshape(x.shape[0], -1, 128, x.shape[2]).swapaxes(2, 3)
+            inputs[f"w{side}"] = x
     for name, w in (("pre", pre), ("post", post)):
         if w is not None and w.static is not None:
             x = w.static.astype(jnp.float32).reshape(case.heads, -1)

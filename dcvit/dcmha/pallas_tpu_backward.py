@@ -14,9 +14,9 @@ from dcvit.dcmha.pallas_tpu_tiles import (
     LOG2_E,
     Case,
     Refs,
+    Strip,
     dot,
     hidden_planes,
-    hide_padding,
     join,
     logits,
     over_strips,
@@ -34,16 +34,16 @@ from dcvit.dcmha.shapes import Array
 
 
 def repeat_statistics(refs: Refs, case: Case) -> None:
-    if refs.rows is not None:
-        repeat_rows(refs.wq, refs.rows, refs.rows.shape[0], case.block_q)
     repeat_rows(refs.lse, refs.m, case.heads, case.block_q)
 
 
-def probabilities(case: Case, refs: Refs, i: Any, j: Any, rows: Any, spread: Any) -> list[Array]:
-    """The attention weights P of a strip."""
+def probabilities(case: Case, refs: Refs, i: Any, j: Any, strip: Strip, spread: Any) -> list[Array]:
+    """The attention weights P of a strip; keeps the hidden planes where the gradients will need them."""
     pre = weights_of(case, refs, "pre", spread)
-    a = [split(refs.x[h, rows, :]) for h in range(case.heads)]
-    out = logits(case, a, pre, visible(case, i, j, rows, refs.mask))
+    a = [split(refs.x[h, strip.rows, :]) for h in range(case.heads)]
+    out, hidden = logits(case, a, pre, visible(case, i, j, strip, refs.mask))
+    if pre is not None and refs.pre_hidden is not None:
+        pre.keep(hidden, refs.pre_hidden, strip.rows)
     return [jnp.exp2(out[h] - refs.m[h][None]) for h in range(case.heads)]
 
 
@@ -63,10 +63,10 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
         scores(case, refs.k, refs.q, refs.x)
         scores(case, refs.v, refs.do, refs.y)
 
-        def strip(rows: Any, spread_pre: Any, spread_post: Any) -> None:
-            p = probabilities(case, refs, i, j, rows, spread_pre)
+        def strip(strip: Strip, spread_pre: Any, spread_post: Any) -> None:
+            p = probabilities(case, refs, i, j, strip, spread_pre)
             post = weights_of(case, refs, "post", spread_post)
-            dp = [split(refs.y[h, rows, :]) for h in range(case.heads)]
+            dp = [split(refs.y[h, strip.rows, :]) for h in range(case.heads)]
             if post is not None:
                 dp, _ = post.transposed(dp)
             for h in range(case.heads):
@@ -80,40 +80,38 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
             refs.delta[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
 
 
-def post_strip(case: Case, refs: Refs, rows: Any, spread: Any) -> None:
+def post_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
     """W and dP of a strip from P and dW, what it adds to delta, and the hidden planes."""
     post = weights_of(case, refs, "post", spread)
 
     def planes(ref: Any) -> list[Array]:  # read again where they are used again, which spares registers
-        return [split(ref[h, rows, :]) for h in range(case.heads)]
+        return [split(ref[h, strip.rows, :]) for h in range(case.heads)]
 
     w, dp = planes(refs.p), planes(refs.y)
     if post is not None:
         w, hidden = post.compose(w)
-        post.keep(hidden, refs.a_hidden, rows)
+        post.keep(hidden, refs.post_hidden, strip.rows)
         dp, hidden = post.transposed(dp)
-        post.keep(hidden, refs.g_hidden, rows)
+        post.keep(hidden, refs.g_hidden, strip.rows)
     for h in range(case.heads):
-        refs.w[h, rows, :] = join(w[h]).astype(refs.w.dtype)
-        refs.dp[h, rows, :] = join(dp[h])
+        refs.w[h, strip.rows, :] = join(w[h]).astype(refs.w.dtype)
+        refs.dp[h, strip.rows, :] = join(dp[h])
     if refs.delta is None:
         for h, p in enumerate(planes(refs.p)):
             refs.d[h] += jnp.sum(p * dp[h], axis=0)
 
 
-def pre_strip(case: Case, refs: Refs, rows: Any, spread: Any) -> None:
+def pre_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
     """dL (in `y`) and dA of a strip from P, dP and delta, and the hidden planes."""
     pre = weights_of(case, refs, "pre", spread)
-    dl = [split(refs.p[h, rows, :]) * (split(refs.dp[h, rows, :]) - refs.d[h][None]) for h in range(case.heads)]
+    dl = [split(refs.p[h, strip.rows, :]) * (split(refs.dp[h, strip.rows, :]) - refs.d[h][None]) for h in range(case.heads)]
     da = dl
     if pre is not None:
         da, hidden = pre.transposed(dl)
-        pre.keep(hidden, refs.g_hidden, rows)
-        a = [split(refs.x[h, rows, :]) for h in range(case.heads)]
-        pre.keep(pre.hidden(a, pre.form.q.down, pre.form.k.down), refs.a_hidden, rows)
+        pre.keep(hidden, refs.g_hidden, strip.rows)
     for h in range(case.heads):
-        refs.y[h, rows, :] = join(dl[h])
-        refs.da[h, rows, :] = join(da[h]).astype(refs.da.dtype)
+        refs.y[h, strip.rows, :] = join(dl[h])
+        refs.da[h, strip.rows, :] = join(da[h]).astype(refs.da.dtype)
 
 
 def tile_gradients(case: Case, refs: Refs, i: Any, j: Any) -> None:
@@ -124,40 +122,41 @@ def tile_gradients(case: Case, refs: Refs, i: Any, j: Any) -> None:
     scores(case, refs.k, refs.q, refs.x)
     scores(case, refs.v, refs.do, refs.y)
 
-    def attend(rows: Any, spread: Any) -> None:
-        p = probabilities(case, refs, i, j, rows, spread)
+    def attend(strip: Strip, spread: Any) -> None:
+        p = probabilities(case, refs, i, j, strip, spread)
         for h in range(case.heads):
-            refs.p[h, rows, :] = join(p[h])
+            refs.p[h, strip.rows, :] = join(p[h])
 
     over_strips(case, refs, ("pre",), attend)
-    hide_padding(case, refs.p, 0.0)
     over_strips(case, refs, ("post",), functools.partial(post_strip, case, refs))
     if case.post is not None:
-        weight_gradients(case, case.post, refs.p, refs.y, refs, refs.gstatic_post)
+        weight_gradients(case, case.post, refs.p, refs.y, refs.post_hidden, refs, refs.gstatic_post)
     if refs.delta is None:
         for h in range(case.heads):
             refs.d[h] = jnp.broadcast_to(jnp.sum(refs.d[h], axis=0, keepdims=True), refs.d.shape[1:])
     over_strips(case, refs, ("pre",), functools.partial(pre_strip, case, refs))
     if case.pre is not None:
-        weight_gradients(case, case.pre, refs.x, refs.y, refs, refs.gstatic_pre)
+        weight_gradients(case, case.pre, refs.x, refs.y, refs.pre_hidden, refs, refs.gstatic_pre)
 
 
 def products(case: Case, refs: Refs, i: Any, factor: float) -> None:
     """dv = W^T·dO, dk = dA^T·q and dq = dA·k of a tile: handed out at once where the tile stands alone."""
-    rows = case.some_queries
+    k = refs.k[0].T  # so that the matrix unit takes dA as it lies
+    dqs = []
     for h in range(case.heads):
         of_q, of_k = case.query_head(h), case.key_head(h)
         dv = dot(refs.w[h], refs.do[0, :, of_q], (1, 0))
         dk = dot(refs.da[h], refs.q[0, :, of_q], (1, 0))
-        dq = dot(refs.da[h, :, :rows], refs.k[0, :, of_k], (0, 0))
+        dqs.append(dot(k[of_k], refs.da[h], (1, 0)))
         if refs.dq_acc is None:
-            refs.dq[0, :rows, of_q] = (dq * factor).astype(refs.dq.dtype)
             refs.dk[0, :, of_k] = (dk * factor).astype(refs.dk.dtype)
             refs.dv[0, :, of_k] = dv.astype(refs.dv.dtype)
         else:
-            refs.dq_acc[i, :rows, of_q] += dq
+            refs.dq_acc[i, of_q] += dqs[h]
             refs.dk_acc[:, of_k] += dk
             refs.dv_acc[:, of_k] += dv
+    if refs.dq_acc is None:
+        refs.dq[0] = jnp.concatenate([(dq * factor).astype(refs.dq.dtype) for dq in dqs], axis=0).T
 
 
 def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
@@ -208,7 +207,7 @@ def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None
     @pl.when(last_j)
     def _() -> None:
         if refs.dq_acc is not None:
-            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype)
+            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype).T
         if refs.gq is not None:
             refs.dwq[0] = refs.gq_acc[i]
 
@@ -228,7 +227,11 @@ def specifications(case: Case, inputs: dict[str, Array], query_map: Any, key_map
             specs[name] = pl.BlockSpec((1, case.block_q, wide), lambda b, m, n: (b, query_map(m, n), 0))
         elif name in ("k", "v"):
             specs[name] = pl.BlockSpec((1, case.block_k, narrow), lambda b, m, n: (b, key_map(m, n), 0))
-        elif name in ("wq", "lse", "delta"):
+        elif name == "wq":
+            specs[name] = pl.BlockSpec(
+                (1, case.block_q // 128, *x.shape[2:]), lambda b, m, n: (b, query_map(m, n), 0, 0)
+            )
+        elif name in ("lse", "delta"):
             specs[name] = pl.BlockSpec((1, x.shape[1], case.block_q), lambda b, m, n: (b, 0, query_map(m, n)))
         elif name == "wk":
             specs[name] = pl.BlockSpec((1, case.block_k, x.shape[2]), lambda b, m, n: (b, key_map(m, n), 0))
@@ -252,8 +255,6 @@ def tile_scratch(case: Case, inputs: dict[str, Array]) -> dict[str, Any]:
         "d": pltpu.VMEM((case.heads, 8, case.block_q), jnp.float32),
     }
     scratch |= spread_scratch(case)
-    if "wq" in inputs:
-        scratch["rows"] = pltpu.VMEM((inputs["wq"].shape[1], 8, case.block_q), jnp.float32)
     return scratch
 
 
@@ -287,14 +288,14 @@ def memory(case: Case, itemsize: int) -> int:
     forms = [form for form in (case.pre, case.post) if form is not None]
     rows = sum(case.heads * (2 * form.rank_q + 1) for form in forms)
     columns = sum(form.columns for form in forms)
-    hidden = max((hidden_planes(case, form) for form in forms), default=0)
+    hidden = [hidden_planes(case, form) for form in forms] or [0]
     queries = round_up(min(case.part, case.queries), case.block_q)
     windows = 3 * case.block_q * wide * itemsize + case.block_k * narrow * 4 * max(itemsize, 3)
     windows += 2 * rows * case.block_q * 4 + case.block_k * (columns + 256) * 4
     spread = columns * 2 * case.strip * 128 * (2 if case.packed else 4)
     scratch = (
         plane * (16 + 2 * itemsize)
-        + hidden * case.block_k * case.block_q * 8
+        + (sum(hidden) + max(hidden)) * case.block_k * case.block_q * 4
         + queries * wide * 4
         + case.block_k * (2 * narrow + columns + 128) * 4
     )
@@ -311,7 +312,9 @@ def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, 
         part = case._replace(first_query=first, queries=min(case.part, case.queries - first))
         own = slice(first, first + part.blocks_q * part.block_q)
         some = {
-            name: x[:, own] if name in ("q", "do") else x[..., own] if name in ("wq", "lse", "delta", "mask") else x
+            name: x[:, own] if name in ("q", "do")
+            else x[:, own.start // 128 : own.stop // 128] if name == "wq"
+            else x[..., own] if name in ("lse", "delta", "mask") else x
             for name, x in inputs.items()
         }
         results.append(gradients(part, some, interpret))
@@ -363,15 +366,15 @@ def gradients(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str,
         "da": pltpu.VMEM(plane, inputs["q"].dtype),
     }
     if not (case.single and case.heads == case.key_heads):
-        scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, block_q, wide), jnp.float32)
+        scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, wide, block_q), jnp.float32)
         scratch |= {name: pltpu.VMEM((block_k, narrow), jnp.float32) for name in ("dk_acc", "dv_acc")}
-    hidden = max(hidden_planes(case, case.pre), hidden_planes(case, case.post))
-    if hidden:
-        scratch |= {name: pltpu.VMEM((hidden, *plane[1:]), jnp.float32) for name in ("a_hidden", "g_hidden")}
+    hidden = {"pre_hidden": hidden_planes(case, case.pre), "post_hidden": hidden_planes(case, case.post)}
+    hidden["g_hidden"] = max(hidden.values())
+    scratch |= {name: pltpu.VMEM((n, *plane[1:]), jnp.float32) for name, n in hidden.items() if n}
     if "wq" in inputs:
-        n = inputs["wq"].shape[1]
+        n = inputs["wq"].shape[2]
         outputs["dwq"] = (
-            inputs["wq"].shape,
+            (batch, n, padded_q),
             jnp.float32,
             (1, n, block_q),
             lambda b, j, i: (b, 0, jnp.where(j == last, i, 0)),

@@ -14,12 +14,11 @@ from dcvit.dcmha.pallas_tpu_tiles import (
     UNSEEN,
     Case,
     Refs,
+    Strip,
     dot,
-    hide_padding,
     join,
     logits,
     over_strips,
-    repeat_rows,
     scores,
     split,
     spread_scratch,
@@ -30,41 +29,43 @@ from dcvit.dcmha.shapes import Array
 
 
 def start(case: Case, refs: Refs) -> None:
-    """Empty statistics for a block of queries, and its weights repeated over sublanes."""
+    """Empty statistics for a block of queries."""
     refs.m[...] = jnp.full(refs.m.shape, UNSEEN, jnp.float32)
     refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
-    if refs.rows is not None:
-        repeat_rows(refs.wq, refs.rows, refs.rows.shape[0], case.block_q)
 
 
-def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any) -> None:
-    """The composed and masked scores of a tile."""
+def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any, *, counted: bool) -> None:
+    """The composed and masked scores of a tile, which are `counted` in the running maximum and sum."""
     scores(case, refs.k, refs.q, refs.x.at[slot])
+    together = case.strip * case.unroll  # keys
 
-    def strip(rows: Any, spread: Any) -> None:
+    def strip(strip: Strip, spread: Any) -> None:
         pre = weights_of(case, refs, "pre", spread)
-        a = [split(refs.x[slot, h, rows, :]) for h in range(case.heads)]
-        out = logits(case, a, pre, visible(case, i, j, rows, refs.mask))
+        a = [split(refs.x[slot, h, strip.rows, :]) for h in range(case.heads)]
+        out, _ = logits(case, a, pre, visible(case, i, j, strip, refs.mask))
         for h in range(case.heads):
-            refs.x[slot, h, rows, :] = join(out[h])
+            refs.x[slot, h, strip.rows, :] = join(out[h])
 
-    over_strips(case, refs, ("pre",), strip)
-    hide_padding(case, refs.x.at[slot], UNSEEN)
+    def count(step: Any) -> None:
+        """The step before; there is none before the first."""
+        rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * together, case.strip), together)
+        statistics(case, refs, slot, rows, step > 0)
+
+    over_strips(case, refs, ("pre",), strip, count if counted else None)
+    if counted:
+        statistics(case, refs, slot, slice(case.block_k - together, case.block_k), True)
 
 
-def statistics(case: Case, refs: Refs, slot: Any) -> None:
-    """Takes a tile's scores into the running maximum and sum, of each sublane for itself."""
-    together = next(n for n in (4, 3, 2, 1) if case.heads % n == 0)
-
-    def some(n: Any, _: None) -> None:
-        for h in [n * together + offset for offset in range(together)]:
-            x = split(refs.x[slot, h])
-            before = refs.m[h]
-            m = jnp.maximum(before, jnp.max(x, axis=0))
-            refs.m[h] = m
-            refs.l[h] = refs.l[h] * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0)
-
-    jax.lax.fori_loop(0, case.heads // together, some, None)
+def statistics(case: Case, refs: Refs, slot: Any, rows: Any, valid: Any) -> None:
+    """Takes scores into the running maximum and sum, of each sublane for itself."""
+    for h in range(case.heads):
+        x = split(refs.x[slot, h, rows, :])
+        if valid is not True:
+            x = jnp.where(valid, x, UNSEEN)
+        before = refs.m[h]
+        m = jnp.maximum(before, jnp.max(x, axis=0))
+        refs.m[h] = m
+        refs.l[h] = refs.l[h] * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0)
 
 
 def finish_statistics(case: Case, refs: Refs) -> None:
@@ -80,22 +81,22 @@ def finish_statistics(case: Case, refs: Refs) -> None:
 def output(case: Case, refs: Refs, slot: Any) -> None:
     """Adds W·v of a tile to the output, or hands it out where there is one tile."""
 
-    def strip(rows: Any, spread: Any) -> None:
+    def strip(strip: Strip, spread: Any) -> None:
         post = weights_of(case, refs, "post", spread)
-        p = [jnp.exp2(split(refs.x[slot, h, rows, :]) - refs.m[h][None]) for h in range(case.heads)]
+        p = [jnp.exp2(split(refs.x[slot, h, strip.rows, :]) - refs.m[h][None]) for h in range(case.heads)]
         if post is not None:
             p, _ = post.compose(p)
         for h in range(case.heads):
-            refs.w[h, rows, :] = join(p[h]).astype(refs.w.dtype)
+            refs.w[h, strip.rows, :] = join(p[h]).astype(refs.w.dtype)
 
     over_strips(case, refs, ("post",), strip)
-    for h in range(case.heads):
-        lanes = case.query_head(h)
-        out = dot(refs.w[h, :, : case.some_queries], refs.v[0, :, case.key_head(h)], (0, 0))
-        if refs.acc is None:
-            refs.o[0, : case.some_queries, lanes] = out.astype(refs.o.dtype)
-        else:
-            refs.acc[: case.some_queries, lanes] += out
+    v = refs.v[0].T  # far smaller than the weights, which the matrix unit takes as they lie
+    out = [dot(v[case.key_head(h)], refs.w[h], (1, 0)) for h in range(case.heads)]
+    if refs.acc is None:
+        refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0).T
+    else:
+        for h in range(case.heads):
+            refs.acc[case.query_head(h)] += out[h]
 
 
 def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
@@ -107,8 +108,7 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
     slot = step if slots > 1 else 0
     if steps == 1:
         start(case, refs)
-        new_scores(case, refs, i, j, slot)
-        statistics(case, refs, slot)
+        new_scores(case, refs, i, j, slot, counted=True)
         finish_statistics(case, refs)
         output(case, refs, slot)
         return
@@ -118,13 +118,9 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
     def _() -> None:
         start(case, refs)
 
-    @pl.when(seen & ((phase == 0) | (slots == 1)))
-    def _() -> None:
-        new_scores(case, refs, i, j, slot)
-
     @pl.when((phase == 0) & seen)
     def _() -> None:
-        statistics(case, refs, slot)
+        new_scores(case, refs, i, j, slot, counted=True)
 
     @pl.when((phase == 1) & (step == 0))
     def _() -> None:
@@ -133,11 +129,13 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
 
     @pl.when((phase == 1) & seen)
     def _() -> None:
+        if slots == 1:
+            new_scores(case, refs, i, j, slot, counted=False)
         output(case, refs, slot)
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:
-        refs.o[0] = refs.acc[...].astype(refs.o.dtype)
+        refs.o[0] = refs.acc[...].astype(refs.o.dtype).T
 
 
 def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array, Array]:
@@ -168,7 +166,7 @@ def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array
         "v": pl.BlockSpec((1, block_k, narrow), v_map),
     }
     if "wq" in inputs:
-        specs["wq"] = pl.BlockSpec((1, inputs["wq"].shape[1], block_q), lambda b, i, p, s: (b, 0, i))
+        specs["wq"] = pl.BlockSpec((1, block_q // 128, *inputs["wq"].shape[2:]), lambda b, i, p, s: (b, i, 0, 0))
     if "wk" in inputs:
         specs["wk"] = pl.BlockSpec(
             (1, block_k, inputs["wk"].shape[2]), lambda b, i, p, s: (b, key_block(b, i, p, s), 0)
@@ -187,11 +185,9 @@ def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array
         "m": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
         "l": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
     }
-    if "wq" in inputs:
-        scratch["rows"] = pltpu.VMEM((inputs["wq"].shape[1], 8, block_q), jnp.float32)
     scratch |= spread_scratch(case)
     if steps > 1:
-        scratch["acc"] = pltpu.VMEM((block_q, wide), jnp.float32)
+        scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
     given = [name for name in specs if name in inputs]
     padded = inputs["q"].shape[1]
     return pl.pallas_call(

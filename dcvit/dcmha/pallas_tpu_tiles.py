@@ -141,8 +141,8 @@ def total(terms: Sequence[Array]) -> Array:
 class Weights:
     """The weights of one compose as a strip sees them.
 
-    Query-wise weights come from `rows`, (columns, 8, Bq) in VMEM, repeated over sublanes; key-wise ones from `spread`,
-    (words, strip, 128), repeated over lanes; see `spread_columns`.
+    Query-wise weights come from `rows`, (1, Bq/128, columns, 128), which a load repeats over sublanes; key-wise ones
+    from `spread`, (words, strip, 128), repeated over lanes; see `spread_columns`.
     """
 
     def __init__(self, case: Case, form: Form, rows: Any, spread: Any, static: Any):
@@ -150,7 +150,8 @@ class Weights:
         self.per_group = case.heads // case.groups
 
     def q(self, start: int, index: int) -> Array:
-        return self.rows[start + index][None]
+        row = pl.ds(start + index, 8, stride=0)
+        return jnp.concatenate([self.rows[0, n, row, :] for n in range(self.rows.shape[1])], axis=-1)[None]
 
     def k(self, start: int, index: int) -> Array:
         column = start + index - self.form.first_column
@@ -230,14 +231,14 @@ def hidden_planes(case: Case, form: Form | None) -> int:
     return case.groups * sum(rank for side, rank in sides if side.down is not None)
 
 
-def weight_gradients(case: Case, form: Form, a: Any, g: Any, refs: Any, static: Any) -> None:
+def weight_gradients(case: Case, form: Form, a: Any, g: Any, a_hidden: Any, refs: Any, static: Any) -> None:
     """Adds what a tile of a compose with input `a` and cotangent `g` gives to the gradients of its weights.
 
     Head by head, since a head's sums over all keys stay in registers: dw_1[r,h] = Σ a_h·gq_r and dw_2[r,h] = Σ g_h·hq_r
     over keys into the rows `refs.gq`, which the tile begins, and the same over queries into the columns `refs.gk`. The
-    hidden planes lie in `refs.a_hidden` and `refs.g_hidden`.
+    hidden planes of `a` lie in `a_hidden`, those of `g` in `refs.g_hidden`.
     """
-    a_hidden, g_hidden = refs.a_hidden, refs.g_hidden
+    g_hidden = refs.g_hidden
     heads, per_group = case.heads, case.heads // case.groups
     sides = (form.q, form.rank_q, True), (form.k, form.rank_k, False)
     for h in range(heads):
@@ -293,27 +294,48 @@ def spread_columns(case: Case, form: Form | None, wk: Any, rows: Any, out: Any) 
         out[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], 128))
 
 
-def over_strips(case: Case, refs: Any, which: Sequence[str], body: Callable[..., None]) -> None:
-    """Calls body(rows, *spread) with the keys of each strip of a tile and the spread weights of the composes `which`.
+class Strip(NamedTuple):
+    """Some keys of a tile."""
+
+    start: Any
+    size: int
+    may_pad: bool  # whether there may be no key in some rows
+
+    @property
+    def rows(self) -> Any:
+        return pl.ds(self.start, self.size)
+
+
+def over_strips(
+    case: Case, refs: Any, which: Sequence[str], body: Callable[..., None], meanwhile: Callable[[Any], None] | None = None
+) -> None:
+    """Calls body(strip, *spread) for each strip of a tile, with the spread weights of the composes `which`.
 
     With few heads a strip is short and the latency of spreading would show, so one step of the loop takes several
     strips and spreads the weights of all of them first, each into a buffer of its own: the compiler would take a
-    buffer chosen by an index for the one that is being read.
+    buffer chosen by an index for the one that is being read. What `meanwhile`, given the step, computes costs nothing
+    until the first weights have been spread.
     """
-    strip = case.strip
-    unroll = case.unroll
+    strip, unroll = case.strip, case.unroll
+    steps = case.block_k // strip // unroll
     refs_of = [getattr(refs, f"spread_{name}") for name in which]
+    keys = case.keys - (case.blocks_k - 1) * case.block_k  # of the last block
 
     def step(i: Any, _: None) -> None:
-        strips = [pl.ds(pl.multiple_of((i * unroll + n) * strip, strip), strip) for n in range(unroll)]
+        strips = []
+        for n in range(unroll):
+            start = pl.multiple_of((i * unroll + n) * strip, strip)
+            strips.append(Strip(start, strip, ((steps - 1) * unroll + n + 1) * strip > keys))
         spread = [[ref if ref is None else ref.at[n] for ref in refs_of] for n in range(unroll)]
-        for rows, buffers in zip(strips, spread, strict=True):
+        for some, buffers in zip(strips, spread, strict=True):
             for name, buffer in zip(which, buffers, strict=True):
-                spread_columns(case, getattr(case, name), refs.wk, rows, buffer)
-        for rows, buffers in zip(strips, spread, strict=True):
-            body(rows, *buffers)
+                spread_columns(case, getattr(case, name), refs.wk, some.rows, buffer)
+        if meanwhile:
+            meanwhile(i)
+        for some, buffers in zip(strips, spread, strict=True):
+            body(some, *buffers)
 
-    jax.lax.fori_loop(0, case.block_k // strip // unroll, step, None)
+    jax.lax.fori_loop(0, steps, step, None)
 
 
 def spread_scratch(case: Case) -> dict[str, Any]:
@@ -345,38 +367,32 @@ def scores(case: Case, k: Any, q: Any, out: Any) -> None:
         out[h] = dot(k[0, :, case.key_head(h)], q[0, :, case.query_head(h)], (1, 1))
 
 
-def visible(case: Case, i: Any, j: Any, rows: Any, mask: Any) -> Array | None:
-    """Which keys of the strip `rows` of key block `j` the queries of block `i` see; None where they see all."""
+def visible(case: Case, i: Any, j: Any, strip: Strip, mask: Any) -> Array | None:
+    """Which keys of a strip of key block `j` the queries of block `i` see; None where they see all."""
     shape = (case.strip // 8, 8, case.block_q)
     conditions = []
     key: Any = None
-    padded = case.keys % case.block_k != 0 and not case.single  # a single tile hides its padding after the loop
-    if case.ordered or padded:
+    if case.ordered or strip.may_pad:
         sub = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        key = sub + (j * case.block_k + rows.start)
+        key = sub + (j * case.block_k + strip.start)
     if case.ordered:
         query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + (i * case.block_q + case.first_query)
         conditions.append(key <= query)
         if case.window is not None:
             conditions.append(key > query - case.window)
-    if padded:
+    if strip.may_pad:
         conditions.append(key < case.keys)
     if mask is not None:
-        conditions.append(split(mask[0, rows, :].astype(jnp.float32)) > 0.5)
+        conditions.append(split(mask[0, strip.rows, :].astype(jnp.float32)) > 0.5)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def hide_padding(case: Case, planes: Any, value: float) -> None:
-    """Sets the planes of a single tile to `value` where there is no key."""
-    if case.single and case.keys < case.block_k:
-        for h in range(case.heads):
-            planes[h, case.keys :] = jnp.full((case.block_k - case.keys, case.block_q), value, planes.dtype)
-
-
-def logits(case: Case, a: Sequence[Array], weights: Weights | None, seen: Array | None) -> list[Array]:
-    """Composed scores in units of log 2; packed weights bring the factor scale·log2(e) along."""
-    out = [x * (case.scale * LOG2_E) for x in a] if weights is None else weights.compose(a)[0]
-    return out if seen is None else [jnp.where(seen, x, UNSEEN) for x in out]
+def logits(
+    case: Case, a: Sequence[Array], weights: Weights | None, seen: Array | None
+) -> tuple[list[Array], tuple[list, list]]:
+    """Composed scores in units of log 2 and the hidden planes; packed weights bring the factor scale·log2(e) along."""
+    out, hidden = ([x * (case.scale * LOG2_E) for x in a], ([], [])) if weights is None else weights.compose(a)
+    return out if seen is None else [jnp.where(seen, x, UNSEEN) for x in out], hidden
 
 
 class Refs:
@@ -392,4 +408,4 @@ class Refs:
 def weights_of(case: Case, refs: Any, which: str, spread: Any) -> Weights | None:
     """The weights of the compose `which`, "pre" or "post", on a strip."""
     form = getattr(case, which)
-    return form and Weights(case, form, refs.rows, spread, getattr(refs, f"static_{which}"))
+    return form and Weights(case, form, refs.wq, spread, getattr(refs, f"static_{which}"))
