@@ -96,9 +96,6 @@ def post_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
     for h in range(case.heads):
         refs.w[h, strip.rows, :] = join(w[h]).astype(refs.w.dtype)
         refs.dp[h, strip.rows, :] = join(dp[h])
-    if refs.delta is None:
-        for h, p in enumerate(planes(refs.p)):
-            refs.d[h] += jnp.sum(p * dp[h], axis=0)
 
 
 def pre_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
@@ -133,7 +130,8 @@ def tile_gradients(case: Case, refs: Refs, i: Any, j: Any) -> None:
         weight_gradients(case, case.post, refs.p, refs.y, refs.post_hidden, refs, refs.gstatic_post)
     if refs.delta is None:
         for h in range(case.heads):
-            refs.d[h] = jnp.broadcast_to(jnp.sum(refs.d[h], axis=0, keepdims=True), refs.d.shape[1:])
+            d = jnp.sum(split(refs.p[h] * refs.dp[h]), axis=0)
+            refs.d[h] = jnp.broadcast_to(jnp.sum(d, axis=0, keepdims=True), refs.d.shape[1:])
     over_strips(case, refs, ("pre",), functools.partial(pre_strip, case, refs))
     if case.pre is not None:
         weight_gradients(case, case.pre, refs.x, refs.y, refs.pre_hidden, refs, refs.gstatic_pre)
