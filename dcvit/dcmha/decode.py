@@ -1,73 +1,91 @@
-"""One token at a time: attention of a new query to a cache of keys, values and key-wise compose weights.
+"""Attention of one query, as when a text is decoded token by token: Eqn 4 in the products that one query needs.
 
-Composition is a query-wise plus a key-wise part (Section 3.1), so what a key adds to it never changes and is cached
-beside the key, factored: w_k1, w_k2 and w_kg of both composes are 2·(2R + 1)·H numbers a token, never H×H maps.
+Keys and values are read once, as they lie, by one product for each example: queries stand apart in a (K·D)×H matrix
+that is zero outside of each head's own lanes, so that no copy of the cache is made to bring heads to the front. The
+product computes K times what it needs; with one query, memory is the bound. Scores are S×H, as key-wise weights are.
+All that a compose does by the query alone is one H×H matrix for an example (`query_map`).
 
-Token p of an example stands in slot p % S of its S slots. With S = window the slots are a ring.
+Measured on two CPU cores: scripts/bench_dcmha.py. On GPUs: not measured.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.dcmha.compose import ComposeWeights, statistics_dtype
+from dcvit.dcmha.reference import masked_softmax, visible
+from dcvit.dcmha.shapes import Array, Bool, Float
+
+# Products of float32 stay so where the default is less: those of H×H matrices cost nothing.
+exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-class Cache(NamedTuple):
-    """What one layer keeps of the tokens behind; of `pre` and `post` only the key-wise fields."""
-
-    k: Float[Array, "B S K D"]
-    v: Float[Array, "B S K D"]
-    pre: ComposeWeights | None = None
-    post: ComposeWeights | None = None
+def refuses(
+    q: Any, k: Any, v: Any, pre: Any, post: Any, *, causal: Any, window: Any, mask: Any, groups: Any
+) -> str | None:
+    """One line why these arguments cannot be taken, or None. Only shapes are read."""
+    return None if q.shape[1] == 1 else f"it takes one query, found {q.shape[1]}"
 
 
-def key_wise(weights: ComposeWeights | None) -> ComposeWeights | None:
-    """The fields that belong to keys, or None where there are none."""
-    if weights is None or (weights.k1 is None and weights.kg is None):
-        return None
-    return ComposeWeights(k1=weights.k1, k2=weights.k2, kg=weights.kg)
+def attention(
+    q: Float[Array, "B 1 H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    causal: bool,
+    window: int | None,
+    mask: Bool[Array, "#B 1 1 #S"] | None,
+    groups: int,
+    scale: float,
+) -> Float[Array, "B 1 H D"]:
+    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
+    wide = statistics_dtype(q.dtype)
+    batch, keys, key_heads, width = k.shape
+    heads = q.shape[2]
+    own = jnp.repeat(jnp.eye(key_heads, dtype=q.dtype), heads // key_heads, axis=1)  # K H: who attends to whom
+    apart = jnp.einsum("bhd,kh->bkdh", q[:, 0], own).reshape(batch, -1, heads)
+    flat_k, flat_v = (x.reshape(batch, keys, -1) for x in (k, v))
+    scores = jnp.einsum("bsm,bmh->bsh", flat_k, apart, preferred_element_type=wide) * jnp.asarray(scale, wide)
+    if pre is not None:
+        scores = compose(scores, pre, groups)
+    seen = visible(1, keys, causal=causal, window=window, mask=mask)
+    weights = masked_softmax(scores, None if seen is None else seen[:, 0, 0, :, None], axis=1)
+    if post is not None:
+        weights = compose(weights, post, groups)
+    out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
+    out = jnp.einsum("bhkd,kh->bhd", out.reshape(batch, heads, key_heads, width), own.astype(wide))
+    return out[:, None].astype(q.dtype)
 
 
-def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array, " B"]) -> Cache:
-    """The cache after `count` of the T tokens in `new`, at positions `before` on; a slot keeps its newest token.
-
-    Tokens from `count` on are padding and leave no trace.
-    """
-
-    def write(slots: Array, tokens: Array) -> Array:
-        size, steps = slots.shape[1], jnp.arange(tokens.shape[1])[None]
-        kept = (steps < count[:, None]) & (steps >= count[:, None] - size)
-        slot = jnp.where(kept, (before[:, None] + steps) % size, size)  # `size` is no slot
-        rows = jnp.arange(slots.shape[0])[:, None]
-        return slots.at[rows, slot].set(tokens.astype(slots.dtype), mode="drop")
-
-    written: Cache = jax.tree.map(write, cache, new)
-    return written
+def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[Array, "B S H"]:
+    """`dcvit.dcmha.compose` of one query, whose keys lie before the heads."""
+    batch, keys, heads = a.shape
+    out = exact("bsn,bnh->bsh", a, query_map(w, batch, heads, groups, a.dtype))
+    if w.k1 is not None and w.k2 is not None:
+        down, up = (x.astype(a.dtype).reshape(batch, keys, -1, groups, heads // groups) for x in (w.k1, w.k2))
+        hidden = jnp.sum(a.reshape(batch, keys, 1, groups, -1) * down, axis=-1, keepdims=True)
+        out = out + jnp.sum(hidden * up, axis=2).reshape(a.shape)
+    if w.kg is not None:
+        out = out + a * w.kg.astype(a.dtype)
+    return out
 
 
-def positions(slots: int, length: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """Which token stands in each slot after `length` tokens; negative where none does."""
-    last = length[:, None] - 1
-    return last - (last - jnp.arange(slots)[None]) % slots
-
-
-def visible(
-    slots: int, length: Int[Array, " B"], *, window: int | None, first: Int[Array, " B"] | None = None
-) -> Bool[Array, "B 1 1 S"]:
-    """Which slots the newest of `length` tokens sees: those of its window, from token `first` on (0 by default)."""
-    oldest = jnp.zeros_like(length) if first is None else first
-    if window is not None:
-        oldest = jnp.maximum(oldest, length - window)
-    return (positions(slots, length) >= oldest[:, None])[:, None, None, :]
-
-
-def with_keys(weights: ComposeWeights | None, cached: ComposeWeights | None) -> ComposeWeights | None:
-    """A new query's weights with the key-wise ones of all cached keys."""
-    if weights is None or cached is None:
-        return weights
-    return weights._replace(k1=cached.k1, k2=cached.k2, kg=cached.kg)
+def query_map(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: Any) -> Float[Array, "B H H"]:
+    """1 + W_b + w_q1·w_q2 + diag(w_qg), zero between groups: a compose without its key-wise part is a times this."""
+    per_group = heads // groups
+    one = jnp.broadcast_to(jnp.eye(per_group, dtype=dtype), (batch, groups, per_group, per_group))
+    out = one
+    if w.static is not None:
+        out = out + w.static.astype(dtype)[None]
+    if w.q1 is not None and w.q2 is not None:
+        down, up = (x[:, 0].astype(dtype).reshape(batch, -1, groups, per_group) for x in (w.q1, w.q2))
+        out = out + exact("brgn,brgh->bgnh", down, up)
+    if w.qg is not None:
+        out = out + one * w.qg.astype(dtype).reshape(batch, groups, 1, per_group)
+    return jnp.einsum("bgnh,gf->bgnfh", out, jnp.eye(groups, dtype=dtype)).reshape(batch, heads, heads)

@@ -57,15 +57,13 @@ def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any, *, counted: bo
 
 
 def statistics(case: Case, refs: Refs, slot: Any, rows: Any, valid: Any) -> None:
-    """Takes scores into the running maximum and sum, of each sublane for itself."""
+    """Takes scores into the running maximum and sum, of each sublane for itself, where they are `valid`."""
     for h in range(case.heads):
         x = split(refs.x[slot, h, rows, :])
-        if valid is not True:
-            x = jnp.where(valid, x, UNSEEN)
-        before = refs.m[h]
+        before, sums = refs.m[h], refs.l[h]
         m = jnp.maximum(before, jnp.max(x, axis=0))
-        refs.m[h] = m
-        refs.l[h] = refs.l[h] * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0)
+        refs.m[h] = jnp.where(valid, m, before)
+        refs.l[h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
 
 
 def finish_statistics(case: Case, refs: Refs) -> None:

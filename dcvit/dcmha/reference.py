@@ -30,14 +30,16 @@ def visible(
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def masked_softmax(scores: Float[Array, "B H T S"], seen: Bool[Array, "#B 1 T S"] | None) -> Float[Array, "B H T S"]:
-    """Softmax over the seen keys; unseen ones weigh exactly 0, and so does a whole row that sees nothing."""
+def masked_softmax(
+    scores: Float[Array, "*shape"], seen: Bool[Array, "*#shape"] | None, axis: int = -1
+) -> Float[Array, "*shape"]:
+    """Softmax over the seen keys of `axis`; unseen ones weigh exactly 0, and so does a whole row that sees nothing."""
     if seen is not None:
         scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - jnp.max(scores, axis=axis, keepdims=True))
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
     return weights / jnp.where(total == 0, 1, total)
 
 
