@@ -101,7 +101,10 @@ def post_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
 def pre_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
     """dL (in `y`) and dA of a strip from P, dP and delta, and the hidden planes."""
     pre = weights_of(case, refs, "pre", spread)
-    dl = [split(refs.p[h, strip.rows, :]) * (split(refs.dp[h, strip.rows, :]) - refs.d[h][None]) for h in range(case.heads)]
+    dl = [
+        split(refs.p[h, strip.rows, :]) * (split(refs.dp[h, strip.rows, :]) - refs.d[h][None])
+        for h in range(case.heads)
+    ]
     da = dl
     if pre is not None:
         da, hidden = pre.transposed(dl)
@@ -310,9 +313,13 @@ def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, 
         part = case._replace(first_query=first, queries=min(case.part, case.queries - first))
         own = slice(first, first + part.blocks_q * part.block_q)
         some = {
-            name: x[:, own] if name in ("q", "do")
-            else x[:, own.start // 128 : own.stop // 128] if name == "wq"
-            else x[..., own] if name in ("lse", "delta", "mask") else x
+            name: x[:, own]
+            if name in ("q", "do")
+            else x[:, own.start // 128 : own.stop // 128]
+            if name == "wq"
+            else x[..., own]
+            if name in ("lse", "delta", "mask")
+            else x
             for name, x in inputs.items()
         }
         results.append(gradients(part, some, interpret))

@@ -141,8 +141,8 @@ def total(terms: Sequence[Array]) -> Array:
 class Weights:
     """The weights of one compose as a strip sees them.
 
-    Query-wise weights come from `rows`, (1, Bq/128, columns, 128), which a load repeats over sublanes; key-wise ones
-    from `spread`, (words, strip, 128), repeated over lanes; see `spread_columns`.
+    Query-wise weights come from `rows`, (1, Bq/128, columns, 128): a load repeats a row of 128 lanes over sublanes for
+    nothing. Key-wise ones come from `spread`, (words, strip, 128), repeated over lanes; see `spread_columns`.
     """
 
     def __init__(self, case: Case, form: Form, rows: Any, spread: Any, static: Any):
@@ -150,8 +150,9 @@ class Weights:
         self.per_group = case.heads // case.groups
 
     def q(self, start: int, index: int) -> Array:
-        row = pl.ds(start + index, 8, stride=0)
-        return jnp.concatenate([self.rows[0, n, row, :] for n in range(self.rows.shape[1])], axis=-1)[None]
+        row = slice(start + index, start + index + 1)
+        parts = [jnp.broadcast_to(self.rows[0, n, row, :], (8, 128)) for n in range(self.rows.shape[1])]
+        return jnp.concatenate(parts, axis=-1)[None]
 
     def k(self, start: int, index: int) -> Array:
         column = start + index - self.form.first_column
@@ -307,7 +308,11 @@ class Strip(NamedTuple):
 
 
 def over_strips(
-    case: Case, refs: Any, which: Sequence[str], body: Callable[..., None], meanwhile: Callable[[Any], None] | None = None
+    case: Case,
+    refs: Any,
+    which: Sequence[str],
+    body: Callable[..., None],
+    meanwhile: Callable[[Any], None] | None = None,
 ) -> None:
     """Calls body(strip, *spread) for each strip of a tile, with the spread weights of the composes `which`.
 
