@@ -141,23 +141,25 @@ def tile_gradients(case: Case, refs: Refs, i: Any, j: Any) -> None:
 
 
 def products(case: Case, refs: Refs, i: Any, factor: float) -> None:
-    """dv = W^T·dO, dk = dA^T·q and dq = dA·k of a tile: handed out at once where the tile stands alone."""
-    k = refs.k[0].T  # so that the matrix unit takes dA as it lies
-    dqs = []
+    """dv^T = dO^T·W, dk^T = q^T·dA and dq^T = k^T·dA^T of a tile: handed out at once where the tile stands alone.
+
+    Tokens are transposed, which are far smaller than tiles.
+    """
+    q, k, do = refs.q[0].T, refs.k[0].T, refs.do[0].T
+    dq, dk, dv = [], [], []
     for h in range(case.heads):
-        of_q, of_k = case.query_head(h), case.key_head(h)
-        dv = dot(refs.w[h], refs.do[0, :, of_q], (1, 0))
-        dk = dot(refs.da[h], refs.q[0, :, of_q], (1, 0))
-        dqs.append(dot(k[of_k], refs.da[h], (1, 0)))
-        if refs.dq_acc is None:
-            refs.dk[0, :, of_k] = (dk * factor).astype(refs.dk.dtype)
-            refs.dv[0, :, of_k] = dv.astype(refs.dv.dtype)
-        else:
-            refs.dq_acc[i, of_q] += dqs[h]
-            refs.dk_acc[:, of_k] += dk
-            refs.dv_acc[:, of_k] += dv
+        of_q = case.query_head(h)
+        dq.append(dot(k[case.key_head(h)], refs.da[h], (1, 0)))
+        dk.append(dot(q[of_q], refs.da[h], (1, 1)))
+        dv.append(dot(do[of_q], refs.w[h], (1, 1)))
     if refs.dq_acc is None:
-        refs.dq[0] = jnp.concatenate([(dq * factor).astype(refs.dq.dtype) for dq in dqs], axis=0).T
+        for out, heads, times in ((refs.dq, dq, factor), (refs.dk, dk, factor), (refs.dv, dv, 1.0)):
+            out[0] = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
+        return
+    for h in range(case.heads):
+        refs.dq_acc[i, case.query_head(h)] += dq[h]
+        refs.dk_acc[case.key_head(h)] += dk[h]
+        refs.dv_acc[case.key_head(h)] += dv[h]
 
 
 def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
@@ -200,8 +202,8 @@ def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None
     @pl.when(last_i)
     def _() -> None:
         if refs.dk_acc is not None:
-            refs.dk[0] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype)
-            refs.dv[0] = refs.dv_acc[...].astype(refs.dv.dtype)
+            refs.dk[0] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype).T
+            refs.dv[0] = refs.dv_acc[...].astype(refs.dv.dtype).T
         if refs.gk is not None:
             refs.dwk[0] = refs.gk[...]
 
@@ -372,7 +374,7 @@ def gradients(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str,
     }
     if not (case.single and case.heads == case.key_heads):
         scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, wide, block_q), jnp.float32)
-        scratch |= {name: pltpu.VMEM((block_k, narrow), jnp.float32) for name in ("dk_acc", "dv_acc")}
+        scratch |= {name: pltpu.VMEM((narrow, block_k), jnp.float32) for name in ("dk_acc", "dv_acc")}
     hidden = {"pre_hidden": hidden_planes(case, case.pre), "post_hidden": hidden_planes(case, case.post)}
     hidden["g_hidden"] = max(hidden.values())
     scratch |= {name: pltpu.VMEM((n, *plane[1:]), jnp.float32) for name, n in hidden.items() if n}
