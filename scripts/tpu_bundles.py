@@ -6,7 +6,8 @@ compiles in a child process, because libtpu reads where to dump its schedule fro
 What is counted: every bundle of the kernel's final schedule that lies inside its loop over the grid, once for each
 iteration of the loops around it that the compiler knows the length of, per step of the grid. Regions that run under a
 condition are counted as if they ran in every step, so of kernels with several tiles the count is of a step that does
-all there is to do, which none does quite. Copies between HBM and VMEM run beside and are not in it, nor are stalls.
+all there is to do, which none does quite. Copies between HBM and VMEM run beside and are not in it, nor are stalls. The
+batch should be 4 or more, so that each core of a chip with two has a loop.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def child(spec: dict[str, Any]) -> None:
 def bundles(
     topology: str, heads: int, queries: int, keys: int, width: int, *, composed: bool = True, backward: bool = False,
     dtype: str = "bfloat16", causal: bool = False, window: int | None = None, key_heads: int | None = None,
-    rank: int = 2, batch: int = 2,
+    rank: int = 2, batch: int = 4,
 ) -> dict[str, int]:  # fmt: skip
     """Bundles of a step of the grid, by kernel: dcmha_forward, and with `backward` dcmha_delta and dcmha_gradients.
 
@@ -121,7 +122,7 @@ def bundles(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", default="v5e:2x2")
-    for name, default in (("heads", 6), ("queries", 196), ("width", 64), ("batch", 2), ("rank", 2)):
+    for name, default in (("heads", 6), ("queries", 196), ("width", 64), ("batch", 4), ("rank", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("keys", "window", "key-heads"):
         parser.add_argument(f"--{name}", type=int)
