@@ -15,10 +15,12 @@ Scores are in units of log 2, and the packed weights of the first compose carry 
 inputs, key-wise weights are packed in pairs, rounded to bfloat16, and matrix products take bfloat16; all else is
 float32. Float32 inputs stay float32, also in products.
 
-Measured with scripts/tpu_bundles.py on jax 0.10.2 and libtpu 0.0.51 (bundles are about cycles; H 6, 196 tokens, D 64,
+Measured with scripts/tpu_bundles.py on jax 0.10.2 and libtpu 0.0.42 (bundles are about cycles; H 6, 196 tokens, D 64,
 bfloat16, one image; forward, gradients):
-v5e 6,626 and 17,457, v6e 6,059 and 14,172; without composition 3,253 and 5,040, 2,736 and 3,749. Unrolling all strips
-of the forward kernel reached 6,041 on v5e and took four times as long to compile.
+v5e 6,003 and 15,083, v6e 5,462 and 12,866; without composition 2,816 and 4,439, 2,329 and 3,511. Products take a tile
+as it lies and transpose the tokens (forward 6,584 to 6,064, gradients 17,362 to 16,165); the row statistics of a step
+are taken while the next one's weights are spread. Two thirds of the forward bundles are full of vector operations;
+unrolling all strips gains 5 % and takes three times as long to compile.
 """
 
 from __future__ import annotations
