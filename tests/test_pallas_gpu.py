@@ -134,5 +134,5 @@ def test_refusals_are_one_line():
     assert "wide" in why(problem(queries=4, keys=4, width=512)[0])
     assert "heads" in why(problem(queries=1, keys=1, heads=128, key_heads=128)[0])
     inputs, _ = problem(queries=4, keys=4, branches=(None, "s"))
-    with pytest.raises(NotImplementedError, match="static"):
+    with pytest.raises(ValueError, match="static"):
         pallas_gpu.attention(*inputs, causal=False, window=None, mask=None, groups=1, scale=1.0)

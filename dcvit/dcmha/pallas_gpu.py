@@ -102,11 +102,11 @@ def attention(
     """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32, W·v is in q's dtype.
 
     Raises:
-      NotImplementedError: what `refuses` names.
+      ValueError: what `refuses` says.
     """
     why = refuses(q, k, v, pre, post, causal=causal, window=window, mask=mask, groups=groups)
     if why is not None:
-        raise NotImplementedError(why)
+        raise ValueError(why)
     static = _Static(causal or window is not None, window, groups, scale, jax.default_backend() != "gpu")
     return _attention(static, q, k, v, pre, post, mask)
 

@@ -34,7 +34,8 @@ import numpy as np
 
 from dcvit.dcmha import pallas_tpu_backward, pallas_tpu_forward
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.pallas_tpu_tiles import LOG2_E, Case, Form, Side, round_up
+from dcvit.dcmha.pallas_tpu_case import Case, Form, Side, hidden_planes, round_up
+from dcvit.dcmha.pallas_tpu_tiles import LOG2_E
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 STRIP = 8  # keys of a strip: one register
@@ -259,6 +260,28 @@ def unrolled(heads: int, keys: int) -> int:
     return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
 
 
+def memory(case: Case, itemsize: int) -> int:
+    """About how many bytes of VMEM the kernel of the gradients takes, which takes the most."""
+    plane = case.heads * case.block_k * case.block_q
+    wide, narrow = case.heads * case.width, case.key_heads * case.width
+    forms = [form for form in (case.pre, case.post) if form is not None]
+    rows = sum(case.heads * (2 * form.rank_q + 1) for form in forms)
+    columns = sum(form.columns for form in forms)
+    hidden = [hidden_planes(case, form) for form in forms] or [0]
+    queries = round_up(min(case.part, case.queries), case.block_q)
+    windows = 3 * case.block_q * wide * itemsize + case.block_k * narrow * 4 * max(itemsize, 3)
+    windows += 2 * rows * case.block_q * 4 + case.block_k * (columns + 256) * 4
+    spread = columns * 2 * case.strip * 128 * (2 if case.packed else 4)
+    scratch = (
+        plane * (16 + 2 * itemsize)
+        + (sum(hidden) + max(hidden)) * case.block_k * case.block_q * 4
+        + queries * wide * 4
+        + case.block_k * (2 * narrow + columns + 128) * 4
+    )
+    scratch += rows * (16 * case.block_q + queries) * 4 + spread
+    return 2 * windows + scratch
+
+
 def plan(
     q: Any, k: Any, pre: Any, post: Any, *, causal: bool, window: int | None, masked: bool, groups: int, scale: float,
     vmem: int,
@@ -285,6 +308,6 @@ def plan(
                 unroll=together, causal=causal, window=window, masked=masked,
                 scale=float(scale), pre=form_pre, post=form_post, vmem=vmem, packed=q.dtype == jnp.bfloat16,
             )  # fmt: skip
-            if part <= queries and pallas_tpu_backward.memory(case, q.dtype.itemsize) <= vmem:
+            if part <= queries and memory(case, q.dtype.itemsize) <= vmem:
                 return case
     return None

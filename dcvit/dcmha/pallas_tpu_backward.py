@@ -10,19 +10,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dcvit.dcmha.pallas_tpu_case import Case, hidden_planes
 from dcvit.dcmha.pallas_tpu_tiles import (
     LOG2_E,
-    Case,
     Refs,
     Strip,
     dot,
-    hidden_planes,
     join,
     logits,
     over_strips,
-    quotient,
     repeat_rows,
-    round_up,
     scores,
     split,
     spread_scratch,
@@ -284,28 +281,6 @@ def delta(case: Case, inputs: dict[str, Array], interpret: Any) -> Array:
     )(*inputs.values())
 
 
-def memory(case: Case, itemsize: int) -> int:
-    """About how many bytes of VMEM the kernel of the gradients takes, which takes the most."""
-    plane = case.heads * case.block_k * case.block_q
-    wide, narrow = case.heads * case.width, case.key_heads * case.width
-    forms = [form for form in (case.pre, case.post) if form is not None]
-    rows = sum(case.heads * (2 * form.rank_q + 1) for form in forms)
-    columns = sum(form.columns for form in forms)
-    hidden = [hidden_planes(case, form) for form in forms] or [0]
-    queries = round_up(min(case.part, case.queries), case.block_q)
-    windows = 3 * case.block_q * wide * itemsize + case.block_k * narrow * 4 * max(itemsize, 3)
-    windows += 2 * rows * case.block_q * 4 + case.block_k * (columns + 256) * 4
-    spread = columns * 2 * case.strip * 128 * (2 if case.packed else 4)
-    scratch = (
-        plane * (16 + 2 * itemsize)
-        + (sum(hidden) + max(hidden)) * case.block_k * case.block_q * 4
-        + queries * wide * 4
-        + case.block_k * (2 * narrow + columns + 128) * 4
-    )
-    scratch += rows * (16 * case.block_q + queries) * 4 + spread
-    return 2 * windows + scratch
-
-
 def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, Array]:
     """Gradients by name: dq, dk, dv in their inputs' dtype, dwq, dwk, dstatic_… in float32, of the packed weights."""
     if case.blocks_k > 1:
@@ -335,80 +310,75 @@ def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, 
     }  # fmt: skip
 
 
-def gradients(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, Array]:
-    """What these queries add to the gradients."""
+def gradient_outputs(case: Case, inputs: dict[str, Array]) -> dict[str, tuple[Any, Any]]:
+    """Shape with dtype, and block specification, of each gradient."""
     batch, padded_q, wide = inputs["q"].shape
     padded_k, narrow = inputs["k"].shape[1:]
     block_q, block_k, last = case.block_q, case.block_k, case.blocks_k - 1
+    keys = (batch, padded_k, narrow), (1, block_k, narrow), lambda b, j, i: (b, j, 0)
+    found: dict[str, tuple[Any, Any]] = {}
 
-    def query_map(j: Any, i: Any) -> Any:
-        """The query block, or the nearest one that sees key block j, so that nothing is fetched in vain."""
-        low = (
-            jnp.minimum(quotient(jnp.maximum(j * block_k - case.first_query, 0), block_q), case.blocks_q - 1)
-            if case.ordered
-            else 0
-        )
-        high: Any = case.blocks_q - 1
-        if case.window is not None:
-            reach = jnp.maximum(j * block_k + (block_k + case.window - 2 - case.first_query), 0)
-            high = jnp.minimum(quotient(reach, block_q), high)
-        return jnp.clip(i, low, jnp.maximum(high, low))
+    def add(name: str, dtype: Any, shape: tuple[int, ...], block: tuple[int, ...], index: Any) -> None:
+        found[name] = jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(block, index)
 
-    specs = specifications(case, inputs, query_map, lambda j, i: j)
-    outputs: dict[str, Any] = {
-        "dq": (
-            (batch, padded_q, wide),
-            inputs["q"].dtype,
-            (1, block_q, wide),
-            lambda b, j, i: (b, jnp.where(j == last, i, 0), 0),
-        ),
-        "dk": ((batch, padded_k, narrow), inputs["k"].dtype, (1, block_k, narrow), lambda b, j, i: (b, j, 0)),
-        "dv": ((batch, padded_k, narrow), inputs["v"].dtype, (1, block_k, narrow), lambda b, j, i: (b, j, 0)),
-    }
-    plane = (case.heads, block_k, block_q)
-    scratch = tile_scratch(case, inputs) | {
-        "p": pltpu.VMEM(plane, jnp.float32),
-        "dp": pltpu.VMEM(plane, jnp.float32),
-        "w": pltpu.VMEM(plane, inputs["q"].dtype),
-        "da": pltpu.VMEM(plane, inputs["q"].dtype),
-    }
-    if not (case.single and case.heads == case.key_heads):
-        scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, wide, block_q), jnp.float32)
-        scratch |= {name: pltpu.VMEM((narrow, block_k), jnp.float32) for name in ("dk_acc", "dv_acc")}
-    hidden = {"pre_hidden": hidden_planes(case, case.pre), "post_hidden": hidden_planes(case, case.post)}
-    hidden["g_hidden"] = max(hidden.values())
-    scratch |= {name: pltpu.VMEM((n, *plane[1:]), jnp.float32) for name, n in hidden.items() if n}
+    def query_block(j: Any, i: Any) -> Any:
+        """The last key block completes the gradients of the queries."""
+        return jnp.where(j == last, i, 0)
+
+    q, k, v = (inputs[name].dtype for name in "qkv")
+    add("dq", q, (batch, padded_q, wide), (1, block_q, wide), lambda b, j, i: (b, query_block(j, i), 0))
+    add("dk", k, *keys)
+    add("dv", v, *keys)
     if "wq" in inputs:
         n = inputs["wq"].shape[2]
-        outputs["dwq"] = (
-            (batch, n, padded_q),
-            jnp.float32,
-            (1, n, block_q),
-            lambda b, j, i: (b, 0, jnp.where(j == last, i, 0)),
-        )
-        scratch["gq"] = pltpu.VMEM((n, 8, block_q), jnp.float32)
-        scratch["gq_acc"] = pltpu.VMEM((case.blocks_q, n, block_q), jnp.float32)
+        add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, query_block(j, i)))
     if "wk" in inputs:
         n = inputs["wk"].shape[2] * (2 if case.packed else 1)
-        outputs["dwk"] = ((*inputs["wk"].shape[:2], n), jnp.float32, (1, block_k, n), lambda b, j, i: (b, j, 0))
-        scratch["gk"] = pltpu.VMEM((block_k, n), jnp.float32)
+        add("dwk", jnp.float32, (batch, padded_k, n), (1, block_k, n), keys[2])
     for where in ("pre", "post"):
         if f"static_{where}" in inputs:
-            n = case.heads * (case.heads // case.groups)
-            outputs[f"dstatic_{where}"] = (
-                (batch, n, 8, 128),
-                jnp.float32,
-                (1, n, 8, 128),
-                lambda b, j, i: (b, 0, 0, 0),
-            )
-            scratch[f"gstatic_{where}"] = pltpu.VMEM((n, 8, 128), jnp.float32)
+            block = (1, case.heads * (case.heads // case.groups), 8, 128)
+            add(f"dstatic_{where}", jnp.float32, (batch, *block[1:]), block, lambda b, j, i: (b, 0, 0, 0))
+    return found
+
+
+def gradient_scratch(case: Case, inputs: dict[str, Array], outputs: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """What lies in VMEM: planes of a tile, and gradients as they gather."""
+    planes, tokens = (case.block_k, case.block_q), case.heads * case.width
+    scratch = tile_scratch(case, inputs)
+    scratch |= {name: pltpu.VMEM((case.heads, *planes), jnp.float32) for name in ("p", "dp")}
+    scratch |= {name: pltpu.VMEM((case.heads, *planes), inputs["q"].dtype) for name in ("w", "da")}
+    if not (case.single and case.heads == case.key_heads):
+        scratch["dq_acc"] = pltpu.VMEM((case.blocks_q, tokens, case.block_q), jnp.float32)
+        of_keys = pltpu.VMEM((case.key_heads * case.width, case.block_k), jnp.float32)
+        scratch |= {"dk_acc": of_keys, "dv_acc": of_keys}
+    hidden = {"pre_hidden": hidden_planes(case, case.pre), "post_hidden": hidden_planes(case, case.post)}
+    hidden["g_hidden"] = max(hidden.values())
+    scratch |= {name: pltpu.VMEM((n, *planes), jnp.float32) for name, n in hidden.items() if n}
+    if "dwq" in outputs:
+        n = outputs["dwq"][0].shape[1]
+        scratch["gq"] = pltpu.VMEM((n, 8, case.block_q), jnp.float32)
+        scratch["gq_acc"] = pltpu.VMEM((case.blocks_q, n, case.block_q), jnp.float32)
+    if "dwk" in outputs:
+        scratch["gk"] = pltpu.VMEM((case.block_k, outputs["dwk"][0].shape[2]), jnp.float32)
+    for where in ("pre", "post"):
+        if f"dstatic_{where}" in outputs:
+            scratch[f"gstatic_{where}"] = pltpu.VMEM(outputs[f"dstatic_{where}"][0].shape[1:], jnp.float32)
+    return scratch
+
+
+def gradients(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, Array]:
+    """What these queries add to the gradients."""
+    specs = specifications(case, inputs, case.query_block, lambda j, i: j)
+    outputs = gradient_outputs(case, inputs)
+    scratch = gradient_scratch(case, inputs, outputs)
     names = (*inputs, *outputs, *scratch)
     results = pl.pallas_call(
         lambda *refs: gradient_kernel(case, names, *refs),
-        grid=(batch, case.blocks_k, case.blocks_q),
+        grid=(inputs["q"].shape[0], case.blocks_k, case.blocks_q),
         in_specs=list(specs.values()),
-        out_specs=[pl.BlockSpec(block, index) for _, _, block, index in outputs.values()],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _, _ in outputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=list(scratch.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem

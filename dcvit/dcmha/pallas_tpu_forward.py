@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dcvit.dcmha.pallas_tpu_case import Case
 from dcvit.dcmha.pallas_tpu_tiles import (
     UNSEEN,
-    Case,
     Refs,
     Strip,
     dot,

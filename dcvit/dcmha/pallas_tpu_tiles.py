@@ -1,8 +1,8 @@
 """What the TPU kernels do with one tile of scores: H planes of Bk keys by Bq queries in VMEM.
 
 Keys lie in sublanes and queries in lanes. Query-wise weights are then rows, which a load repeats over sublanes for
-nothing, row statistics are sums of whole registers, and four of the five matrix products of the backward pass need
-no transpose. Only key-wise weights have to be spread over lanes.
+nothing, row statistics are sums of whole registers, and matrix products take planes as they lie where the tokens are
+transposed, which are far smaller. Only key-wise weights have to be spread over lanes.
 
 The vector work runs over strips of a few keys, so that H planes of a strip stay near the registers; a plane of a strip
 has the shape (keys/8, 8, Bq). Heads, ranks and groups are unrolled.
@@ -17,121 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dcvit.dcmha.pallas_tpu_case import Case, Form
 from dcvit.dcmha.shapes import Array
 
 CHUNK = 40  # keys that are read once for all sums of a head
 UNSEEN = -1e30  # a score that weighs nothing and is still finite
 LOG2_E = math.log2(math.e)
-
-
-class Side(NamedTuple):
-    """Where the weights of one side (queries or keys) of one compose begin among that side's rows or columns."""
-
-    down: Any  # a number, or None where the branch is absent
-    up: Any
-    gate: Any
-
-
-class Form(NamedTuple):
-    """The static form of one compose."""
-
-    q: Side
-    k: Side
-    rank_q: int
-    rank_k: int
-    static: bool
-    skip: float  # the factor of the skip connection
-    first_column: int  # of its key-wise weights
-    columns: int
-
-
-def quotient(a: Any, b: int) -> Any:
-    """a // b of a >= 0; Mosaic lowers // only where a TPU is at hand."""
-    return jax.lax.div(a, jnp.int32(b)) if isinstance(a, jax.Array) else a // b
-
-
-class Case(NamedTuple):
-    """All that is static of one attention: sizes before and after padding, blocks, and which branches exist."""
-
-    heads: int
-    key_heads: int
-    width: int
-    groups: int
-    first_query: int  # of these queries, where they are a part of all
-    queries: int
-    keys: int
-    block_q: int
-    block_k: int
-    part: int  # queries that the backward pass takes at once
-    strip: int  # keys
-    unroll: int  # strips in one step of a loop
-    causal: bool
-    window: int | None
-    masked: bool
-    scale: float
-    pre: Form | None
-    post: Form | None
-    vmem: int
-    packed: bool  # key-wise weights are pairs of bfloat16 in words of 32 bits
-
-    @property
-    def single(self) -> bool:
-        """Whether one tile holds all scores of an example."""
-        return self.blocks_q == self.blocks_k == 1
-
-    @property
-    def some_queries(self) -> int:
-        """How many queries of a block the matrix unit has to see: fewer than a block where all are fewer."""
-        return min(round_up(self.queries, 16), self.block_q)
-
-    @property
-    def blocks_q(self) -> int:
-        return pl.cdiv(self.queries, self.block_q)
-
-    @property
-    def blocks_k(self) -> int:
-        return pl.cdiv(self.keys, self.block_k)
-
-    def key_head(self, head: int) -> slice:
-        """The lanes of keys and values that a query head attends to."""
-        start = head // (self.heads // self.key_heads) * self.width
-        return slice(start, start + self.width)
-
-    def query_head(self, head: int) -> slice:
-        return slice(head * self.width, (head + 1) * self.width)
-
-    def first_key_block(self, i: Any, np: Any = jnp) -> Any:
-        """The first key block that query block `i` sees; of jax.numpy or numpy."""
-        if self.window is None:
-            return 0
-        return np.minimum(
-            quotient(np.maximum(i * self.block_q + (self.first_query - self.window + 1), 0), self.block_k),
-            self.blocks_k - 1,
-        )
-
-    def last_key_block(self, i: Any, np: Any = jnp) -> Any:
-        """The last key block that query block `i` sees; no less than the first."""
-        if not self.ordered:
-            return self.blocks_k - 1
-        return np.minimum(quotient((i + 1) * self.block_q + (self.first_query - 1), self.block_k), self.blocks_k - 1)
-
-    @property
-    def visits(self) -> int:
-        """The most key blocks that any query block sees."""
-        i = numpy.arange(self.blocks_q)
-        return int(numpy.max(self.last_key_block(i, numpy) - self.first_key_block(i, numpy))) + 1
-
-    @property
-    def ordered(self) -> bool:
-        return self.causal or self.window is not None
-
-
-def round_up(x: int, to: int) -> int:
-    return -(-x // to) * to
 
 
 def total(terms: Sequence[Array]) -> Array:
@@ -224,12 +118,6 @@ class Weights:
         flat = [plane for side in hidden for of_rank in side for plane in of_rank]
         for n, plane in enumerate(flat):
             out[n, rows, :] = join(plane)
-
-
-def hidden_planes(case: Case, form: Form | None) -> int:
-    """How many hidden planes a compose has."""
-    sides = [] if form is None else [(form.q, form.rank_q), (form.k, form.rank_k)]
-    return case.groups * sum(rank for side, rank in sides if side.down is not None)
 
 
 def weight_gradients(case: Case, form: Form, a: Any, g: Any, a_hidden: Any, refs: Any, static: Any) -> None:
