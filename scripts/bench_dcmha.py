@@ -2,6 +2,7 @@
 
     python scripts/bench_dcmha.py                            what fits this machine; a table
     python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
+    python scripts/bench_dcmha.py --shapes decode_405m_b1    one query to 2,048 tokens, forward
     python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      the real TPU compiler's schedule of the fused kernels
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
 
@@ -32,7 +33,7 @@ from dcvit.dcmha.choice import refusal
 
 
 class Shape(NamedTuple):
-    """B T H D; self-attention."""
+    """B T H D; self-attention, or with `step` of one new query to T tokens, as in decoding."""
 
     batch: int
     length: int
@@ -40,6 +41,7 @@ class Shape(NamedTuple):
     width: int
     causal: bool = False
     window: int | None = None
+    step: bool = False
 
 
 CPU = {"vit_s16": Shape(8, 196, 6, 64), "lm_1024": Shape(1, 1024, 16, 64, True)}
@@ -52,8 +54,14 @@ GPU = {
     "lm_6.9b": Shape(2, 2048, 32, 128, True),
     "lm_6.9b_window": Shape(2, 2048, 32, 128, True, 256),
 }
+DECODE = {
+    f"decode_{size}_b{batch}": Shape(batch, 2048, heads, width, step=True)
+    for size, heads, width in (("405m", 16, 64), ("2.8b", 32, 80))
+    for batch in (1, 8)
+}
 TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
-SHAPES = GPU if backend() == "gpu" else CPU
+STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
+SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
 LIMIT = 2 * 2**30  # bytes of temporary memory beyond which a row is left out
 
@@ -61,15 +69,17 @@ LIMIT = 2 * 2**30  # bytes of temporary memory beyond which a row is left out
 def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:
     """q, k, v, pre and post, random."""
     keys = iter(jax.random.split(jax.random.key(0), 15))
+    tokens = (1 if shape.step else shape.length), shape.length  # of queries and keys
 
     def normal(*size: int) -> jax.Array:
         return jax.random.normal(next(keys), size, DTYPE)
 
     def weights() -> ComposeWeights:
-        rank, gate = (shape.batch, shape.length, 2, shape.heads), (shape.batch, shape.length, shape.heads)
-        return ComposeWeights(*[0.3 * normal(*s) for s in (rank, rank, gate, rank, rank, gate)])
+        inner = [more for _ in tokens for more in ((2,), (2,), ())]
+        sizes = [(shape.batch, tokens[i // 3], *more, shape.heads) for i, more in enumerate(inner)]
+        return ComposeWeights(*[0.3 * normal(*size) for size in sizes])
 
-    qkv = [normal(shape.batch, shape.length, shape.heads, shape.width) for _ in range(3)]
+    qkv = [normal(shape.batch, n, shape.heads, shape.width) for n in (*tokens, tokens[1])]
     return (*qkv, weights(), weights()) if composed else (*qkv, None, None)
 
 
@@ -88,8 +98,9 @@ def functions(shape: Shape) -> dict[str, tuple[bool, Callable[..., jax.Array]]]:
         )
 
     rows = {"plain, XLA": (False, ours("reference")), "plain, jax.nn": (False, library)}
-    for name in ("reference", *TILED):
-        if name in TILED and not refusal(name, *arguments(shape, False), **options, mask=None, groups=1):
+    tiled = STEP if shape.step else TILED
+    for name in ("reference", *tiled):
+        if name in tiled and not refusal(name, *arguments(shape, False), **options, mask=None, groups=1):
             rows[f"plain, {name}"] = (False, ours(name))
         if not refusal(name, *arguments(shape, True), **options, mask=None, groups=1):
             rows[f"DC, {name}"] = (True, ours(name))
@@ -132,7 +143,7 @@ def measure(shape: Shape, gradient: bool, rounds: int, only: Sequence[str] = ())
 def table(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
     """Measures a shape, prints its rows, and returns them."""
     rows = []
-    for gradient in (False, True):
+    for gradient in (False,) if shape.step else (False, True):
         measured = measure(shape, gradient, rounds)
         first = statistics.median(next(iter(measured.values()))[0])
         title = "forward + backward" if gradient else "forward"

@@ -22,11 +22,14 @@ WEIGHTS = problem(256, 256, "qkpg")[0][3]
     [
         ("cpu", 256, WEIGHTS, "blockwise"),
         ("cpu", 16, WEIGHTS, "blockwise"),
-        ("cpu", 1, WEIGHTS, "reference"),
+        ("cpu", 1, WEIGHTS, "decode"),
+        ("cpu", 1, None, "decode"),
         ("cpu", 256, None, "blockwise"),
         ("cpu", 16, None, "reference"),
         ("tpu", 256, WEIGHTS, "pallas_tpu"),
+        ("tpu", 1, WEIGHTS, "pallas_tpu_decode"),
         ("gpu", 256, WEIGHTS, "reference"),
+        ("gpu", 1, WEIGHTS, "decode"),
     ],
 )
 def test_the_choice_and_what_the_log_says_of_it(platform, queries, weights, name, monkeypatch, caplog):

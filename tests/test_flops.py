@@ -17,7 +17,7 @@ IMAGE = (12, 20, 3)  # 15 patches of 4×4
 ROW = 14  # tokens
 
 
-# The formulas are the equations', which the reference writes out: the other implementations write some products as sums.
+# The formulas count the equations, which the reference writes out; the others write some of their products as sums.
 BLOCKS = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
 
 

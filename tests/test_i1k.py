@@ -240,6 +240,7 @@ def _stop_at(step, row):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
 def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_path, capsys, monkeypatch):
     root = tmp_path / "some"
     shutil.copytree(data_dir / "imagenet2012", root / "imagenet2012")
@@ -257,6 +258,7 @@ def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
 def test_missing_training_data_is_one_line_before_anything_is_written(i1k, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "empty"))
     status, workdir = i1k("run")

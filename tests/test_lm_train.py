@@ -296,7 +296,7 @@ def tokens(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B", "DCFormer-834M"])
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B"])
 def test_the_config_of_the_pile_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset):
     """configs/lm_pile.py, unchanged, from a checkpoint of half the steps to text."""
     arguments = f"preset={preset},data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"

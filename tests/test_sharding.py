@@ -1,6 +1,7 @@
 """Meshes and strategies: what is split, what is refused, and that nothing of it changes what is learnt."""
 
 import functools
+import itertools
 import re
 import types
 
@@ -71,31 +72,43 @@ def five_steps(config, devices=None):
     return losses, states, state
 
 
-@functools.cache
-def alone(model, attention, scan):
-    return five_steps(configured(model, **ATTENTION[attention], **{"model.scan": scan}), 1)[:2]
+# Every pair of model, attention, scan and strategy; but plain attention is not scanned.
+CASES = [
+    ("vit", "plain", False, ("ddp", "fsdp+tensor")),
+    ("lm", "plain", False, ("fsdp", "tensor")),
+    ("vit", "all heads", True, ("fsdp", "tensor")),
+    ("lm", "all heads", False, ("ddp", "fsdp+tensor")),
+    ("vit", "groups", False, ("fsdp", "tensor")),
+    ("lm", "groups", True, ("ddp", "fsdp+tensor")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", MESHES)
-@pytest.mark.parametrize(
-    ("attention", "scan"),
-    [(attention, scan) for attention in ATTENTION for scan in (False, True) if attention != "plain" or not scan],
-)
-@pytest.mark.parametrize("model", CONFIGS)
-def test_every_strategy_learns_what_one_device_does(library_promotion, model, attention, scan, strategy):
+@pytest.mark.parametrize(("model", "attention", "scan", "strategies"), CASES)
+def test_every_strategy_learns_what_one_device_does(library_promotion, model, attention, scan, strategies):
     """Five steps: losses, gradients (the optimiser's state), parameters and their average."""
-    losses, states = alone(model, attention, scan)
-    options = {"mesh": MESHES[strategy], "sharding_strategy": strategy, "model.scan": scan}
-    found, spread, last = five_steps(configured(model, **ATTENTION[attention], **options))
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    for one, many in zip(states, spread, strict=True):
-        names = jax.tree_util.tree_flatten_with_path(one)[0]
-        for (path, a), b in zip(names, jax.tree.leaves(many), strict=True):
-            largest = max(1e-3, float(np.abs(a).max(initial=0)))  # of an array; no value is 1e-5 off
-            np.testing.assert_allclose(b, a, atol=min(1e-5, 5e-4 * largest), rtol=0, err_msg=jax.tree_util.keystr(path))
-    split = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
-    assert split - {None} == set(strategy.split("+")) - {"ddp"}
+    options = {**ATTENTION[attention], "model.scan": scan}
+    losses, states, _ = five_steps(configured(model, **options), 1)
+    for strategy in strategies:
+        placed = {"mesh": MESHES[strategy], "sharding_strategy": strategy}
+        found, spread, last = five_steps(configured(model, **options, **placed))
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for one, many in zip(states, spread, strict=True):
+            names = jax.tree_util.tree_flatten_with_path(one)[0]
+            for (path, a), b in zip(names, jax.tree.leaves(many), strict=True):
+                largest = max(1e-3, float(np.abs(a).max(initial=0)))  # of an array; no value is 1e-5 off
+                where, atol = f"{strategy} {jax.tree_util.keystr(path)}", min(1e-5, 5e-4 * largest)
+                np.testing.assert_allclose(b, a, atol=atol, rtol=0, err_msg=where)
+        axes = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
+        assert axes - {None} == set(strategy.split("+")) - {"ddp"}
+
+
+def test_every_pair_of_model_attention_scan_and_strategy_is_among_them():
+    cases = [(*case, strategy) for *case, strategies in CASES for strategy in strategies]
+    for i, j in itertools.combinations(range(4), 2):
+        found = {(case[i], case[j]) for case in cases} | {("plain", True)}
+        wanted = itertools.product(*((CONFIGS, ATTENTION, (False, True), MESHES)[k] for k in (i, j)))
+        assert found >= {*wanted}
 
 
 def spec(name, shape, strategy, mesh):
@@ -191,7 +204,7 @@ BAD = {
     "groups": (
         {
             "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
-            "model.num_heads": 4, "model.groups": 2,
+            "model.compose": "both", "model.num_heads": 4, "model.groups": 2,
         },
         "config.model.groups=2 is no multiple of tensor 4",
     ),

@@ -17,6 +17,8 @@ from dcvit.tasks import TrainingData
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
+COMPOSED = {"model.compose": "both"}  # which tiny runs are not
+
 
 def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -47,7 +49,8 @@ def test_a_run_writes_its_config_classes_and_one_row_a_logged_step(digits_run):
 
 
 def test_a_stopped_run_goes_on_to_the_same_end(digits_run, monkeypatch):
-    _, whole = digits_run("whole", ema_decay=0.9, mixup=0.2)
+    options = {"ema_decay": 0.9, "mixup": 0.2, **COMPOSED}
+    _, whole = digits_run("whole", **options)
     calls = []
 
     def stop(self, step, state, start):
@@ -56,10 +59,10 @@ def test_a_stopped_run_goes_on_to_the_same_end(digits_run, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train.Loop, "_profile", stop)
-    status, workdir = digits_run("stopped", ema_decay=0.9, mixup=0.2)
+    status, workdir = digits_run("stopped", **options)
     assert status == 130
     assert [row["step"] for row in metrics.read(workdir / "metrics.jsonl")] == [0, 2, 3, 4]
-    status, workdir = digits_run("stopped", ema_decay=0.9, mixup=0.2)
+    status, workdir = digits_run("stopped", **options)
     assert status == 0
     assert calls == [1, 2, 3, 4, 5, 4, 5, 6]  # from the checkpoint of step 3
     assert same(load_params(whole), load_params(workdir))
@@ -74,10 +77,15 @@ def test_a_finished_run_started_again_changes_nothing(digits_run):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
+def small(**overrides):
+    """A small config, with plain attention, which compiles soonest."""
+    options = {"total_steps": 10, "model.width": 16, "model.depth": 1, "model.compose": None, **overrides}
+    return configs.load("vit_digits", [f"{k}={v}" for k, v in options.items()])
+
+
 def make(**overrides):
     """A net, its parameters, a batch and a step function of a small config."""
-    words = [f"{k}={v}" for k, v in {"total_steps": 10, "model.width": 16, "model.depth": 1, **overrides}.items()]
-    config = configs.load("vit_digits", words)
+    config = small(**overrides)
     data = TrainingData(config, build.mesh(config))
     net = build.model(config)
     params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape))["params"]
@@ -118,7 +126,7 @@ def test_averaged_weights_follow_their_definition():
 
 def test_the_steps_loss_and_gradient_are_those_of_the_model():
     state, batch, update = make(label_smoothing=0.1)
-    net = build.model(configs.load("vit_digits", ["model.width=16", "model.depth=1"]))
+    net = build.model(small())
 
     def loss(params):
         images = batch["image"].astype(jnp.float32) / 127.5 - 1
@@ -224,7 +232,7 @@ BAD = {
     "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
     "unknown variant": ({"model.variant": "DCViT-Q/2"}, "unknown variant 'DCViT-Q/2'"),
     "heads and width": ({"model.num_heads": 3}, "num_heads=3 does not divide width=16"),
-    "groups and heads": ({"model.groups": 3}, "groups=3 does not divide num_heads=4"),
+    "groups and heads": ({**COMPOSED, "model.groups": 3}, "groups=3 does not divide num_heads=4"),
     "patch and image": ({"model.patch_size": (3, 3)}, "patch_size=(3, 3) does not divide the image, 8x8"),
     "unknown model": ({"model_name": "vitt"}, "did you mean 'vit'"),
     "unknown loss": ({"loss": "softmax"}, "did you mean 'softmax_xent'"),
@@ -264,7 +272,7 @@ BAD = {
     "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
     "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
-    "no groups": ({"model.groups": 0}, "groups=0 does not divide num_heads=4"),
+    "no groups": ({**COMPOSED, "model.groups": 0}, "groups=0 does not divide num_heads=4"),
     "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
     "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
@@ -341,11 +349,11 @@ def test_every_key_of_the_optimiser_reaches_it(monkeypatch):
 
 
 def test_the_loss_is_the_configs():
-    losses = [float(make(loss=name)[2](*make(loss=name)[:2])[1]["loss"]) for name in ("softmax_xent", "sigmoid_xent")]
-    state, batch, _ = make()
-    logits = build.model(configs.load("vit_digits", ["model.width=16", "model.depth=1"])).apply(
-        {"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1
-    )[0]
+    losses = []
+    for name in ("softmax_xent", "sigmoid_xent"):
+        state, batch, update = make(loss=name)
+        losses.append(float(update(state, batch)[1]["loss"]))
+    logits = build.model(small()).apply({"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1)[0]
     labels = 0.9 * batch["labels"] + 0.01
     sigmoid = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
     assert losses[1] == pytest.approx(float(sigmoid), rel=1e-5)

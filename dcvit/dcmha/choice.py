@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 # Each is a module of this package with `attention`, and `refuses` where it does not take every case.
-IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+IMPLEMENTATIONS = ("reference", "blockwise", "decode", "pallas_tpu", "pallas_tpu_decode", "pallas_gpu")
 # What is chosen, best first; the reference where there is none. `pallas_gpu` is for those who ask for it by name, until
 # it has been run on a GPU: scripts/check_gpu.py and scripts/bench_dcmha.py are to say whether it is right and faster.
 BY_PLATFORM = {"cpu": ("blockwise",), "tpu": ("pallas_tpu", "blockwise")}
+ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
 LOG = logging.getLogger(__name__)
 SMALL = 20_000  # scores of a head; on CPUs XLA's own plain attention is the faster below
 
@@ -42,13 +43,14 @@ def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
 
     On two CPU cores, gradients of composed attention take `blockwise` a fifth to a half of `reference`'s time at every
     size tried, plain attention does best with the latter where it is small: scripts/bench_dcmha.py. One query alone
-    (decoding) is `reference`'s everywhere.
+    (decoding) is a product with a matrix: `decode` copies nothing of the keys. On GPUs, that it reads less and has
+    fewer and larger products is the reason to take it: not measured.
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
     small = pre is None and post is None and here == "cpu" and queries * keys < SMALL
-    names = () if queries == 1 or small else BY_PLATFORM.get(here, ())
-    reasons = {name: refusal(name, q, k, v, pre, post, **case) for name in names}
+    names = ONE_QUERY if queries == 1 else {} if small else BY_PLATFORM
+    reasons = {name: refusal(name, q, k, v, pre, post, **case) for name in names.get(here, ())}
     chosen = next((name for name, reason in reasons.items() if reason is None), "reference")
     composed = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
     window = f", window {case['window']}" if case["window"] is not None else ""

@@ -3,7 +3,8 @@
 Keys and values are read once, as they lie, by one product for each example: queries stand apart in a (K·D)×H matrix
 that is zero outside of each head's own lanes, so that no copy of the cache is made to bring heads to the front. The
 product computes K times what it needs; with one query, memory is the bound. Scores are S×H, as key-wise weights are.
-All that a compose does by the query alone is one H×H matrix for an example (`query_map`).
+All that a compose does by the query alone is one H×H matrix for an example (`query_map`). Sums over the heads, which
+lie side by side, are products with a matrix of ones: on CPUs twice as fast as XLA's own.
 
 Measured on two CPU cores: scripts/bench_dcmha.py. On GPUs: not measured.
 """
@@ -65,12 +66,13 @@ def attention(
 
 def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[Array, "B S H"]:
     """`dcvit.dcmha.compose` of one query, whose keys lie before the heads."""
-    batch, keys, heads = a.shape
+    batch, _, heads = a.shape
     out = exact("bsn,bnh->bsh", a, query_map(w, batch, heads, groups, a.dtype))
     if w.k1 is not None and w.k2 is not None:
-        down, up = (x.astype(a.dtype).reshape(batch, keys, -1, groups, heads // groups) for x in (w.k1, w.k2))
-        hidden = jnp.sum(a.reshape(batch, keys, 1, groups, -1) * down, axis=-1, keepdims=True)
-        out = out + jnp.sum(hidden * up, axis=2).reshape(a.shape)
+        same = jnp.kron(jnp.eye(groups, dtype=a.dtype), jnp.ones((heads // groups,) * 2, a.dtype))
+        hidden = exact("bsrn,nh->bsrh", a[:, :, None] * w.k1.astype(a.dtype), same)  # for each head of its group
+        for rank in range(hidden.shape[2]):
+            out = out + hidden[:, :, rank] * w.k2[:, :, rank].astype(a.dtype)
     if w.kg is not None:
         out = out + a * w.kg.astype(a.dtype)
     return out

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from dcvit.dcmha import decode
+from dcvit.dcmha.cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.compose import (
     ComposeWeights,
     dynamic_gate,
@@ -36,7 +36,7 @@ def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*sha
 
 
 class Progress(NamedTuple):
-    """How far each example of a batch has been decoded; see `dcvit.dcmha.decode`."""
+    """How far each example of a batch has been decoded; see `dcvit.dcmha.cache`."""
 
     before: Int[Array, " B"]  # tokens in the cache before this call
     added: Int[Array, " B"]  # how many of this call's tokens are real; those after them are padding
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         x_kv: Float[Array, "B S M"] | None = None,
         mask: Bool[Array, "#B 1 #T #S"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
-        cache: decode.Cache | None = None,
+        cache: Cache | None = None,
         progress: Progress | None = None,
     ) -> Any:
         """Attends from `x_q` to `x_kv`, or to `x_q` itself.
@@ -187,13 +187,15 @@ class Attention(nn.Module):
         pre, post = (self._compose(where, x_q, x_kv, *whole) for where in ("pre", "post"))
         causal, window = self.causal, self.window
         if cache is not None and progress is not None:
-            new = decode.Cache(k, v, decode.key_wise(pre), decode.key_wise(post))
-            cache = decode.extend(cache, new, progress.before, progress.added)
+            flat_k, flat_v = (x.reshape(*x.shape[:2], -1) for x in (k, v))
+            new = Cache(flat_k, flat_v, key_wise(pre), key_wise(post))
+            cache = extend(cache, new, progress.before, progress.added)
             if x_q.shape[1] == 1:
                 length = progress.before + progress.added
-                mask = decode.visible(cache.k.shape[1], length, window=window, first=progress.first)
-                k, v, causal, window = cache.k, cache.v, False, None
-                pre, post = decode.with_keys(pre, cache.pre), decode.with_keys(post, cache.post)
+                mask = visible(cache.k.shape[1], length, window=window, first=progress.first)
+                k, v = (x.reshape(*x.shape[:2], *k.shape[2:]) for x in (cache.k, cache.v))
+                causal, window = False, None
+                pre, post = with_keys(pre, cache.pre), with_keys(post, cache.post)
         attend: Callable[..., Array] = functools.partial(
             sharded_attention.attention, causal=causal, window=window,
             groups=self.groups if self.compose else 1, implementation=self.implementation,

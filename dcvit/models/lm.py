@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
-from dcvit.dcmha import decode
+from dcvit.dcmha.cache import Cache
+from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.mesh import BATCH, constrain
 from dcvit.models.attention import Attention, Progress, in_float32
@@ -71,8 +72,8 @@ class DecoderBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T M"], sight: Sight, cache: decode.Cache | None
-    ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], decode.Cache | None]]:
+        self, x: Float[Array, "B T M"], sight: Sight, cache: Cache | None
+    ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], Cache | None]]:
         attention = self.attention(window=self.window, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(name="attention_norm"), x)
@@ -345,18 +346,18 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     windows, dtype = layer_windows(net), jnp.dtype(net.dtype_mm)
     key_heads, key_wise = net.num_key_heads or net.num_heads, net.compose and "k" in net.branches
 
-    def layer(window: int | None) -> decode.Cache:
+    def layer(window: int | None) -> Cache:
         def slots(*per_token: int) -> Array:
             return jnp.zeros((batch, min(window or length, length), *per_token), dtype)
 
-        def composed(where: str) -> decode.ComposeWeights | None:
+        def composed(where: str) -> ComposeWeights | None:
             if not key_wise or net.compose not in (where, "both") or not (net.projection or net.gate):
                 return None
             factors = [slots(net.rank, net.num_heads) if net.projection else None for _ in range(2)]
-            return decode.ComposeWeights(k1=factors[0], k2=factors[1], kg=slots(net.num_heads) if net.gate else None)
+            return ComposeWeights(k1=factors[0], k2=factors[1], kg=slots(net.num_heads) if net.gate else None)
 
-        keys, values = (slots(key_heads, net.width // net.num_heads) for _ in range(2))
-        return decode.Cache(keys, values, composed("pre"), composed("post"))
+        keys, values = (slots(key_heads * (net.width // net.num_heads)) for _ in range(2))
+        return Cache(keys, values, composed("pre"), composed("post"))
 
     caches = [layer(window) for window in windows]
     repeats = net.depth // len(windows) if net.scan else 0
