@@ -7,6 +7,7 @@ the dynamic projections, G groups of heads that compose among themselves, I = 2Â
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,23 +50,44 @@ def dynamic_projection(
 
     `w_1` and `w_2` are the paper's W_q1 and W_q2 (or W_k1 and W_k2), one block for each group.
     """
-    groups, inner = w_2.shape[:2]
+    return dynamic_projections(x, [w_1], [w_2], heads=heads)[0]
+
+
+def dynamic_projections(
+    x: Float[Array, "B N M"],
+    w_1: Sequence[Float[Array, "M G I"]],
+    w_2: Sequence[Float[Array, "G I I"]],
+    *,
+    heads: int,
+) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
+    """`dynamic_projection` by each of `w_1` and `w_2`; one product reads `x` for all."""
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)))
+    return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
+
+
+def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
+    batch, length, groups, inner = hidden.shape
     per_group = heads // groups
     rank = inner // (2 * per_group)
-    hidden = jax.nn.gelu(jnp.einsum("bnm,mgi->bngi", x, w_1))
     both = jnp.einsum("bngi,gio->bngo", hidden, w_2)
-    both = both.reshape(*x.shape[:2], groups, 2, rank, per_group)
+    both = both.reshape(batch, length, groups, 2, rank, per_group)
     down, up = (jnp.swapaxes(both[:, :, :, half], 2, 3) for half in (0, 1))  # B N R G H/G
     square = jnp.square(down.astype(statistics_dtype(down.dtype)))
     scale = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + RMS_EPSILON)
     down = down * scale.astype(down.dtype)
-    shape = (*x.shape[:2], rank, heads)
+    shape = (batch, length, rank, heads)
     return down.reshape(shape), up.reshape(shape)
 
 
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
     """Gate weights of Eqn 6: tanh(xÂ·W_g)."""
-    return jnp.tanh(jnp.einsum("bnm,mh->bnh", x, w_g))
+    return dynamic_gates(x, [w_g])[0]
+
+
+def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
+    """`dynamic_gate` by each of `w_g`; one product reads `x` for all."""
+    gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
+    return [gates[:, :, c] for c in range(len(w_g))]
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

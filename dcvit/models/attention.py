@@ -14,8 +14,8 @@ from jax.nn.initializers import Initializer
 from dcvit.dcmha.cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.compose import (
     ComposeWeights,
-    dynamic_gate,
-    dynamic_projection,
+    dynamic_gates,
+    dynamic_projections,
     gate_init,
     hidden_init,
     projection_init,
@@ -67,44 +67,24 @@ class Compose(nn.Module):
     static: bool = False
     rank: int = 2
     groups: int = 1
-    dtype: Any = None
 
     @nn.compact
-    def __call__(
-        self,
-        x_q: Float[Array, "B T M"],
-        x_kv: Float[Array, "B S M"],
-        whole_q: Float[Array, "B T M"],
-        whole_kv: Float[Array, "B S M"],
-    ) -> ComposeWeights:
-        """Dynamic weights from the query side's and the key side's input; `whole_…` are copies for the projections."""
-        weights: dict[str, Array] = {}
-        for side, x, whole in (("q", x_q, whole_q), ("k", x_kv, whole_kv)):
-            if side in self.branches:
-                weights |= self._side(side, x, whole)
-        if self.static:
-            per_group = self.heads // self.groups
-            shape = (self.groups, per_group, per_group)
-            weights["static"] = self.param("w_b", static_init(per_group), shape)
-        return ComposeWeights(**weights)
-
-    def _side(self, side: str, x: Array, whole: Array) -> dict[str, Array]:
-        """The projection and gate of one side, from that side's input."""
+    def __call__(self, width: int) -> dict[str, Array]:
+        """Those that exist, by name, for inputs of a width."""
         per_group = self.heads // self.groups
-        width, inner = x.shape[-1], 2 * self.rank * per_group
-        x, whole = (copy.astype(self.dtype or copy.dtype) for copy in (x, whole))
-        weights: dict[str, Array] = {}
-        if self.projection:
-            w_1 = self.param(f"w_{side}1", hidden_init(width, inner), (width, self.groups, inner))
-            w_2 = self.param(f"w_{side}2", projection_init(self.rank, per_group), (self.groups, inner, inner))
-            pair = dynamic_projection(whole, w_1.astype(x.dtype), w_2.astype(x.dtype), heads=self.heads)
-            # Groups live where their heads do. One group has all heads, and each device has all of these small weights.
-            axis = "tensor" if self.groups > 1 else None
-            weights |= {f"{side}{i}": constrain(w, BATCH, None, None, axis) for i, w in enumerate(pair, start=1)}
-        if self.gate:
-            w_g = self.param(f"w_{side}g", gate_init(width, per_group), (width, self.heads))
-            weights[f"{side}g"] = constrain(dynamic_gate(x, w_g.astype(x.dtype)), BATCH, None, "tensor")
-        return weights
+        inner = 2 * self.rank * per_group
+        params: dict[str, Array] = {}
+        for side in [side for side in "qk" if side in self.branches]:
+            if self.projection:
+                one, two = hidden_init(width, inner), projection_init(self.rank, per_group)
+                params[f"{side}1"] = self.param(f"w_{side}1", one, (width, self.groups, inner))
+                params[f"{side}2"] = self.param(f"w_{side}2", two, (self.groups, inner, inner))
+            if self.gate:
+                params[f"{side}g"] = self.param(f"w_{side}g", gate_init(width, per_group), (width, self.heads))
+        if self.static:
+            shape = (self.groups, per_group, per_group)
+            params["static"] = self.param("w_b", static_init(per_group), shape)
+        return params
 
 
 class Attention(nn.Module):
@@ -181,10 +161,11 @@ class Attention(nn.Module):
         width = x_q.shape[-1]
         self._check(width)
         # What flows back from the dynamic projections of all heads is whole on every device; what flows back from a
-        # device's own heads is a part of a sum. These copies keep them apart, so that one exchange sums the parts.
-        whole = [constrain(x, BATCH, None, None) if self.groups == 1 else x for x in (x_q, x_kv)]
+        # device's own heads is a part of a sum. A copy, taken first, keeps them apart: one exchange sums the parts.
+        inputs = {"qk": x_q} if x_q is x_kv else {"q": x_q, "k": x_kv}
+        whole = {side: constrain(x, BATCH, None, None) if self.groups == 1 else x for side, x in inputs.items()}
         q, k, v = self._project(x_q, x_kv, positions)
-        pre, post = (self._compose(where, x_q, x_kv, *whole) for where in ("pre", "post"))
+        pre, post = self._composes(inputs, whole)
         causal, window = self.causal, self.window
         if cache is not None and progress is not None:
             flat_k, flat_v = (x.reshape(*x.shape[:2], -1) for x in (k, v))
@@ -233,15 +214,43 @@ class Attention(nn.Module):
             q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
         return q, k, v
 
-    def _compose(self, where: str, *inputs: Array) -> ComposeWeights | None:
-        """The weights of the compose at `where`, "pre" or "post"; None where there is none."""
-        if self.compose not in (where, "both"):
-            return None
-        weights: ComposeWeights = Compose(
-            heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
-            static=self.static, rank=self.rank, groups=self.groups, dtype=self.dtype, name=where,
-        )(*inputs)  # fmt: skip
-        return weights
+    def _composes(
+        self, inputs: dict[str, Array], whole: dict[str, Array]
+    ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+        """The weights of the composes before and after the softmax, None where there is none, from inputs by side."""
+        width = next(iter(inputs.values())).shape[-1]
+        params = {
+            where: Compose(
+                heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
+                static=self.static, rank=self.rank, groups=self.groups, name=where,
+            )(width)
+            for where in ("pre", "post") if self.compose in (where, "both")
+        }  # fmt: skip
+        weights = {where: {"static": some["static"]} if self.static else {} for where, some in params.items()}
+        for sides, x in inputs.items():
+            wanted = [(where, side) for where in params for side in sides if side in self.branches]
+            if wanted:
+                self._compute(x, whole[sides], wanted, params, weights)
+        pre, post = (ComposeWeights(**weights[where]) if where in params else None for where in ("pre", "post"))
+        return pre, post
+
+    def _compute(self, x: Array, whole: Array, wanted: list[tuple[str, str]], params: Any, weights: Any) -> None:
+        """Dynamic weights from one input, of some composes and sides, all by the same products."""
+        x, whole = (copy.astype(self.dtype or copy.dtype) for copy in (x, whole))
+
+        def of(kind: str) -> list[Array]:
+            return [params[where][f"{side}{kind}"].astype(x.dtype) for where, side in wanted]
+
+        if self.projection:
+            # Groups live where their heads do. One group has all heads, and each device has all of these small weights.
+            axis = "tensor" if self.groups > 1 else None
+            pairs = dynamic_projections(whole, of("1"), of("2"), heads=self.num_heads)
+            for (where, side), pair in zip(wanted, pairs, strict=True):
+                for i, w in enumerate(pair, start=1):
+                    weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
+        if self.gate:
+            for (where, side), gate in zip(wanted, dynamic_gates(x, of("g")), strict=True):
+                weights[where][f"{side}g"] = constrain(gate, BATCH, None, "tensor")
 
     def _check(self, width: int) -> None:
         """Raises ValueError for fields that do not go together."""

@@ -140,13 +140,17 @@ class MAPHead(nn.Module):
     num_heads: int
     mlp_dim: int | None = None
     dtype: Any = None
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B M"]:
         batch, _, width = x.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width)).astype(x.dtype)
         probe = jnp.tile(probe, (batch, 1, 1))
-        x = Attention(self.num_heads, dtype=self.dtype, name="MultiHeadDotProductAttention_0")(probe, x)
+        attention = Attention(
+            self.num_heads, dtype=self.dtype, implementation=self.implementation, name="MultiHeadDotProductAttention_0"
+        )
+        x = attention(probe, x)
         y = in_float32(nn.LayerNorm(), x)
         return (x + MlpBlock(self.mlp_dim, dtype=self.dtype)(y))[:, 0]
 
@@ -238,7 +242,7 @@ class ViT(nn.Module):
     def _pool(self, x: Array, dtype: Any) -> Array:
         """One vector for each image, or all tokens with `pool_type="none"`."""
         if self.pool_type == "map":
-            return MAPHead(self.num_heads, self.mlp_dim, dtype, name="MAPHead_0")(x)
+            return MAPHead(self.num_heads, self.mlp_dim, dtype, self.implementation, name="MAPHead_0")(x)
         if self.pool_type == "gap":
             return jnp.mean(x, axis=1)
         return x if self.pool_type == "none" else x[:, 0]
