@@ -163,7 +163,7 @@ def test_all_heads_exchange_the_hidden_tiles_and_not_the_heads(backward):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("preset=DCFormer++-405M", []), ("variant=ViT-S/16", ["model.implementation=reference"])],  # with kernels, without
+    [("preset=DCFormer++-405M", []), ("variant=ViT-S/16", ["model.scan=true"])],  # one layer's kernels are compiled
 )
 def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name, overrides):
     """Some of them; the command with --all does every one."""

@@ -62,8 +62,16 @@ def test_a_refusal_moves_the_choice_on_but_a_named_implementation_raises(monkeyp
     ],
 )
 def test_on_a_mesh_output_and_gradients_are_those_of_one_device(implementation, branches, options):
-    arguments, d_out, options = problem(24, 24, branches, causal=True, **options)
+    check_on_a_mesh(implementation, *problem(24, 24, branches, causal=True, **options))
 
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_so_are_those_of_one_query(key_heads):
+    check_on_a_mesh(None, *problem(1, 24, "qkpg", key_heads=key_heads, groups=2, mask=(2, 1, 1, 24)))
+    check_on_a_mesh(None, *problem(1, 24, None, key_heads=key_heads))
+
+
+def check_on_a_mesh(implementation, arguments, d_out, options):
     def both(attend, d_out, *arguments):
         out, pull = jax.vjp(lambda *a: attend(*a, **options, implementation=implementation), *arguments)
         return out, pull(d_out)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcvit.dcmha import cache as decode_cache
 from dcvit.models import lm
 
 VOCAB, WINDOW, CONTEXT = 7, 4, 18
@@ -114,6 +115,29 @@ def test_all_that_is_cached_of_a_compose_is_used():
             weights = getattr(last, where)
             without = last._replace(**{where: weights._replace(**{name: getattr(weights, name) * 0})})
             assert float(jnp.abs(step(tokens[:, :1], without) - logits).max()) > 1e-4, f"{where}.{name}"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_ring_of_slots_keeps_the_newest_tokens_that_count(dtype, steps, batch):
+    """Against a loop over tokens; some examples add none, and all begin elsewhere."""
+    slots, rng = 5, np.random.default_rng(0)
+
+    def tokens(count):
+        factor, gate = rng.normal(size=(batch, count, 2, 4)), rng.normal(size=(batch, count, 4))
+        weights = decode_cache.ComposeWeights(k1=jnp.asarray(factor, dtype), kg=jnp.asarray(gate, dtype))
+        return decode_cache.Cache(*(jnp.asarray(x, dtype) for x in rng.normal(size=(2, batch, count, 8))), weights)
+
+    cache, new = tokens(slots), tokens(steps)
+    before, count = np.array([9, 3, 0])[:batch], np.array([steps, 0, 1])[:batch]
+    expected = jax.tree.map(np.array, cache)
+    for old, more in zip(jax.tree.leaves(expected), jax.tree.leaves(new), strict=True):
+        for example in range(batch):
+            for step in range(count[example]):
+                old[example, (before[example] + step) % slots] = more[example, step]
+    found = jax.jit(decode_cache.extend)(cache, new, before, count)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def sizes(fields, **more):

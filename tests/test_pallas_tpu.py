@@ -63,6 +63,11 @@ def errors(found, expected):
     }
 
 
+def worst(found):
+    """The largest of `errors`, and no number where one is none."""
+    return np.max([*found.values()])
+
+
 def compare(monkeypatch, case, interpret, dtype=jnp.float32, **changes):
     case = {**case, **changes}
     tile = case.pop("tile", None)
@@ -82,7 +87,7 @@ def compare(monkeypatch, case, interpret, dtype=jnp.float32, **changes):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_forward_and_backward_without_races(monkeypatch, name):
     found = compare(monkeypatch, CASES[name], INTERPRETERS["races"])
-    assert max(found.values()) < 2e-5, found
+    assert worst(found) < 2e-5, found
     assert not pltpu_races()
 
 
@@ -92,17 +97,28 @@ def pltpu_races():
     return interpret_pallas_call.races is not None and interpret_pallas_call.races.races_found
 
 
+@pytest.mark.parametrize(
+    "case", [{"queries": 12, "keys": 70}, {"queries": 12, "keys": 70, "tile": (128, 48), "branches": "kp"}]
+)
+def test_several_strips_in_a_step_are_those_of_one(monkeypatch, case):
+    """As a TPU runs them: three strips of 8 keys a step, of which some hold no key."""
+    monkeypatch.setattr(pallas_tpu, "unrolled", lambda heads, keys: 3)
+    monkeypatch.setattr(pallas_tpu, "by_platform", lambda f, case, inputs, interpret: f(case, inputs, interpret))
+    found = compare(monkeypatch, {**case, "mask": (1, 1, 1, 70)}, INTERPRETERS["plain"])
+    assert worst(found) < 2e-5, found
+
+
 @pytest.mark.parametrize("branches", ["qp", "kg", "qgs", None])
 def test_every_branch_can_be_absent(monkeypatch, branches):
     found = compare(monkeypatch, {"queries": 8, "keys": 8}, INTERPRETERS["races"],
                     branches=branches, rank=3)  # fmt: skip
-    assert max(found.values()) < 2e-5, found
+    assert worst(found) < 2e-5, found
 
 
 @pytest.mark.parametrize("name", ["images", "blocks, causal, parts"])
 def test_bfloat16_is_close(monkeypatch, name):
     found = compare(monkeypatch, CASES[name], INTERPRETERS["races"], jnp.bfloat16)
-    assert max(found.values()) < 2e-2, found
+    assert worst(found) < 2e-2, found
 
 
 def test_a_query_that_sees_nothing_yields_zeros_and_finite_gradients():
@@ -130,8 +146,8 @@ def test_what_cannot_be_taken_is_refused_in_a_line():
     assert "VMEM" in refuses(heads=512, width=128)
 
 
-# Heads, width, tokens and window (0: causal over all) of ViT variants and of presets in dcvit/models/presets.py. The
-# other variants and presets compile as well, on v5e, v6e and v5p: 52 heads of width 128 take minutes, so not here.
+# Heads, width, tokens and window (0: causal over all) of ViT variants and of presets in dcvit/models/presets.py. Those
+# of all: scripts/compile_kernels.py.
 COMPILED = {
     "v5e:2x2": [(6, 64, 197, None), (16, 72, 196, None), (16, 64, 2048, 256)],
     "v6e:2x2": [(6, 64, 196, None)],

@@ -39,10 +39,11 @@ def key_wise(weights: ComposeWeights | None) -> ComposeWeights | None:
 def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array, " B"]) -> Cache:
     """The cache after `count` of the T tokens in `new`, at positions `before` on; a slot keeps its newest token.
 
-    Tokens from `count` on are padding and leave no trace. They are scattered, which leaves the other slots alone. But a
-    single token is selected where XLA does not scatter in place: on CPUs it would make float32 of a bfloat16 cache and
-    back, and TPUs, which lay out key-wise weights with the slots last, would copy these, padded. And on CPUs a single
-    row of float32 would be written once for each reader, into copies; not so with a second one, which is dropped.
+    Tokens from `count` on are padding and leave no trace. Tokens are scattered, which leaves the other slots alone. But
+    a single one is selected where XLA (of jax 0.10.2) does not scatter in place: on CPUs it would make float32 of a
+    bfloat16 cache and back, and TPUs, which lay out key-wise weights with the slots last, would copy these, padded. And
+    on CPUs a single row of float32 would be written once for each reader, into copies; not so with a second one, which
+    is dropped.
     """
     size, steps = cache.k.shape[1], jnp.arange(new.k.shape[1])[None]
     kept = (steps < count[:, None]) & (steps >= count[:, None] - size)

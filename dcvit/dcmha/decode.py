@@ -49,8 +49,8 @@ def attention(
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, width = k.shape
     heads = q.shape[2]
-    own = jnp.repeat(jnp.eye(key_heads, dtype=q.dtype), heads // key_heads, axis=1)  # K H: who attends to whom
-    apart = jnp.einsum("bhd,kh->bkdh", q[:, 0], own).reshape(batch, -1, heads)
+    own = jnp.repeat(jnp.eye(key_heads, dtype=bool), heads // key_heads, axis=1)[:, None]  # K 1 H: who attends to whom
+    apart = jnp.where(own, q[:, 0].swapaxes(1, 2)[:, None], 0).reshape(batch, -1, heads)
     flat_k, flat_v = (x.reshape(batch, keys, -1) for x in (k, v))
     scores = jnp.einsum("bsm,bmh->bsh", flat_k, apart, preferred_element_type=wide) * jnp.asarray(scale, wide)
     if pre is not None:
@@ -60,7 +60,7 @@ def attention(
     if post is not None:
         weights = compose(weights, post, groups)
     out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
-    out = jnp.einsum("bhkd,kh->bhd", out.reshape(batch, heads, key_heads, width), own.astype(wide))
+    out = jnp.sum(jnp.where(own.T, out.reshape(batch, heads, key_heads, width).swapaxes(2, 3), 0), axis=3)
     return out[:, None].astype(q.dtype)
 
 

@@ -30,10 +30,6 @@ from dcvit.dcmha.pallas_tpu_tiles import (
 from dcvit.dcmha.shapes import Array
 
 
-def repeat_statistics(refs: Refs, case: Case) -> None:
-    repeat_rows(refs.lse, refs.m, case.heads, case.block_q)
-
-
 def probabilities(case: Case, refs: Refs, i: Any, j: Any, strip: Strip, spread: Any) -> list[Array]:
     """The attention weights P of a strip; keeps the hidden planes where the gradients will need them."""
     pre = weights_of(case, refs, "pre", spread)
@@ -52,7 +48,7 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
 
     @pl.when(step == 0)
     def _() -> None:
-        repeat_statistics(refs, case)
+        repeat_rows(refs.lse, refs.m, case.heads, case.block_q)
         refs.d[...] = jnp.zeros(refs.d.shape, jnp.float32)
 
     @pl.when(j <= case.last_key_block(i))
@@ -60,7 +56,7 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
         scores(case, refs.k, refs.q, refs.x)
         scores(case, refs.v, refs.do, refs.y)
 
-        def strip(strip: Strip, spread_pre: Any, spread_post: Any) -> None:
+        def add(strip: Strip, spread_pre: Any, spread_post: Any) -> None:
             p = probabilities(case, refs, i, j, strip, spread_pre)
             post = weights_of(case, refs, "post", spread_post)
             dp = [split(refs.y[h, strip.rows, :]) for h in range(case.heads)]
@@ -69,7 +65,7 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
             for h in range(case.heads):
                 refs.d[h] += jnp.sum(p[h] * dp[h], axis=0)
 
-        over_strips(case, refs, ("pre", "post"), strip)
+        over_strips(case, refs, ("pre", "post"), add)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -78,7 +74,7 @@ def delta_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
 
 
 def post_strip(case: Case, refs: Refs, strip: Strip, spread: Any) -> None:
-    """W and dP of a strip from P and dW, what it adds to delta, and the hidden planes."""
+    """W and dP of a strip from P and dW, and the hidden planes."""
     post = weights_of(case, refs, "post", spread)
 
     def planes(ref: Any) -> list[Array]:  # read again where they are used again, which spares registers
@@ -186,10 +182,8 @@ def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None
 
     @pl.when((case.first_key_block(i) <= j) & (j <= case.last_key_block(i)))
     def _() -> None:
-        repeat_statistics(refs, case)
-        if refs.delta is None:
-            clear(refs.d)
-        else:
+        repeat_rows(refs.lse, refs.m, case.heads, case.block_q)
+        if refs.delta is not None:
             repeat_rows(refs.delta, refs.d, case.heads, case.block_q)
         tile_gradients(case, refs, i, j)
         products(case, refs, i, factor)
@@ -246,7 +240,7 @@ def specifications(case: Case, inputs: dict[str, Array], query_map: Any, key_map
     return specs
 
 
-def tile_scratch(case: Case, inputs: dict[str, Array]) -> dict[str, Any]:
+def tile_scratch(case: Case) -> dict[str, Any]:
     plane = (case.heads, case.block_k, case.block_q)
     scratch = {
         "x": pltpu.VMEM(plane, jnp.float32),
@@ -264,7 +258,7 @@ def delta(case: Case, inputs: dict[str, Array], interpret: Any) -> Array:
     specs = specifications(
         case, inputs, lambda i, s: i, lambda i, s: jnp.minimum(case.first_key_block(i) + s, case.last_key_block(i))
     )
-    scratch = tile_scratch(case, inputs)
+    scratch = tile_scratch(case)
     names = (*inputs, "delta", *scratch)
     return pl.pallas_call(
         lambda *refs: delta_kernel(case, names, *refs),
@@ -321,17 +315,17 @@ def gradient_outputs(case: Case, inputs: dict[str, Array]) -> dict[str, tuple[An
     def add(name: str, dtype: Any, shape: tuple[int, ...], block: tuple[int, ...], index: Any) -> None:
         found[name] = jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(block, index)
 
-    def query_block(j: Any, i: Any) -> Any:
+    def completed(j: Any, i: Any) -> Any:
         """The last key block completes the gradients of the queries."""
         return jnp.where(j == last, i, 0)
 
     q, k, v = (inputs[name].dtype for name in "qkv")
-    add("dq", q, (batch, padded_q, wide), (1, block_q, wide), lambda b, j, i: (b, query_block(j, i), 0))
+    add("dq", q, (batch, padded_q, wide), (1, block_q, wide), lambda b, j, i: (b, completed(j, i), 0))
     add("dk", k, *keys)
     add("dv", v, *keys)
     if "wq" in inputs:
         n = inputs["wq"].shape[2]
-        add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, query_block(j, i)))
+        add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, completed(j, i)))
     if "wk" in inputs:
         n = inputs["wk"].shape[2] * (2 if case.packed else 1)
         add("dwk", jnp.float32, (batch, padded_k, n), (1, block_k, n), keys[2])
@@ -345,7 +339,7 @@ def gradient_outputs(case: Case, inputs: dict[str, Array]) -> dict[str, tuple[An
 def gradient_scratch(case: Case, inputs: dict[str, Array], outputs: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """What lies in VMEM: planes of a tile, and gradients as they gather."""
     planes, tokens = (case.block_k, case.block_q), case.heads * case.width
-    scratch = tile_scratch(case, inputs)
+    scratch = tile_scratch(case)
     scratch |= {name: pltpu.VMEM((case.heads, *planes), jnp.float32) for name in ("p", "dp")}
     scratch |= {name: pltpu.VMEM((case.heads, *planes), inputs["q"].dtype) for name in ("w", "da")}
     if not (case.single and case.heads == case.key_heads):

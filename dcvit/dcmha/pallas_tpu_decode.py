@@ -5,8 +5,9 @@ scores and keeps those of all heads in VMEM, H×S in float32. Phase 1 begins wit
 composes the weights. Heads lie in sublanes and keys in lanes.
 
 Both products are one for all heads: the queries stand in an H×(K·D) matrix that is zero outside of each head's own
-lanes, and of weights·v a head's own lanes are kept. That is K times what is needed, which the matrix unit has time for
-while it waits for the memory. All that a compose does by the query alone is a product with an H×H matrix.
+lanes, and of weights·v a head's own lanes are kept. That is K times what is needed; in bfloat16 the compiler's schedule
+is still shorter than the memory takes (docs/performance.md). Time on a TPU: not measured. All that a compose does by
+the query alone is a product with an H×H matrix.
 
 Keys and values are read as B S K·D, key-wise weights as B R·H S: so `dcvit.dcmha.cache` keeps the former, and so a TPU
 lays out B S R H by itself, whose heads are fewer than a register's 128 lanes. Keys that lie as B S K D are copied.
@@ -124,10 +125,10 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(case: Case, interpret: Any, *arguments: Any) -> Array:
-    kernel = functools.partial(step, case, interpret=bool(interpret) and interpret)
+    fused = functools.partial(step, case, interpret=interpret or False)
     if interpret is not None:
-        return kernel(*arguments)
-    out: Array = jax.lax.platform_dependent(*arguments, tpu=kernel, default=functools.partial(elsewhere, case))
+        return fused(*arguments)
+    out: Array = jax.lax.platform_dependent(*arguments, tpu=fused, default=functools.partial(elsewhere, case))
     return out
 
 
@@ -243,7 +244,7 @@ def softmax(x: Any) -> None:
         return out
 
     def weigh(j: Any, _: None) -> None:
-        x[j] = jnp.where(x[j] > UNSEEN / 2, jnp.exp(x[j] - largest), 0.0)
+        x[j] = jnp.where(x[j] <= UNSEEN / 2, 0.0, jnp.exp(x[j] - largest))  # what is no number stays so
 
     def divide(j: Any, _: None) -> None:
         x[j] = x[j] * inverse

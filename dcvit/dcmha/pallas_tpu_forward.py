@@ -28,7 +28,7 @@ from dcvit.dcmha.pallas_tpu_tiles import (
 from dcvit.dcmha.shapes import Array
 
 
-def start(case: Case, refs: Refs) -> None:
+def start(refs: Refs) -> None:
     """Empty statistics for a block of queries."""
     refs.m[...] = jnp.full(refs.m.shape, UNSEEN, jnp.float32)
     refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
@@ -39,7 +39,7 @@ def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any, *, counted: bo
     scores(case, refs.k, refs.q, refs.x.at[slot])
     together = case.strip * case.unroll  # keys
 
-    def strip(strip: Strip, spread: Any) -> None:
+    def compose(strip: Strip, spread: Any) -> None:
         pre = weights_of(case, refs, "pre", spread)
         a = [split(refs.x[slot, h, strip.rows, :]) for h in range(case.heads)]
         out, _ = logits(case, a, pre, visible(case, i, j, strip, refs.mask))
@@ -51,7 +51,7 @@ def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any, *, counted: bo
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * together, case.strip), together)
         statistics(case, refs, slot, rows, step > 0)
 
-    over_strips(case, refs, ("pre",), strip, count if counted else None)
+    over_strips(case, refs, ("pre",), compose, count if counted else None)
     if counted:
         statistics(case, refs, slot, slice(case.block_k - together, case.block_k), True)
 
@@ -79,7 +79,7 @@ def finish_statistics(case: Case, refs: Refs) -> None:
 def output(case: Case, refs: Refs, slot: Any) -> None:
     """Adds W·v of a tile to the output, or hands it out where there is one tile."""
 
-    def strip(strip: Strip, spread: Any) -> None:
+    def weigh(strip: Strip, spread: Any) -> None:
         post = weights_of(case, refs, "post", spread)
         p = [jnp.exp2(split(refs.x[slot, h, strip.rows, :]) - refs.m[h][None]) for h in range(case.heads)]
         if post is not None:
@@ -87,7 +87,7 @@ def output(case: Case, refs: Refs, slot: Any) -> None:
         for h in range(case.heads):
             refs.w[h, strip.rows, :] = join(p[h]).astype(refs.w.dtype)
 
-    over_strips(case, refs, ("post",), strip)
+    over_strips(case, refs, ("post",), weigh)
     v = refs.v[0].T  # far smaller than the weights, which the matrix unit takes as they lie
     out = [dot(v[case.key_head(h)], refs.w[h], (1, 0)) for h in range(case.heads)]
     if refs.acc is None:
@@ -105,7 +105,7 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
     slots, steps = refs.x.shape[0], case.visits
     slot = step if slots > 1 else 0
     if steps == 1:
-        start(case, refs)
+        start(refs)
         new_scores(case, refs, i, j, slot, counted=True)
         finish_statistics(case, refs)
         output(case, refs, slot)
@@ -114,7 +114,7 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
 
     @pl.when((phase == 0) & (step == 0))
     def _() -> None:
-        start(case, refs)
+        start(refs)
 
     @pl.when((phase == 0) & seen)
     def _() -> None:

@@ -206,8 +206,8 @@ def over_strips(
 
     With few heads a strip is short and the latency of spreading would show, so one step of the loop takes several
     strips and spreads the weights of all of them first, each into a buffer of its own: the compiler would take a
-    buffer chosen by an index for the one that is being read. What `meanwhile`, given the step, computes costs nothing
-    until the first weights have been spread.
+    buffer chosen by an index for the one that is being read. `meanwhile`, given the step, comes while they are on their
+    way, and before the strips: it must read nothing that the step writes.
     """
     strip, unroll = case.strip, case.unroll
     steps = case.block_k // strip // unroll

@@ -105,7 +105,7 @@ class Attention(nn.Module):
       use_bias: biases on the four projections.
       kernel_init: of the four projections; `out_init` of the last, where it differs.
       dtype: of the computation; parameters are float32.
-      implementation: see `dcvit.dcmha.attention`.
+      implementation: see `dcvit.dcmha.attention`; those of one query do not train or read a model's texts.
       remat: compute what attention makes of queries, keys and values, all that is as large as T×S, again in the
         backward pass.
     """
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         inputs = {"qk": x_q} if x_q is x_kv else {"q": x_q, "k": x_kv}
         whole = {side: constrain(x, BATCH, None, None) if self.groups == 1 else x for side, x in inputs.items()}
         q, k, v = self._project(x_q, x_kv, positions)
-        pre, post = self._composes(inputs, whole)
+        pre, post = self._composes(width, inputs, whole)
         causal, window = self.causal, self.window
         if cache is not None and progress is not None:
             flat_k, flat_v = (x.reshape(*x.shape[:2], -1) for x in (k, v))
@@ -215,10 +215,9 @@ class Attention(nn.Module):
         return q, k, v
 
     def _composes(
-        self, inputs: dict[str, Array], whole: dict[str, Array]
+        self, width: int, inputs: dict[str, Array], whole: dict[str, Array]
     ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """The weights of the composes before and after the softmax, None where there is none, from inputs by side."""
-        width = next(iter(inputs.values())).shape[-1]
         params = {
             where: Compose(
                 heads=self.num_heads, branches=self.branches, projection=self.projection, gate=self.gate,
@@ -226,16 +225,22 @@ class Attention(nn.Module):
             )(width)
             for where in ("pre", "post") if self.compose in (where, "both")
         }  # fmt: skip
-        weights = {where: {"static": some["static"]} if self.static else {} for where, some in params.items()}
+        weights = {(where, "static"): some["static"] for where, some in params.items() if self.static}
         for sides, x in inputs.items():
             wanted = [(where, side) for where in params for side in sides if side in self.branches]
             if wanted:
-                self._compute(x, whole[sides], wanted, params, weights)
-        pre, post = (ComposeWeights(**weights[where]) if where in params else None for where in ("pre", "post"))
-        return pre, post
+                weights |= self._dynamic(x, whole[sides], wanted, params)
 
-    def _compute(self, x: Array, whole: Array, wanted: list[tuple[str, str]], params: Any, weights: Any) -> None:
-        """Dynamic weights from one input, of some composes and sides, all by the same products."""
+        def of(where: str) -> ComposeWeights | None:
+            return ComposeWeights(**{n: w for (c, n), w in weights.items() if c == where}) if where in params else None
+
+        return of("pre"), of("post")
+
+    def _dynamic(
+        self, x: Array, whole: Array, wanted: list[tuple[str, str]], params: dict[str, dict[str, Array]]
+    ) -> dict[tuple[str, str], Array]:
+        """Dynamic weights, by compose and name, from one input, which one product reads for all (compose, side)."""
+        weights: dict[tuple[str, str], Array] = {}
         x, whole = (copy.astype(self.dtype or copy.dtype) for copy in (x, whole))
 
         def of(kind: str) -> list[Array]:
@@ -247,10 +252,11 @@ class Attention(nn.Module):
             pairs = dynamic_projections(whole, of("1"), of("2"), heads=self.num_heads)
             for (where, side), pair in zip(wanted, pairs, strict=True):
                 for i, w in enumerate(pair, start=1):
-                    weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
+                    weights[where, f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
         if self.gate:
             for (where, side), gate in zip(wanted, dynamic_gates(x, of("g")), strict=True):
-                weights[where][f"{side}g"] = constrain(gate, BATCH, None, "tensor")
+                weights[where, f"{side}g"] = constrain(gate, BATCH, None, "tensor")
+        return weights
 
     def _check(self, width: int) -> None:
         """Raises ValueError for fields that do not go together."""

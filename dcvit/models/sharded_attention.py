@@ -5,6 +5,7 @@ Blocks and kernels cannot be split by the compiler as `reference`'s einsums are,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def attention(
     if tensor > 1 and not apart and implementation is None:
         return dcmha.attention(q, k, v, pre, post, mask=mask, **options | {"implementation": "reference"})
     if tensor > 1 and apart and q.shape[2] % tensor == 0 and k.shape[2] % tensor:
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the fewest key heads that the axis divides
+        k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
     heads = "tensor" if apart and q.shape[2] % tensor == 0 else None
     batch = BATCH if divided(q.shape[:1], [BATCH], mesh)[0] else None
     if heads:
