@@ -2,17 +2,13 @@
 
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_pallas_tpu import errors, make_case, outputs, pltpu_races, worst
+from test_pallas_tpu import compile_all, errors, make_case, outputs, pltpu_races, worst
 
 from dcvit import dcmha
 from dcvit.dcmha import ComposeWeights, choice, decode, pallas_tpu_decode, reference
@@ -130,15 +126,7 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_the_tpu_compiler_takes_the_models_shapes_and_copies_no_cache():
-    cases = [(topology, *shape) for topology, shapes in COMPILED.items() for shape in shapes]
-    environment = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                   "TPU_WORKER_HOSTNAMES": "localhost", "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
-    script = "import json, sys, test_decode_step as t; [t.compile_for(*case) for case in json.loads(sys.argv[1])]"
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(cases)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("compiled") == len(cases)
+    compile_all("test_decode_step", COMPILED)
 
 
 def compile_for(topology, heads, width, keys, batch, composed):

@@ -146,6 +146,19 @@ def test_what_cannot_be_taken_is_refused_in_a_line():
     assert "VMEM" in refuses(heads=512, width=128)
 
 
+def compile_all(module, compiled):
+    """Calls `compile_for` of a test module for each shape of each topology, in a process of its own."""
+    cases = [(topology, *shape) for topology, shapes in compiled.items() for shape in shapes]
+    environment = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+                   "TPU_WORKER_HOSTNAMES": "localhost", "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
+    script = f"import json, sys, {module} as t; [t.compile_for(*case) for case in json.loads(sys.argv[1])]"
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(cases)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("compiled") == len(cases)
+
+
 # Heads, width, tokens and window (0: causal over all) of ViT variants and of presets in dcvit/models/presets.py. Those
 # of all: scripts/compile_kernels.py.
 COMPILED = {
@@ -159,15 +172,7 @@ COMPILED = {
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_the_tpu_compiler_takes_the_models_shapes():
     """Forward and backward in bfloat16; what passes the interpreter can still fail here."""
-    cases = [(topology, *shape) for topology, shapes in COMPILED.items() for shape in shapes]
-    environment = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                   "TPU_WORKER_HOSTNAMES": "localhost", "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
-    script = "import json, sys, test_pallas_tpu as t; [t.compile_for(*case) for case in json.loads(sys.argv[1])]"
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(cases)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("compiled") == len(cases)
+    compile_all("test_pallas_tpu", COMPILED)
 
 
 def compile_for(topology, heads, width, tokens, window):

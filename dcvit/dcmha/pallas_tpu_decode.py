@@ -29,10 +29,10 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha import decode
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.pallas_tpu import vmem_limit
+from dcvit.dcmha.pallas_tpu_tiles import UNSEEN, dot
 from dcvit.dcmha.reference import visible
 from dcvit.dcmha.shapes import Array, Bool, Float
 
-UNSEEN = -1e30  # a score that weighs nothing and is still finite
 BLOCKS = (512, 256, 128)  # keys
 KEY_WISE = ("k1", "k2", "kg")
 
@@ -152,20 +152,11 @@ def elsewhere(case: Case, q: Array, k: Array, v: Array, pre: Any, post: Any, see
     return out
 
 
-def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """A product in float32; of float32 numbers, of all their digits."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    out: Array = jax.lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-    return out
-
-
 def compose(case: Case, a: Array, refs: dict[str, Any], name: str) -> Array:
     """C(a) of H×keys; of the compose `name`, "pre" or "post"."""
     if f"{name}_map" not in refs:
         return a
-    out = dot(refs[f"{name}_map"][0], a)
+    out = dot(refs[f"{name}_map"][0], a, (1, 0))
     k1, k2, kg = (refs.get(f"{name}_{field}") for field in KEY_WISE)
     if k1 is not None and k2 is not None:
         down, up = k1[0].astype(jnp.float32), k2[0].astype(jnp.float32)
@@ -225,7 +216,7 @@ def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
     def _() -> None:
         w = inside(case, j, compose(case, x[j], refs, "post"), 1)
         v = inside(case, j, refs["v"][0], 0)
-        refs["acc"][...] += dot(w.astype(v.dtype), v)
+        refs["acc"][...] += dot(w.astype(v.dtype), v, (1, 0))
 
     @pl.when((phase == 1) & (j == case.blocks - 1))
     def _() -> None:
