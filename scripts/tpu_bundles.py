@@ -1,6 +1,7 @@
 """Counts the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU: about one is one cycle.
 
     python scripts/tpu_bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
+    python scripts/tpu_bundles.py --topology v5e:2x2 --heads 32 --queries 1 --keys 2048 --width 80
 
 compiles in a child process, because libtpu reads where to dump its schedule from the environment when it starts.
 What is counted: every bundle of the kernel's final schedule that lies inside its loop over the grid, once for each
@@ -54,18 +55,19 @@ def child(spec: dict[str, Any]) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from dcvit.dcmha import ComposeWeights, pallas_tpu
+    from dcvit.dcmha import ComposeWeights, pallas_tpu, pallas_tpu_decode
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.dtype(spec["dtype"])
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
-    q, k = array(batch, queries, heads, width), array(batch, keys, spec["key_heads"] or heads, width)
+    key_heads = spec["key_heads"] or heads
+    q, k = array(batch, queries, heads, width), array(batch, keys, key_heads, width)
     rank = spec["rank"]
     weights = spec["composed"] and ComposeWeights(
         *[array(batch, queries, rank, heads)] * 2, array(batch, queries, heads),
@@ -76,12 +78,20 @@ def child(spec: dict[str, Any]) -> None:
     def forward(*arguments: Any) -> Any:
         return pallas_tpu.attention(*arguments, **options)
 
+    def decode(mask: Any, q: Any, k: Any, v: Any, *weights: Any) -> Any:
+        k, v = (x.reshape(batch, keys, key_heads, width) for x in (k, v))
+        return pallas_tpu_decode.attention(q, k, v, *weights, **(options | dict(causal=False, window=None, mask=mask)))
+
     def gradient(do: Any, *arguments: Any) -> Any:
         return jax.vjp(forward, *arguments)[1](do)
 
-    arguments = q, k, k, weights or None, weights or None
+    weights = weights or None
+    arguments = q, k, k, weights, weights
     with jax.set_mesh(mesh):
-        if spec["backward"]:
+        if queries == 1:  # the cache keeps a token's heads side by side, and the mask says what is seen of it
+            flat, mask = array(batch, keys, key_heads * width), array(batch, 1, 1, keys, dtype=jnp.bool_)
+            jax.jit(decode).lower(mask, q, flat, flat, weights, weights).compile()
+        elif spec["backward"]:
             jax.jit(gradient).lower(q, *arguments).compile()
         else:
             jax.jit(forward).lower(*arguments).compile()
@@ -95,6 +105,7 @@ def bundles(
     """Bundles of a step of the grid, by kernel: dcmha_forward, and with `backward` dcmha_delta and dcmha_gradients.
 
     Of a single tile, which is one image, a step is the image. Otherwise a step is one block of queries by one of keys.
+    A single query is one of decoding, by dcmha_decode: as much as reading a block of keys and of values takes at most.
 
     Raises:
       RuntimeError: the compiler refuses; the message is the end of what it says.
