@@ -75,9 +75,9 @@ def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:
         return jax.random.normal(next(keys), size, DTYPE)
 
     def weights() -> ComposeWeights:
-        inner = [more for _ in tokens for more in ((2,), (2,), ())]
-        sizes = [(shape.batch, tokens[i // 3], *more, shape.heads) for i, more in enumerate(inner)]
-        return ComposeWeights(*[0.3 * normal(*size) for size in sizes])
+        """In the order of its fields: q1, q2 and qg for each query, then k1, k2 and kg for each key."""
+        sides = [[normal(shape.batch, n, *inner, shape.heads) for inner in ((2,), (2,), ())] for n in tokens]
+        return ComposeWeights(*[0.3 * w for side in sides for w in side])
 
     qkv = [normal(shape.batch, n, shape.heads, shape.width) for n in (*tokens, tokens[1])]
     return (*qkv, weights(), weights()) if composed else (*qkv, None, None)

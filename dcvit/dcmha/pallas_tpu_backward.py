@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.pallas_tpu_case import Case, hidden_planes
+from dcvit.dcmha.pallas_tpu_case import Case, hidden_planes, specifications
 from dcvit.dcmha.pallas_tpu_tiles import (
     LOG2_E,
     Refs,
@@ -212,34 +212,6 @@ def gradient_kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None
                 out[0] = static[...]
 
 
-def specifications(case: Case, inputs: dict[str, Array], query_map: Any, key_map: Any) -> dict[str, Any]:
-    """Block specifications of the inputs; the maps give the block's number from the grid's last two indices."""
-    wide, narrow = case.heads * case.width, case.key_heads * case.width
-    specs: dict[str, Any] = {}
-    for name, x in inputs.items():
-        if name in ("q", "do"):
-            specs[name] = pl.BlockSpec((1, case.block_q, wide), lambda b, m, n: (b, query_map(m, n), 0))
-        elif name in ("k", "v"):
-            specs[name] = pl.BlockSpec((1, case.block_k, narrow), lambda b, m, n: (b, key_map(m, n), 0))
-        elif name == "wq":
-            specs[name] = pl.BlockSpec(
-                (1, case.block_q // 128, *x.shape[2:]), lambda b, m, n: (b, query_map(m, n), 0, 0)
-            )
-        elif name in ("lse", "delta"):
-            specs[name] = pl.BlockSpec((1, x.shape[1], case.block_q), lambda b, m, n: (b, 0, query_map(m, n)))
-        elif name == "wk":
-            specs[name] = pl.BlockSpec((1, case.block_k, x.shape[2]), lambda b, m, n: (b, key_map(m, n), 0))
-        elif name == "mask":
-            each = int(x.shape[0] > 1)
-            specs[name] = pl.BlockSpec(
-                (1, case.block_k, case.block_q),
-                lambda b, m, n, each=each: (b * each, key_map(m, n), query_map(m, n)),
-            )
-        else:
-            specs[name] = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return specs
-
-
 def tile_scratch(case: Case) -> dict[str, Any]:
     plane = (case.heads, case.block_k, case.block_q)
     scratch = {
@@ -283,16 +255,9 @@ def backward(case: Case, inputs: dict[str, Array], interpret: Any) -> dict[str, 
     for first in range(0, case.queries, case.part):
         part = case._replace(first_query=first, queries=min(case.part, case.queries - first))
         own = slice(first, first + part.blocks_q * part.block_q)
-        some = {
-            name: x[:, own]
-            if name in ("q", "do")
-            else x[:, own.start // 128 : own.stop // 128]
-            if name == "wq"
-            else x[..., own]
-            if name in ("lse", "delta", "mask")
-            else x
-            for name, x in inputs.items()
-        }
+        some = inputs | {name: inputs[name][:, own] for name in ("q", "do")}
+        some |= {name: inputs[name][..., own] for name in ("lse", "delta", "mask") if name in inputs}
+        some |= {name: inputs[name][:, first // 128 : own.stop // 128] for name in ("wq",) if name in inputs}
         results.append(gradients(part, some, interpret))
     if len(results) == 1:
         return results[0]

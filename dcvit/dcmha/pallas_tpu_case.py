@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 
 def quotient(a: Any, b: int) -> Any:
@@ -127,3 +128,31 @@ def hidden_planes(case: Case, form: Form | None) -> int:
     """How many hidden planes a compose has."""
     sides = [] if form is None else [(form.q, form.rank_q), (form.k, form.rank_k)]
     return case.groups * sum(rank for side, rank in sides if side.down is not None)
+
+
+def specifications(
+    case: Case, inputs: dict[str, Any], query_block: Any, key_block: Any, **own: Any
+) -> dict[str, pl.BlockSpec]:
+    """Block specifications of the inputs, by name.
+
+    The maps give the number of a block of queries or keys from the grid's indices, the first of which, the example, is
+    left out. An input may have a map of its `own`.
+    """
+    specs: dict[str, pl.BlockSpec] = {}
+    for name, x in inputs.items():
+        keys = own.get(name, key_block)
+        if name in ("q", "do"):
+            specs[name] = pl.BlockSpec((1, case.block_q, x.shape[2]), lambda b, *n: (b, query_block(*n), 0))
+        elif name in ("k", "v", "wk"):
+            specs[name] = pl.BlockSpec((1, case.block_k, x.shape[2]), lambda b, *n, keys=keys: (b, keys(*n), 0))
+        elif name == "wq":
+            block = 1, case.block_q // 128, *x.shape[2:]
+            specs[name] = pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))
+        elif name in ("lse", "delta"):
+            specs[name] = pl.BlockSpec((1, x.shape[1], case.block_q), lambda b, *n: (b, 0, query_block(*n)))
+        elif name == "mask":
+            block, each = (1, case.block_k, case.block_q), int(x.shape[0] > 1)
+            specs[name] = pl.BlockSpec(block, lambda b, *n, each=each, keys=keys: (b * each, keys(*n), query_block(*n)))
+        else:
+            specs[name] = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return specs

@@ -37,8 +37,8 @@ BLOCKS = (512, 256, 128)  # keys
 KEY_WISE = ("k1", "k2", "kg")
 
 
-class Case(NamedTuple):
-    """What is static of one attention."""
+class OneQuery(NamedTuple):
+    """What is static of one query's attention."""
 
     heads: int
     key_heads: int
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return row, slice(key_head * self.width, (key_head + 1) * self.width)
 
 
-def plan(q: Any, k: Any, pre: Any, post: Any, *, groups: int, scale: float, vmem: int) -> Case | None:
+def plan(q: Any, k: Any, pre: Any, post: Any, *, groups: int, scale: float, vmem: int) -> OneQuery | None:
     """The case with the largest blocks of keys that fit into `vmem` bytes, or None where none does."""
     keys, key_heads, width = k.shape[1:]
     heads, size = q.shape[2], k.dtype.itemsize
@@ -72,7 +72,7 @@ def plan(q: Any, k: Any, pre: Any, post: Any, *, groups: int, scale: float, vmem
     rows = sum(math.prod(x.shape[2:]) for x in key_wise)
     for block in BLOCKS:
         block = min(block, keys)
-        case = Case(heads, key_heads, width, keys, groups, block, scale, vmem)
+        case = OneQuery(heads, key_heads, width, keys, groups, block, scale, vmem)
         streamed = 2 * size * block * (2 * key_heads * width + rows)
         kept = 4 * heads * (case.blocks * block + 4 * key_heads * width)
         if streamed + kept + 8 * 2**20 <= vmem:  # the rest: what the compiler keeps of one block
@@ -124,7 +124,7 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(case: Case, interpret: Any, *arguments: Any) -> Array:
+def _attention(case: OneQuery, interpret: Any, *arguments: Any) -> Array:
     fused = functools.partial(step, case, interpret=interpret or False)
     if interpret is not None:
         return fused(*arguments)
@@ -132,11 +132,11 @@ def _attention(case: Case, interpret: Any, *arguments: Any) -> Array:
     return out
 
 
-def _forward(case: Case, interpret: Any, *arguments: Any) -> tuple[Array, Any]:
+def _forward(case: OneQuery, interpret: Any, *arguments: Any) -> tuple[Array, Any]:
     return _attention(case, interpret, *arguments), arguments
 
 
-def _backward(case: Case, interpret: Any, arguments: Any, cotangent: Array) -> tuple[Any, ...]:
+def _backward(case: OneQuery, interpret: Any, arguments: Any, cotangent: Array) -> tuple[Any, ...]:
     *differentiated, seen = arguments
     return *jax.vjp(functools.partial(elsewhere, case, seen=seen), *differentiated)[1](cotangent), None
 
@@ -144,7 +144,7 @@ def _backward(case: Case, interpret: Any, arguments: Any, cotangent: Array) -> t
 _attention.defvjp(_forward, _backward)
 
 
-def elsewhere(case: Case, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None) -> Array:
+def elsewhere(case: OneQuery, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None) -> Array:
     """The same by XLA."""
     out: Array = decode.attention(
         q, k, v, pre, post, causal=False, window=None, mask=seen, groups=case.groups, scale=case.scale
@@ -152,7 +152,7 @@ def elsewhere(case: Case, q: Array, k: Array, v: Array, pre: Any, post: Any, see
     return out
 
 
-def compose(case: Case, a: Array, refs: dict[str, Any], name: str) -> Array:
+def compose(case: OneQuery, a: Array, refs: dict[str, Any], name: str) -> Array:
     """C(a) of H×keys; of the compose `name`, "pre" or "post"."""
     if f"{name}_map" not in refs:
         return a
@@ -168,7 +168,7 @@ def compose(case: Case, a: Array, refs: dict[str, Any], name: str) -> Array:
     return out
 
 
-def over_groups(case: Case, a: Array) -> Array:
+def over_groups(case: OneQuery, a: Array) -> Array:
     """The sum of H×keys over the heads of each group, for each of these heads."""
     if case.groups == 1:
         return jnp.sum(a, axis=0, keepdims=True)
@@ -177,7 +177,7 @@ def over_groups(case: Case, a: Array) -> Array:
     return jnp.concatenate([jnp.broadcast_to(jnp.sum(x, axis=0, keepdims=True), x.shape) for x in parts], axis=0)
 
 
-def inside(case: Case, j: Any, x: Array, axis: int) -> Array:
+def inside(case: OneQuery, j: Any, x: Array, axis: int) -> Array:
     """Zero behind the last key, where the last block holds whatever is there."""
     if case.keys % case.block == 0:
         return x
@@ -185,7 +185,7 @@ def inside(case: Case, j: Any, x: Array, axis: int) -> Array:
     return jnp.where(key < case.keys, x, jnp.zeros_like(x))
 
 
-def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
+def kernel(case: OneQuery, names: tuple[str, ...], *arguments: Any) -> None:
     """A step (b, phase, j) takes a block of keys: in phase 0 to scores, in phase 1 to the output."""
     refs = dict(zip(names, arguments, strict=True))
     phase, j = pl.program_id(1), pl.program_id(2)
@@ -247,7 +247,9 @@ def softmax(x: Any) -> None:
     jax.lax.fori_loop(0, blocks, divide, None)
 
 
-def step(case: Case, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None, *, interpret: Any) -> Array:
+def step(
+    case: OneQuery, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None, *, interpret: Any
+) -> Array:
     """The kernel's call: see `attention`."""
     batch, last = q.shape[0], case.blocks - 1
     flat = case.key_heads * case.width

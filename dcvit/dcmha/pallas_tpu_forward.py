@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.pallas_tpu_case import Case
+from dcvit.dcmha.pallas_tpu_case import Case, specifications
 from dcvit.dcmha.pallas_tpu_tiles import (
     UNSEEN,
     Refs,
@@ -143,40 +143,21 @@ def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array
     slots = steps if keeps_scores(case, steps) else 1
     phases = 1 if steps == 1 else 2
 
-    def key_block(b: Any, i: Any, phase: Any, step: Any) -> Any:
+    def key_block(i: Any, phase: Any, step: Any) -> Any:
         return jnp.minimum(case.first_key_block(i) + step, case.last_key_block(i))
 
-    def k_map(b: Any, i: Any, phase: Any, step: Any) -> Any:
-        j = key_block(b, i, phase, step)
-        if slots > 1:  # the scores are kept, and the second phase needs no keys
-            j = jnp.where(phase == 0, j, case.last_key_block(i))
-        return b, j, 0
+    def of_k(i: Any, phase: Any, step: Any) -> Any:
+        block = key_block(i, phase, step)
+        if slots == 1:
+            return block
+        return jnp.where(phase == 0, block, case.last_key_block(i))  # the scores are kept, and phase 1 needs no keys
 
-    def v_map(b: Any, i: Any, phase: Any, step: Any) -> Any:
-        j = key_block(b, i, phase, step)
-        return b, j if phases == 1 else jnp.where(phase == 1, j, case.first_key_block(i)), 0
+    def of_v(i: Any, phase: Any, step: Any) -> Any:
+        block = key_block(i, phase, step)
+        return block if phases == 1 else jnp.where(phase == 1, block, case.first_key_block(i))
 
+    specs = specifications(case, inputs, lambda i, phase, step: i, key_block, k=of_k, v=of_v)
     block_q, block_k, wide = case.block_q, case.block_k, case.heads * case.width
-    narrow = case.key_heads * case.width
-    specs = {
-        "q": pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
-        "k": pl.BlockSpec((1, block_k, narrow), k_map),
-        "v": pl.BlockSpec((1, block_k, narrow), v_map),
-    }
-    if "wq" in inputs:
-        specs["wq"] = pl.BlockSpec((1, block_q // 128, *inputs["wq"].shape[2:]), lambda b, i, p, s: (b, i, 0, 0))
-    if "wk" in inputs:
-        specs["wk"] = pl.BlockSpec(
-            (1, block_k, inputs["wk"].shape[2]), lambda b, i, p, s: (b, key_block(b, i, p, s), 0)
-        )
-    for name in ("static_pre", "static_post"):
-        if name in inputs:
-            specs[name] = pl.BlockSpec(memory_space=pltpu.SMEM)
-    if "mask" in inputs:
-        one = inputs["mask"].shape[0] == 1
-        specs["mask"] = pl.BlockSpec(
-            (1, block_k, block_q), lambda b, i, p, s: (0 if one else b, key_block(b, i, p, s), i)
-        )
     scratch = {
         "x": pltpu.VMEM((slots, case.heads, block_k, block_q), jnp.float32),
         "w": pltpu.VMEM((case.heads, block_k, block_q), inputs["q"].dtype),
@@ -186,12 +167,11 @@ def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array
     scratch |= spread_scratch(case)
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
-    given = [name for name in specs if name in inputs]
     padded = inputs["q"].shape[1]
     return pl.pallas_call(
-        functools.partial(kernel, case, (*given, "o", "lse", *scratch)),
+        functools.partial(kernel, case, (*inputs, "o", "lse", *scratch)),
         grid=(batch, case.blocks_q, phases, steps),
-        in_specs=[specs[name] for name in given],
+        in_specs=list(specs.values()),
         out_specs=[
             pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
             pl.BlockSpec((1, case.heads, block_q), lambda b, i, p, s: (b, 0, i)),
@@ -206,7 +186,7 @@ def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array
         ),
         interpret=interpret,
         name="dcmha_forward",
-    )(*[inputs[name] for name in given])
+    )(*inputs.values())
 
 
 def keeps_scores(case: Case, steps: int) -> bool:
