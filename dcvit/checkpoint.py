@@ -203,6 +203,8 @@ class Checkpoints:
         """Raises CheckpointError where a tree or shape of a step differs from the given ones."""
         path = self.folder / str(step)
         for name in items:
+            if not (path / name).exists():
+                raise CheckpointError(f"{path} has no {name}")
             check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
 
     def _restore(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:

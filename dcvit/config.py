@@ -225,9 +225,10 @@ def _override(config: ConfigDict, override: str) -> None:
         target = target[part]
     if target is config and last not in config and not is_duration(last, DURATIONS):
         raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, known_keys())}")
-    value = _like(target.get(last), text, f"config.{path}")
     prefix, _, unit = last.rpartition("_")
-    if prefix and unit in UNITS:
+    timed = bool(prefix) and unit in UNITS  # a number, as `duration` checks
+    value = _like(None if timed else target.get(last), text, f"config.{path}")
+    if timed:
         for other in [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target]:
             del target[other]
     with target.ignore_type():

@@ -36,7 +36,7 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
             raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
         run = workdir.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = [(row["step"], _number(row["loss"])) for row in rows if "loss" in row]
-        left.plot(*zip(*losses, strict=True), color=f"C{i}", label=run)
+        left.plot(*zip(*losses, strict=True), color=f"C{i}", label=run, marker="." if len(losses) == 1 else None)
         seen = {name.rpartition("/")[2] for row in rows for name in row if "/" in name}
         metric = next((name for name in METRICS if name in seen), "loss")
         units.add(METRICS[metric][0])

@@ -1,5 +1,5 @@
 """Being told to stop. SIGTERM, once, saves the run and ends it with status 75, whatever its main thread is at: a step,
-a compilation, an evaluation, waiting for data. A second SIGTERM, or Ctrl-C, ends it at once.
+a compilation, an evaluation, waiting for data. Another SIGTERM, not right after it, or Ctrl-C, ends it at once.
 
 Python runs handlers of signals in the main thread, which cannot while it compiles. So a thread listens to the file
 that the interpreter writes each signal's number to, and another one saves.
@@ -8,11 +8,13 @@ that the interpreter writes each signal's number to, and another one saves.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from dcvit import distributed
@@ -20,6 +22,7 @@ from input_pipeline.errors import first_line
 
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
 INTERRUPTED, KILLED = 130, 143  # as the shell says of SIGINT and SIGTERM
+AGAIN_SECONDS = 2  # SIGTERMs less apart are one: `timeout` sends it to its child and then to the group
 POLL_SECONDS = 0.5  # how often one of several processes looks whether another was told
 
 
@@ -52,18 +55,18 @@ class Preemption:
         self.writer.close()
 
     def _listen(self) -> None:
-        told, stopping = 0, False
+        told, stopping = math.inf, False  # when SIGTERM came first
         while not self.ended.is_set():
             ready, _, _ = select.select([self.reader], [], [], POLL_SECONDS)
             for number in self.reader.recv(64) if ready else b"":
                 if number == signal.SIGINT:
                     self._at_once("interrupted", INTERRUPTED)
                 elif number == signal.SIGTERM:
-                    told += 1
-                    distributed.ask_to_stop()
-                    if told > 1:
+                    if time.monotonic() > told + AGAIN_SECONDS:
                         self._at_once("killed by a second SIGTERM", KILLED)
-            if not stopping and (told or distributed.stop_asked()):
+                    told = min(told, time.monotonic())
+                    distributed.ask_to_stop()
+            if not stopping and (told < math.inf or distributed.stop_asked()):
                 stopping = True
                 threading.Thread(target=self._stop, name="stop", daemon=True).start()
 

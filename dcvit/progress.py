@@ -47,10 +47,12 @@ class RunProgress:
         self.bar.start()
         self.choices.addHandler(self.lines)
         self.choices.setLevel(logging.INFO)
+        self.choices.propagate = False  # Orbax has absl give the root logger a handler of its own
         return self
 
     def __exit__(self, *_: object) -> None:
         self.choices.removeHandler(self.lines)
+        self.choices.propagate = True
         self.bar.stop()
 
     def line(self, text: str) -> None:

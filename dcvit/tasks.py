@@ -135,7 +135,9 @@ class TrainingData:
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise ConfigError(f"config.input.{key}={value!r} should be of type {expected.__name__}")
         self.batch_size, self.seed = options["batch_size"], config.seed
-        if self.batch_size < 1 or self.batch_size % (config.grad_accum * batch_shards(mesh)):
+        if self.batch_size < 1:
+            raise ConfigError(f"config.input.batch_size={self.batch_size} should be 1 or more")
+        if self.batch_size % (config.grad_accum * batch_shards(mesh)):
             raise ConfigError(
                 f"config.input.batch_size={self.batch_size} is no multiple of grad_accum {config.grad_accum} × "
                 f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"

@@ -70,20 +70,22 @@ def train(
         build.param_shapes(net, example)  # rows may be longer than those of training, or too long
     every = _durations(config, data, evaluators)
     keep_every = data.duration(config, "keep_ckpt", "config", default=None)
-    _check_store(config, workdir)
+    _check_profile(config, workdir, data.total_steps)
     known = folders.identity(data.source)
     saved = saved_steps(workdir)
     sizes = {"data": known, "steps": data.total_steps, "evaluations": list(evaluators)}
     distributed.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
     given = _given_params(config, shapes, resumes=bool(saved))
     with contextlib.ExitStack() as stack:
-        held = folders.held(workdir)
+        held = folders.held(workdir) if folders.begun(workdir, saved) else {}
         changed = folders.check(workdir, held, config, known, accept)
         if distributed.is_first():
             stack.enter_context(folders.Lock(workdir))
         distributed.wait_for_all("the workdir is ours")
         checkpoints = Checkpoints(workdir, keep=config.ckpt_keep, keep_every=keep_every)
         start = checkpoints.newest(config.on_corrupt) or 0
+        if start > data.total_steps:
+            raise ConfigError(f"{workdir} is at step {start}, beyond the {data.total_steps} steps of this config")
         resumed = checkpoints.about(start) if start else {}
         lost = {key: value for key, value in resumed.items() if key in ("config", "data") and key not in held}
         changed += folders.check(workdir, lost, config, known, accept)
@@ -152,8 +154,10 @@ def _check_best(config: ConfigDict, evaluators: Any) -> None:
         raise ConfigError(f"config.ckpt_best: no evaluation yields {metric!r}; {nearest(metric, known)}")
 
 
-def _check_store(config: ConfigDict, workdir: Folder) -> None:
-    """Raises ConfigError where a run is to write to a store what only a disk can hold."""
+def _check_profile(config: ConfigDict, workdir: Folder, total_steps: int) -> None:
+    """Raises ConfigError where a run is to trace steps that it has not, or to write a trace to a store."""
+    if config.profile and config.profile[0] > total_steps:
+        raise ConfigError(f"config.profile={tuple(config.profile)}: the run has {total_steps} steps")
     if not isinstance(workdir, Path) and config.profile:
         raise ConfigError(f"config.profile: a trace needs a folder of a disk, and --workdir is {workdir}")
 

@@ -23,7 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from dcvit import config as configs
-from dcvit import distributed
+from dcvit import distributed, metrics
 from dcvit.config import ConfigError
 from dcvit.files import Folder, replace
 from input_pipeline import InputError, Source
@@ -172,6 +172,11 @@ def check_accepted(accept: Sequence[str]) -> None:
     for name in accept:
         if name.partition(".")[0] not in known:
             raise ConfigError(f"--accept {name}; {nearest(name, known)}")
+
+
+def begun(workdir: Folder, saved: Sequence[int]) -> bool:
+    """Whether a workdir holds a run that has got somewhere: a checkpoint, or a row of metrics after step 0."""
+    return bool(saved) or any(row["step"] for row in metrics.read(workdir / "metrics.jsonl"))
 
 
 def held(workdir: Folder) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = {"DCViT": "dcmha", "ViT": "mha"}
+MARK = ".demo"  # the file by which a demo knows its own runs
 SHOWN = 5  # how many test images are written and predicted
 
 
@@ -21,6 +22,17 @@ def run(*command: object) -> None:
     done = subprocess.run([sys.executable, "-m", *map(str, command)])
     if done.returncode:
         sys.exit(done.returncode)
+
+
+def make_folder(workdir: Path) -> None:
+    """An empty folder for a run: an earlier demo's is removed, and what is not one ends the demo."""
+    if (workdir / MARK).exists():
+        shutil.rmtree(workdir)
+    elif workdir.exists():
+        print(f"error: {workdir} is not of an earlier demo; give another --out", file=sys.stderr)
+        sys.exit(2)
+    workdir.mkdir(parents=True)
+    (workdir / MARK).touch()
 
 
 def result(name: str, workdir: Path) -> dict[str, object]:
@@ -53,7 +65,7 @@ def write_images(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
     parser.add_argument("--epochs", type=int, default=120, help="passes over the training images (default 120)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/demo", help="where everything goes")
     args = parser.parse_args()
@@ -61,8 +73,7 @@ def main() -> None:
     out = Path(os.path.relpath(args.out.resolve(), ROOT))  # the commands run in the clone
     os.chdir(ROOT)
     for name in RUNS:
-        if (out / name / "metrics.jsonl").exists():  # an earlier demo's run, and nothing else
-            shutil.rmtree(out / name)
+        make_folder(out / name)
     for name, attention in RUNS.items():
         print(f"\ntraining {name}")
         config = f"configs/vit_digits.py:attention={attention},epochs={args.epochs}"

@@ -4,12 +4,11 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import time
 from pathlib import Path
 
-from demo import ROOT, run
+from demo import ROOT, make_folder, run
 
 RUNS = {"DCFormer++": "dcmha", "Transformer++": "mha"}
 PROMPT = "def main("
@@ -53,8 +52,7 @@ def main() -> None:
     os.chdir(ROOT)
     workdirs = {name: [out / f"{name}-seed{seed}" for seed in args.seeds] for name in RUNS}
     for workdir in [workdir for each in workdirs.values() for workdir in each]:
-        if (workdir / "metrics.jsonl").exists():  # an earlier demo's run, and nothing else
-            shutil.rmtree(workdir)
+        make_folder(workdir)
     for i, seed in enumerate(args.seeds):
         for name, attention in RUNS.items():
             print(f"\ntraining {name}, seed {seed}")

@@ -364,7 +364,8 @@ CONFIG = {
     "all label smoothing": Row(vit(label_smoothing=1.0), "config.label_smoothing=1.0 should be in [0, 1)"),
     "clipping to nothing": Row(vit(grad_clip_norm=0.0), "config.grad_clip_norm=0.0 should be finite and above 0"),
     "batch size in words": Row(vit(input__batch_size="'64'"), "config.input.batch_size"),
-    "batch of nothing": Row(vit(input__batch_size=0), "config.input.batch_size=0"),
+    "batch of nothing": Row(vit(input__batch_size=0), "config.input.batch_size=0 should be 1 or more"),
+    "trace of steps that there are not": Row(vit(profile="(9,10)"), "config.profile=(9, 10): the run has"),
     "a dict that is a number": Row(vit(model=3), "config.model=3 should be of type ConfigDict, not int"),
     "an optimiser's argument in words": Row(vit(optax__b1="much"), "b1"),
     "schedule that ends in words": Row(vit(schedule__end="low"), "end='low' should be of type float"),
@@ -504,6 +505,9 @@ CHECKPOINTS = {
     ),
     "starting from damaged weights": Row(
         after(damage(2, "ema"), lambda at: vit(model_init=at.vit)(at)), "is not what was saved"
+    ),
+    "fewer steps than are done": Row(
+        resume("--accept", "total_steps", total_steps=1), "is at step 2, beyond the 1 steps of this config"
     ),
     "seal that is missing": Row(after(remove("checkpoints/2/SHA256SUMS"), resume()), "SHA256SUMS"),
     "seal that is missing, evaluated": Row(after(remove("checkpoints/2/SHA256SUMS"), evaluate()), "SHA256SUMS"),

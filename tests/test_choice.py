@@ -11,6 +11,7 @@ from test_blockwise import problem
 from dcvit import dcmha
 from dcvit.dcmha import choice
 from dcvit.models import sharded_attention
+from dcvit.progress import RunProgress
 
 SHAPE = jax.ShapeDtypeStruct((2, 256, 4, 8), jnp.float32)
 OPTIONS = {"causal": False, "window": None, "mask": None, "groups": 1}
@@ -49,6 +50,28 @@ def test_a_refusal_moves_the_choice_on_but_a_named_implementation_raises(monkeyp
     arguments, _, _ = problem(16, 16, "s")
     with pytest.raises(ValueError, match=r"pallas_gpu does not take this: .*static"):
         dcmha.attention(*arguments, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("blockwise", "as asked for"), ("pallas_tpu", "interpreted, slowly"), ("pallas_gpu", "interpreted, slowly")],
+)
+def test_a_named_implementation_is_said_too(name, said, caplog):
+    arguments, _, _ = problem(16, 16, "qk")
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        jax.eval_shape(lambda *args: dcmha.attention(*args, implementation=name), *arguments)
+    assert [message for message in caplog.messages if f"attention: {name} on cpu" in message and said in message]
+
+
+def test_a_run_shows_each_choice_once(capsys, caplog):
+    """Not once more by what other libraries add to the root logger."""
+    with RunProgress("run", 1):
+        choice.choose(SHAPE, SHAPE, SHAPE, None, None, **OPTIONS)
+    assert capsys.readouterr().out.count("attention: blockwise") == 1
+    assert not caplog.messages
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        choice.choose(SHAPE, SHAPE, SHAPE, None, None, **OPTIONS)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])

@@ -69,7 +69,9 @@ def test_the_main_thread_need_not_take_part(tmp_path, moment, saved):
     process = start(STUCK, moment, *words(workdir))
     until(process, "stuck")
     sent = time.monotonic()
-    process.send_signal(signal.SIGTERM)
+    for _ in range(2):  # as `timeout` does, to the child and to its group
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
     _, err = process.communicate(timeout=50)
     assert process.returncode == preemption.SAVED, err
     assert time.monotonic() - sent < 40
@@ -103,7 +105,7 @@ def test_the_impatient_end_it_at_once_and_keep_the_last_checkpoint(tmp_path, sen
     until(process, "stuck")
     for number in sent:
         process.send_signal(number)
-        time.sleep(1)
+        time.sleep(preemption.AGAIN_SECONDS + 0.5)
     _, err = process.communicate(timeout=20)
     assert process.returncode == status, err
     assert Checkpoints(workdir).newest() in (3, 4)

@@ -8,7 +8,7 @@ import pytest
 from test_train import same
 
 from dcvit import config as configs
-from dcvit import metrics, workdir
+from dcvit import loop, metrics, workdir
 from dcvit.checkpoint import load_params, saved_steps
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -77,6 +77,16 @@ def test_where_the_config_is_gone_the_checkpoint_says_what_the_run_is(digits_run
     assert digits_run()[0] == 0
 
 
+def test_a_start_that_got_nowhere_claims_nothing(digits_run, monkeypatch):
+    """As of one whose batch was too large for the memory: the next command need not name what it mended."""
+    with monkeypatch.context() as broken:
+        broken.setattr(loop.Loop, "_advance", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
+        assert digits_run(seed=1)[0] == 2
+    status, folder = digits_run()
+    assert (status, configs.read_json(folder / "config.json").seed) == (0, 0)
+    assert digits_run(seed=1)[0] == 2
+
+
 def test_a_difference_that_is_accepted_is_said_and_becomes_the_runs_own(digits_run, capsys, monkeypatch):
     from dcvit import cli
 
@@ -92,6 +102,9 @@ def test_a_difference_that_is_accepted_is_said_and_becomes_the_runs_own(digits_r
     assert configs.read_json(folder / "config.json").total_steps == 8
     accepted = []
     assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8)[0] == 0
+    accepted = ["--accept", "ema_decay"]
+    assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8, ema_decay=0.5)[0] == 2
+    assert "checkpoints/8 has no ema" in capsys.readouterr().err
     accepted = ["--accept", "sead"]
     assert digits_run()[0] == 2
     assert "--accept sead; did you mean 'seed'" in capsys.readouterr().err

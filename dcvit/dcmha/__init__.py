@@ -88,6 +88,10 @@ def attention(
         implementation = choice.choose(q, k, v, pre, post, **case)
     elif reason := choice.refusal(implementation, q, k, v, pre, post, **case):
         raise ValueError(f"{implementation} does not take this: {reason}")
+    else:
+        slow = implementation in ("pallas_tpu", "pallas_gpu") and not implementation.endswith(choice.platform())
+        why = ", as asked for" + (": interpreted, slowly" if slow else "")
+        choice.log(implementation, q, k, pre, post, window, why)
     out: Array = choice.load(implementation).attention(
         q, k, v, pre, post, **case, scale=1 / math.sqrt(width) if scale is None else scale
     )

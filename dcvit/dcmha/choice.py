@@ -54,8 +54,15 @@ def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
         names = ()
     reasons = {name: refusal(name, q, k, v, pre, post, **case) for name in names}
     chosen = next((name for name, reason in reasons.items() if reason is None), "reference")
-    composed = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
-    window = f", window {case['window']}" if case["window"] is not None else ""
     refused = "".join(f"; not {name}: {reason}" for name, reason in reasons.items() if reason)
-    LOG.info(f"attention: {chosen} on {here} for {q.dtype}{list(q.shape)}, {keys} keys, {composed}{window}{refused}")
+    log(chosen, q, k, pre, post, case["window"], refused)
     return chosen
+
+
+def log(name: str, q: Any, k: Any, pre: Any, post: Any, window: int | None, why: str) -> None:
+    """One line of which implementation attends to what, and `why`."""
+    composed = " and ".join(side for side, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
+    seen = f", window {window}" if window is not None else ""
+    LOG.info(
+        f"attention: {name} on {platform()} for {q.dtype}{list(q.shape)}, {k.shape[1]} keys, {composed}{seen}{why}"
+    )
