@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha.shapes import Array, Float
@@ -21,17 +21,30 @@ BATCH = ("fsdp", "data")
 def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
     """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
 
-    A dimension stays whole where its axes do not divide it. Without a mesh, or on one device, `x` as it is.
+    A dimension stays whole where its axes do not divide it, or are not the mesh's. Without a mesh to place on (see
+    `placing`) `x` as it is.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not (mesh := placing()):
         return x
     return jax.lax.with_sharding_constraint(x, P(*divided(x.shape, axes, mesh)))
 
 
+def placing() -> AbstractMesh | None:
+    """The mesh in force, or None where there is nothing to place: no mesh, one device, or axes that are placed by hand,
+    as inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = any(kind != AxisType.Auto for kind in mesh.axis_types)
+    return None if mesh.empty or mesh.size == 1 or by_hand else mesh
+
+
 def divided(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
-    """`axes`, but None for a dimension that they do not divide."""
-    return [axis if size % axis_size(mesh, axis) == 0 else None for size, axis in zip(shape, axes, strict=True)]
+    """`axes`, but None for a dimension that they do not divide, and without those that the mesh has not."""
+    found: list[Any] = []
+    for size, axis in zip(shape, axes, strict=True):
+        names = tuple(name for name in axis_names(axis) if name in mesh.shape)
+        known = axis if names == axis_names(axis) else names or None
+        found.append(known if size % axis_size(mesh, known) == 0 else None)
+    return found
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axis: Any) -> int:

@@ -174,6 +174,8 @@ def test_plain_attention_is_jaxs_own():
         ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; known: reference, blockwise"),
+        ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected heads and keys, found"),
+        ({"scale": "small"}, "scale should be a number"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change, message):
@@ -182,3 +184,24 @@ def test_arguments_that_do_not_fit_are_named(change, message):
         change["mask"] = jnp.zeros((1, 1, 5, 5)) if change["mask"] == "float" else jnp.ones(change["mask"], bool)
     with pytest.raises(ValueError, match=message):  # the function itself, without the annotations the tests execute
         inspect.unwrap(attention)(**arrays, **change)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("shape", [(0, 5, 4, 8), (0, 1, 4, 8), (2, 0, 4, 8)])
+def test_no_examples_and_no_queries_yield_nothing(shape, implementation):
+    q, k = jnp.zeros(shape), jnp.zeros((shape[0], 5, 4, 8))
+    assert attention(q, k, k, implementation=implementation).shape == shape
+
+
+def test_a_traced_scale_is_refused():
+    q = jnp.zeros((2, 5, 4, 8))
+    with pytest.raises(ValueError, match="known when the program is traced"):
+        jax.jit(lambda scale: inspect.unwrap(attention)(q, q, q, scale=scale))(0.3)
+    given = inspect.unwrap(attention)(q, q, q, scale=jnp.float32(0.25))
+    np.testing.assert_array_equal(given, attention(q, q, q, scale=0.25))
+
+
+def test_weights_without_a_branch_are_none():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 140, 4, 8))
+    none = ComposeWeights()
+    np.testing.assert_array_equal(attention(q, k, v, none, none, window=2), attention(q, k, v, window=2))

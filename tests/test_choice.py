@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from test_blockwise import problem
 
 from dcvit import dcmha
-from dcvit.dcmha import choice
+from dcvit.dcmha import choice, pallas_tpu
 from dcvit.models import sharded_attention
+from dcvit.models.attention import Attention
 from dcvit.progress import RunProgress
 
 SHAPE = jax.ShapeDtypeStruct((2, 256, 4, 8), jnp.float32)
@@ -48,19 +51,30 @@ def test_a_refusal_moves_the_choice_on_but_a_named_implementation_raises(monkeyp
         assert choice.choose(q, q, q, None, None, **OPTIONS) == "blockwise"
     assert "not pallas_tpu: " in caplog.messages[0]
     arguments, _, _ = problem(16, 16, "s")
+    with pytest.raises(ValueError, match=r"pallas_gpu does not take this: it is for GPUs, and this is a TPU"):
+        dcmha.attention(*arguments, implementation="pallas_gpu")
+    monkeypatch.setattr(choice, "platform", lambda: "gpu")
     with pytest.raises(ValueError, match=r"pallas_gpu does not take this: .*static"):
         dcmha.attention(*arguments, implementation="pallas_gpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("blockwise", "as asked for"), ("pallas_tpu", "interpreted, slowly"), ("pallas_gpu", "interpreted, slowly")],
-)
-def test_a_named_implementation_is_said_too(name, said, caplog):
+def test_a_named_implementation_is_said_too(caplog):
     arguments, _, _ = problem(16, 16, "qk")
     with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
-        jax.eval_shape(lambda *args: dcmha.attention(*args, implementation=name), *arguments)
-    assert [message for message in caplog.messages if f"attention: {name} on cpu" in message and said in message]
+        jax.eval_shape(lambda *args: dcmha.attention(*args, implementation="blockwise"), *arguments)
+    assert caplog.messages[0].startswith("attention: blockwise on cpu")
+    assert caplog.messages[0].endswith("as asked for")
+
+
+@pytest.mark.parametrize(("kind", "x64"), [("TPU v4", False), ("TPU v5 lite", True)])
+@pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
+def test_a_tpu_that_no_kernel_was_compiled_for_gets_none(kind, x64, queries, name, monkeypatch, caplog):
+    monkeypatch.setattr(choice, "platform", lambda: "tpu")
+    monkeypatch.setattr(pallas_tpu, "device_kind", lambda: kind)
+    q = jax.ShapeDtypeStruct((2, queries, 4, 8), jnp.float32)
+    with jax.enable_x64(x64), caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        assert choice.choose(q, SHAPE, SHAPE, WEIGHTS, WEIGHTS, **OPTIONS) == name
+    assert ("64-bit" if x64 else "this is a TPU v4") in caplog.messages[0]
 
 
 def test_a_run_shows_each_choice_once(capsys, caplog):
@@ -105,3 +119,20 @@ def check_on_a_mesh(implementation, arguments, d_out, options):
         found = jax.jit(both, static_argnums=0)(sharded_attention.attention, d_out, *arguments)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.parametrize(("sizes", "names"), [((4,), ("data",)), ((2, 2), ("data", "model")), ((4,), ("x",))])
+def test_the_layer_works_on_meshes_of_others(sizes, names):
+    layer, x = Attention(4, compose="both"), jax.random.normal(jax.random.key(0), (4, 9, 16))
+    params = layer.init(jax.random.key(1), x)
+    with jax.set_mesh(jax.make_mesh(sizes, names, (AxisType.Auto,) * len(sizes), devices=jax.devices()[:4])):
+        found = jax.jit(layer.apply)(params, x)
+        if "data" in names:  # and where a user maps over shards
+            mapped = jax.shard_map(layer.apply, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+            np.testing.assert_allclose(jax.jit(mapped)(params, x), found, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found, layer.apply(params, x), rtol=0, atol=1e-5)
+
+
+def test_a_rotary_embedding_of_other_tokens_is_refused():
+    with pytest.raises(ValueError, match="of the same tokens"):
+        Attention(4, rotary=2).init(jax.random.key(0), jnp.zeros((2, 5, 16)), jnp.zeros((2, 7, 16)))

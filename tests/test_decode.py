@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha import cache as decode_cache
 from dcvit.models import lm
+from dcvit.models.attention import Attention, Progress
 
 VOCAB, WINDOW, CONTEXT = 7, 4, 18
 PROMPTS = (1, 3, 9, 6)  # lengths: one token, less than a window, several windows
@@ -115,6 +117,28 @@ def test_all_that_is_cached_of_a_compose_is_used():
             weights = getattr(last, where)
             without = last._replace(**{where: weights._replace(**{name: getattr(weights, name) * 0})})
             assert float(jnp.abs(step(tokens[:, :1], without) - logits).max()) > 1e-4, f"{where}.{name}"
+
+
+def test_a_mask_holds_while_decoding_too():
+    """Against the whole sequence, in which a token is hidden from all others; and a cache alone is refused."""
+    layer, x = Attention(4, causal=True, compose="both"), jax.random.normal(jax.random.key(0), (2, 6, 16))
+    params = layer.init(jax.random.key(1), x)
+    seen = jnp.ones((2, 1, 6, 6), bool).at[1, :, :, 2].set(False)
+    cache = jax.tree.map(lambda leaf: jnp.zeros((2, 6, *leaf.shape[2:])), (x, x, *weights_of(layer, params, x)))
+    cache = decode_cache.Cache(*cache)
+    for t in range(6):
+        at = Progress(jnp.full(2, t), jnp.ones(2, jnp.int32), jnp.zeros(2, jnp.int32))
+        out, cache = layer.apply(params, x[:, t : t + 1], mask=seen[:, :, t : t + 1], cache=cache, progress=at)
+    np.testing.assert_allclose(out, layer.apply(params, x, mask=seen)[:, -1:], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="a cache needs progress"):
+        layer.apply(params, x[:, :1], cache=cache)
+
+
+def weights_of(layer, params, x):
+    """What a cache holds of the key-wise weights of both composes, for tokens like `x`."""
+    ranks = jnp.zeros((*x.shape[:2], layer.rank, layer.num_heads))
+    one = decode_cache.key_wise(ComposeWeights(k1=ranks, k2=ranks, kg=ranks[:, :, 0]))
+    return one, one
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -14,10 +14,10 @@ from dcvit.dcmha import ComposeWeights, pallas_gpu, reference
 from dcvit.models.presets import PRESETS
 
 
-def problem(*, queries, keys, heads=2, key_heads=2, width=16, rank=2, groups=1, branches=("qkpg", "qkpg")):
-    """Random q, k, v, pre, post and output cotangent of one example, float32."""
+def problem(*, queries, keys, batch=1, heads=2, key_heads=2, width=16, rank=2, groups=1, branches=("qkpg", "qkpg")):
+    """Random q, k, v, pre, post and output cotangent, float32."""
     rng = np.random.default_rng(0)
-    sizes = {"batch": 1, "queries": queries, "keys": keys, "heads": heads, "rank": rank, "groups": groups}
+    sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "rank": rank, "groups": groups}
 
     def array(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -28,8 +28,9 @@ def problem(*, queries, keys, heads=2, key_heads=2, width=16, rank=2, groups=1, 
         fields = oracle.random_weights(rng, names, **sizes)
         return ComposeWeights(**{k: None if x is None else jnp.asarray(x, jnp.float32) for k, x in fields.items()})
 
-    q, k, v = array(1, queries, heads, width), array(1, keys, key_heads, width), array(1, keys, key_heads, width)
-    return (q, k, v, weights(branches[0]), weights(branches[1])), array(1, queries, heads, width)
+    k, v = (array(batch, keys, key_heads, width) for _ in range(2))
+    q, cotangent = (array(batch, queries, heads, width) for _ in range(2))
+    return (q, k, v, weights(branches[0]), weights(branches[1])), cotangent
 
 
 def check(inputs, cotangent, *, dtype=jnp.float32, tolerance=3e-5, groups=1, **options):
@@ -57,9 +58,16 @@ def test_float32_with_grouped_queries_and_padding():
     check(inputs, cotangent)
 
 
+def test_plain_attention_of_examples_with_masks_of_their_own(monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "WARPGROUPS", 1)
+    inputs, cotangent = problem(queries=8, keys=20, batch=2, branches=(None, None))
+    check(inputs, cotangent, mask=jnp.asarray(np.random.default_rng(1).random((2, 1, 1, 20)) > 0.3))
+
+
 def test_groups(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "WARPGROUPS", 1)
-    inputs, cotangent = problem(queries=8, keys=8, heads=4, key_heads=4, rank=1, groups=2, branches=("qp", None))
+    sizes = dict(queries=8, keys=8, heads=4, key_heads=4, rank=1, groups=2)
+    inputs, cotangent = problem(**sizes, branches=("qp", None))
     check(inputs, cotangent, groups=2)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import ComposeWeights, pallas_tpu, reference
@@ -19,11 +20,14 @@ CASES = {  # small, since each access to VMEM is a call of the interpreter
     "images": {"queries": 10, "keys": 10, "batch": 2},
     "cross, groups, padding": {"queries": 12, "keys": 21, "heads": 4, "groups": 2, "mask": (1, 1, 1, 21)},
     "causal, shared keys, static": {"queries": 8, "keys": 8, "key_heads": 1, "causal": True, "branches": "qkpgs"},
-    "blocks, causal, parts": {"queries": 132, "keys": 40, "causal": True, "tile": (128, 16, 128)},
+    "blocks, causal, parts": {"queries": 132, "keys": 40, "batch": 2, "causal": True, "tile": (128, 16, 128)},
     "blocks, window": {"queries": 132, "keys": 132, "window": 20, "tile": (128, 48), "branches": "qg"},
-    "blocks, mask, static": {"queries": 12, "keys": 40, "mask": (1, 1, 12, 40), "tile": (128, 16), "branches": "s"},
-}
-INTERPRETERS = {"races": pltpu.InterpretParams(detect_races=True), "plain": True}
+    "blocks, masks, static": {
+        "queries": 12, "keys": 40, "batch": 2, "mask": (2, 1, 12, 40), "tile": (128, 16), "branches": "s",
+    },
+}  # fmt: skip
+# On two cores, as a chip may have; on one nothing would race.
+INTERPRETERS = {"races": pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2), "plain": True}
 
 
 def make_case(
@@ -86,15 +90,37 @@ def compare(monkeypatch, case, interpret, dtype=jnp.float32, **changes):
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_forward_and_backward_without_races(monkeypatch, name):
+    watched = watch_races(monkeypatch)
     found = compare(monkeypatch, CASES[name], INTERPRETERS["races"])
     assert worst(found) < 2e-5, found
-    assert not pltpu_races()
+    assert len(watched) == (3 if "blocks" in name else 2) + ("parts" in name)
+    assert not any(kernel.races_found for kernel in watched)
 
 
-def pltpu_races():
+def watch_races(monkeypatch):
+    """A list to which each kernel that is interpreted from now on adds what it finds of races."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    return interpret_pallas_call.races is not None and interpret_pallas_call.races.races_found
+    watched, state = [], interpret_pallas_call.RaceDetectionState
+    monkeypatch.setattr(
+        interpret_pallas_call, "RaceDetectionState", lambda **options: watched.append(state(**options)) or watched[-1]
+    )
+    return watched
+
+
+def test_a_race_would_be_seen(monkeypatch):
+    """Two cores that write to one block."""
+
+    def kernel(x, out):
+        out[...] = x[0]
+
+    watched = watch_races(monkeypatch)
+    pl.pallas_call(
+        kernel, grid=(2,), in_specs=[pl.BlockSpec((1, 8, 128), lambda i: (i, 0, 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)), out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)), interpret=INTERPRETERS["races"],
+    )(jnp.ones((2, 8, 128)))  # fmt: skip
+    assert [kernel.races_found for kernel in watched] == [True]
 
 
 @pytest.mark.parametrize(

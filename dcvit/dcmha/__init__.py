@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import choice
@@ -47,9 +49,10 @@ def attention(
       mask: True where a query may see a key; the same for every head, since a composed head sees what
         its peers see. Combined with `causal` and `window`. A query that sees nothing yields zeros.
       groups: heads compose inside each of this many equal groups (Section 3.2).
-      scale: multiplies q·k; 1/sqrt(D) by default.
+      scale: multiplies q·k, a number known when the program is traced; 1/sqrt(D) by default.
       implementation: None picks the fastest one for platform, shape and dtype (`dcvit.dcmha.choice`); a name from
-        `IMPLEMENTATIONS` forces that one.
+        `IMPLEMENTATIONS` forces that one. All have gradients; forward-mode derivatives (`jax.jvp`) only "reference"
+        and "decode".
 
     Returns:
       The heads' outputs in q's dtype. Softmax and its statistics are float32 whatever the inputs.
@@ -58,10 +61,34 @@ def attention(
       ValueError: shapes that do not fit each other, `groups` that does not divide the heads, a window
         below 1, an implementation that does not exist or does not take the case. The message states the sizes.
     """
+    scale = check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
+    if q.size == 0:
+        return jnp.zeros_like(q)
+    case = {"causal": causal, "window": window, "mask": mask, "groups": groups}
+    if implementation is None:
+        implementation = choice.choose(q, k, v, pre, post, **case)
+    elif reason := choice.refusal(implementation, q, k, v, pre, post, **case):
+        raise ValueError(f"{implementation} does not take this: {reason}")
+    else:
+        choice.log(implementation, q, k, pre, post, window, ", as asked for")
+    out: Array = choice.load(implementation).attention(q, k, v, pre, post, **case, scale=scale)
+    return out
+
+
+def check_arguments(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, window: int | None,
+    mask: Array | None, groups: int, scale: Any,
+) -> float:  # fmt: skip
+    """Raises ValueError for arguments of `attention` that do not fit each other; returns the scale."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
     batch, queries, heads, width = q.shape
     keys, key_heads = k.shape[1:3]
+    if not (heads and keys and width and key_heads):
+        raise ValueError(f"expected heads and keys, found q {q.shape} and k {k.shape}")
     if heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
     if groups < 1 or heads % groups:
@@ -81,18 +108,7 @@ def attention(
     for weights in (pre, post):
         if weights is not None:
             check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    case = {"causal": causal, "window": window, "mask": mask, "groups": groups}
-    if implementation is None:
-        implementation = choice.choose(q, k, v, pre, post, **case)
-    elif reason := choice.refusal(implementation, q, k, v, pre, post, **case):
-        raise ValueError(f"{implementation} does not take this: {reason}")
-    else:
-        slow = implementation in ("pallas_tpu", "pallas_gpu") and not implementation.endswith(choice.platform())
-        why = ", as asked for" + (": interpreted, slowly" if slow else "")
-        choice.log(implementation, q, k, pre, post, window, why)
-    out: Array = choice.load(implementation).attention(
-        q, k, v, pre, post, **case, scale=1 / math.sqrt(width) if scale is None else scale
-    )
-    return out
+    try:
+        return 1 / math.sqrt(width) if scale is None else float(scale)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise ValueError("scale should be a number that is known when the program is traced") from None

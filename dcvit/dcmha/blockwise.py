@@ -69,7 +69,8 @@ def attention(
     groups: int,
     scale: float,
 ) -> Float[Array, "B T H D"]:
-    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
+    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least; `scale` is
+    multiplied into q, in its dtype."""
     wide = statistics_dtype(q.dtype)
     options = Options(causal, window, groups)
     queries, rows = q.shape[1], _end(segments(q.shape[1], k.shape[1], options))

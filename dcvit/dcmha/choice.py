@@ -32,7 +32,11 @@ def load(name: str) -> Any:
 
 
 def refusal(name: str, *args: Any, **case: Any) -> str | None:
-    """Why an implementation does not take the case, or None where it does. Arguments: as of `dcvit.dcmha.attention`."""
+    """Why an implementation does not take the case here, or None where it does. Arguments: as of
+    `dcvit.dcmha.attention`."""
+    here = platform()
+    if name.startswith("pallas_") and not name.startswith(f"pallas_{here}"):
+        return f"it is for {name.split('_')[1].upper()}s, and this is a {here.upper()}"
     refuses = getattr(load(name), "refuses", None)
     reason: str | None = refuses(*args, **case) if refuses else None
     return reason

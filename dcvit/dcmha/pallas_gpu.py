@@ -36,6 +36,7 @@ from dcvit.dcmha.pallas_gpu_tiles import INVISIBLE, QUERIES, Branch, Tiling
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16  # keys of a warpgroup's tile: planes of hidden states fill its registers
+HOPPER = "9.0"  # the compute capability of H100 and H200
 WARPGROUPS = 2  # side by side along the keys, sharing the queries in shared memory
 STAGES = 4  # heads in flight, fewer where shared memory is short
 ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a rectangle
@@ -67,6 +68,9 @@ def refuses(
 ) -> str | None:  # fmt: skip
     """One line on why these kernels cannot take such arguments, or None. Reads shapes and dtypes only."""
     del causal, window, mask
+    capability = getattr(jax.devices()[0], "compute_capability", HOPPER)
+    if capability != HOPPER:
+        return f"the GPU kernels are for Hopper GPUs (compute capability {HOPPER}), found {capability}"
     if q.dtype not in (jnp.bfloat16, jnp.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
         return (
             f"the GPU kernels take bfloat16 or float32 q, k and v of one dtype, found {q.dtype}, {k.dtype}, {v.dtype}"

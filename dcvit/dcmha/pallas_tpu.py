@@ -37,14 +37,17 @@ from dcvit.dcmha.pallas_tpu_tiles import LOG2_E
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 STRIP = 8  # keys of a strip: one register
-# What a kernel may take of the 128 MiB of VMEM that a v5e or v6e has, or of the 64 MiB of others.
-VMEM = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU": 60 * 2**20}
+# What a kernel may take of the 128 MiB of VMEM that a v5e or v6e has, or of the 64 MiB of a v5p: those that the kernels
+# have been compiled for.
+VMEM = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20}
 
 
 def refuses(
     q: Any, k: Any, v: Any, pre: Any, post: Any, *, causal: Any, window: Any, mask: Any, groups: Any
 ) -> str | None:
     """One line why these arguments cannot be taken, or None. Only shapes and dtypes are read."""
+    if reason := refuses_all():
+        return reason
     for x in (q, k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"the TPU kernel takes float32 and bfloat16, found {x.dtype}"
@@ -81,7 +84,6 @@ def attention(
     reason = refuses(q, k, v, pre, post, causal=causal, window=window, mask=mask, groups=groups)
     if reason:
         raise ValueError(reason)
-    pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
     case = plan(
         q, k, pre, post, causal=causal, window=window, masked=mask is not None, groups=groups, scale=scale,
         vmem=vmem_limit(),
@@ -241,12 +243,28 @@ def unpack(case: Case, grads: dict[str, Array], pre: Any, post: Any) -> tuple[An
     return dpre, dpost
 
 
-def vmem_limit() -> int:
-    """How much VMEM a kernel may use: of the chips of the mesh in force, or of this host's; enough for any where both
-    say nothing, as on a host without TPUs."""
+def refuses_all() -> str | None:
+    """Why no TPU kernel of this package can be used here, or None."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return "the TPU kernels are not for 64-bit mode (jax_enable_x64)"
+    kind = device_kind()
+    if kind.startswith("TPU") and not kind.startswith(tuple(VMEM)):
+        return f"the TPU kernels have been compiled for v5e, v5p and v6e, and this is a {kind}"
+    return None
+
+
+def device_kind() -> str:
+    """Of the chips of the mesh in force, or of this host's."""
     mesh = jax.sharding.get_abstract_mesh()
     device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
-    return next((size for kind, size in VMEM.items() if device.device_kind.startswith(kind)), min(VMEM.values()))
+    kind: str = device.device_kind
+    return kind
+
+
+def vmem_limit() -> int:
+    """How much VMEM a kernel may use; enough for any chip on a host without TPUs."""
+    kind = device_kind()
+    return next((size for known, size in VMEM.items() if kind.startswith(known)), min(VMEM.values()))
 
 
 def unrolled(heads: int, keys: int) -> int:

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.pallas_tpu import vmem_limit
+from dcvit.dcmha.pallas_tpu import refuses_all, vmem_limit
 from dcvit.dcmha.pallas_tpu_tiles import UNSEEN, dot
 from dcvit.dcmha.reference import visible
 from dcvit.dcmha.shapes import Array, Bool, Float
@@ -84,6 +84,8 @@ def refuses(
     q: Any, k: Any, v: Any, pre: Any, post: Any, *, causal: Any, window: Any, mask: Any, groups: Any
 ) -> str | None:
     """One line why these arguments cannot be taken, or None. Only shapes and dtypes are read."""
+    if reason := refuses_all():
+        return reason
     if q.shape[1] != 1:
         return f"it takes one query, found {q.shape[1]}"
     if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:

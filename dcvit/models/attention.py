@@ -145,7 +145,7 @@ class Attention(nn.Module):
 
         Args:
           x_q, x_kv: the inputs of queries, and of keys and values.
-          mask: see `dcvit.dcmha.attention`.
+          mask: see `dcvit.dcmha.attention`; of one token and a cache, S are its slots.
           positions: of the tokens, for a rotary embedding; 0 … T-1 by default.
           cache: what is known of the tokens before; `progress` says of how many. Several tokens at once go into an
             empty cache only.
@@ -154,12 +154,16 @@ class Attention(nn.Module):
           The output B T M; with `cache`, a pair of it and the cache with these tokens.
 
         Raises:
-          ValueError: a field's value is not one of those listed above, or heads, key heads, groups and
-            width do not divide as they must.
+          ValueError: a field's value is not one of those listed above, heads, key heads, groups and width do not
+            divide as they must, or the arguments do not go together.
         """
         x_kv = x_q if x_kv is None else x_kv
         width = x_q.shape[-1]
         self._check(width)
+        if (cache is None) != (progress is None):
+            raise ValueError("a cache needs progress, and progress a cache")
+        if self.rotary and x_kv is not x_q:
+            raise ValueError("a rotary embedding needs queries and keys of the same tokens")
         # What flows back from the dynamic projections of all heads is whole on every device; what flows back from a
         # device's own heads is a part of a sum. A copy, taken first, keeps them apart: one exchange sums the parts.
         inputs = {"qk": x_q} if x_q is x_kv else {"q": x_q, "k": x_kv}
@@ -173,7 +177,8 @@ class Attention(nn.Module):
             cache = extend(cache, new, progress.before, progress.added)
             if x_q.shape[1] == 1:
                 length = progress.before + progress.added
-                mask = visible(cache.k.shape[1], length, window=window, first=progress.first)
+                seen = visible(cache.k.shape[1], length, window=window, first=progress.first)
+                mask = seen if mask is None else seen & mask
                 k, v = (x.reshape(*x.shape[:2], *k.shape[2:]) for x in (cache.k, cache.v))
                 causal, window = False, None
                 pre, post = with_keys(pre, cache.pre), with_keys(post, cache.post)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit import dcmha
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
-from dcvit.mesh import BATCH, divided
+from dcvit.mesh import BATCH, divided, placing
 
 
 def attention(
@@ -30,25 +30,25 @@ def attention(
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "B T H D"]:
-    """As `dcvit.dcmha.attention`, on the mesh in force (`jax.set_mesh`); without one, or on one device, that itself.
+    """As `dcvit.dcmha.attention`, on the mesh in force (`jax.set_mesh`); that itself where it places nothing.
 
     Examples are split over the batch axes, heads over "tensor". Heads that compose with heads of another device are
     left to the compiler and the reference implementation, which exchange the least, unless another one is asked for:
     then each device of a "tensor" axis attends with all heads.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = placing()
     options |= {"groups": groups, "implementation": implementation}
-    if mesh.empty or mesh.size == 1 or implementation == "reference":
+    if mesh is None or implementation == "reference":
         return dcmha.attention(q, k, v, pre, post, mask=mask, **options)
-    tensor = mesh.shape["tensor"]
+    tensor = mesh.shape.get("tensor", 1)
     apart = (pre is None and post is None) or groups % tensor == 0
     if tensor > 1 and not apart and implementation is None:
         return dcmha.attention(q, k, v, pre, post, mask=mask, **options | {"implementation": "reference"})
     if tensor > 1 and apart and q.shape[2] % tensor == 0 and k.shape[2] % tensor:
         times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the fewest key heads that the axis divides
         k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
-    heads = "tensor" if apart and q.shape[2] % tensor == 0 else None
-    batch = BATCH if divided(q.shape[:1], [BATCH], mesh)[0] else None
+    heads = "tensor" if tensor > 1 and apart and q.shape[2] % tensor == 0 else None
+    batch = divided(q.shape[:1], [BATCH], mesh)[0]
     if heads:
         options["groups"] = max(1, groups // tensor)
 
