@@ -8,7 +8,7 @@
 
 The rounds of a shape are interleaved: each calls every row twice and times the second call, so that what else the
 machine does meets all of them.
-Ratios are of medians, to the first row of the shape in the same run. "MiB" is the temporary memory of the compiled
+Ratios are of medians, to plain attention by XLA in the same run. "MiB" is the temporary memory of the compiled
 gradient, from XLA. "XLA" is plain attention as XLA compiles einsum, softmax, einsum (this project's `reference` without
 compose weights); "jax.nn" is `jax.nn.dot_product_attention`, which is cuDNN's on a GPU with bfloat16.
 """
@@ -63,7 +63,13 @@ TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backen
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
-LIMIT = 2 * 2**30  # bytes of temporary memory beyond which a row is left out
+FIRST = "plain, XLA"  # what ratios are to
+
+
+def limit() -> int:
+    """Bytes of temporary memory beyond which a row is left out: half of the device's, 2 GiB on CPUs."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] // 2 if stats else 2 * 2**30
 
 
 def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:
@@ -97,7 +103,7 @@ def functions(shape: Shape) -> dict[str, tuple[bool, Callable[..., jax.Array]]]:
             q, k, v, is_causal=shape.causal, local_window_size=window, implementation="cudnn" if cudnn else None
         )
 
-    rows = {"plain, XLA": (False, ours("reference")), "plain, jax.nn": (False, library)}
+    rows = {FIRST: (False, ours("reference")), "plain, jax.nn": (False, library)}
     tiled = STEP if shape.step else TILED
     for name in ("reference", *tiled):
         if name in tiled and not refusal(name, *arguments(shape, False), **options, mask=None, groups=1):
@@ -120,16 +126,20 @@ def compiled(f: Callable[..., jax.Array], args: tuple[Any, ...], gradient: bool)
     return lambda: jax.block_until_ready(program(*given)), program.memory_analysis().temp_size_in_bytes
 
 
-def measure(shape: Shape, gradient: bool, rounds: int, only: Sequence[str] = ()) -> dict[str, tuple[list[float], int]]:
-    """Seconds of every round and temporary bytes, by row."""
+def measure(
+    shape: Shape, gradient: bool, rounds: int, *, only: Sequence[str] = (), always: str = ""
+) -> dict[str, tuple[list[float], int]]:
+    """Seconds of every round and temporary bytes, by row; of `only` these, if given, and `always` of that one."""
     calls, temporary = {}, {}
     for name, (composed, f) in functions(shape).items():
         if only and name not in only:
             continue
         call, size = compiled(f, arguments(shape, composed), gradient)
-        if size < LIMIT:
-            calls[name], temporary[name] = call, size
-            call()
+        if size > limit() and name != always:
+            print(f"  {name:22} left out: {size / 2**30:.1f} GiB of temporary memory")
+            continue
+        calls[name], temporary[name] = call, size
+        call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -144,8 +154,8 @@ def table(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
     """Measures a shape, prints its rows, and returns them."""
     rows = []
     for gradient in (False,) if shape.step else (False, True):
-        measured = measure(shape, gradient, rounds)
-        first = statistics.median(next(iter(measured.values()))[0])
+        measured = measure(shape, gradient, rounds, always=FIRST)
+        first = statistics.median(measured[FIRST][0])
         title = "forward + backward" if gradient else "forward"
         print(f"\n{name} {shape._asdict()}, {title}, {jnp.dtype(DTYPE).name}")
         for row, (seconds, temporary) in measured.items():
@@ -177,8 +187,8 @@ def scaling(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     for length in lengths:
         for window in (None, 256):
             shape = Shape(1, length, 4, 64, True, window)
-            names = ["plain, XLA", "DC, reference", f"plain, {best}", f"DC, {best}"]
-            for name, (seconds, temporary) in measure(shape, True, rounds, names).items():
+            names = [FIRST, "DC, reference", f"plain, {best}", f"DC, {best}"]
+            for name, (seconds, temporary) in measure(shape, True, rounds, only=names).items():
                 kind = "global" if window is None else f"window {window}"
                 row = {"T": length, "layer": kind, "row": name, "ms": 1e3 * statistics.median(seconds)}
                 rows.append({**row, "temporary_mib": temporary / 2**20})

@@ -45,11 +45,11 @@ def refusal(name: str, *args: Any, **case: Any) -> str | None:
 def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
     """The implementation for arguments of these shapes and dtypes; the log says which.
 
-    On two CPU cores, gradients of composed attention take `blockwise` a fifth to a half of `reference`'s time at every
-    size tried, plain attention does best with the latter where it is small: scripts/bench_dcmha.py. One query alone
-    (decoding, a pooling head) is a product with a matrix: `decode` copies nothing of the keys, and a pooling head's
-    gradient over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, that it reads less and has fewer
-    and larger products is the reason to take it and its kernel: not measured.
+    On two CPU cores, gradients of composed attention take `blockwise` a tenth to a fifth of `reference`'s time at the
+    sizes of docs/performance.md, plain attention does best with the latter where it is small: scripts/bench_dcmha.py.
+    One query alone (decoding, a pooling head) is a product with a matrix: `decode` copies nothing of the keys, and a
+    pooling head's gradient over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, that it reads less
+    and has fewer and larger products is the reason to take it and its kernel: not measured.
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()

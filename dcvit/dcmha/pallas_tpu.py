@@ -17,7 +17,7 @@ float32. Float32 inputs stay float32, also in products.
 
 Measured with scripts/tpu_bundles.py on jax 0.10.2 and libtpu 0.0.42 (bundles are about cycles; H 6, 196 tokens, D 64,
 bfloat16, one image; forward, gradients):
-v5e 6,003 and 15,083, v6e 5,462 and 12,866; without composition 2,816 and 4,439, 2,329 and 3,511. docs/performance.md
+v5e 6,003 and 15,072, v6e 5,462 and 12,864; without composition 2,816 and 4,436, 2,329 and 3,511. docs/performance.md
 says what they go to, and what was tried.
 """
 
