@@ -101,7 +101,6 @@ def keep_compiled() -> None:
 def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
     """The exit status of `main`: its own; 2, with one line on stderr, for an expected error; 130 for Ctrl-C."""
     keep_compiled()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's own words about what is then said in one line
     try:
         return main(argv)
     except (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError) as e:
