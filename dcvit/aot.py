@@ -89,19 +89,22 @@ def lower(config: ConfigDict, devices: Sequence[Any]) -> Step:
     config = data.config
     net: Any = build.model(config)
     example = data.task.example
-    tx, schedule = build.optimiser(config, build.param_shapes(net, example), data)
-    state = state_shapes(config, net, tx, example, mesh)
+    with jax.set_mesh(mesh):  # whose devices say which implementations of attention there are
+        shapes = build.param_shapes(net, example)
+    tx, schedule = build.optimiser(config, shapes, data)
     first = next(input_pipeline.train_batches(data.source, data.task.pp, 1, 0, threads=0))
     batch = {
         key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=by_example(mesh))
         for key, value in first.items()
     }
     with jax.set_mesh(mesh):
+        state = state_shapes(config, net, tx, example, mesh)
         lowered = jit_update(net, data.task, tx, schedule, state, mesh).lower(state, batch)
     each = training_flops(net, example)
     size = data.batch_size // config.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    kept = _kept(data, net, state.params, part)
+    kernels = (net.implementation or "").startswith("pallas_")  # they keep what the choice on a CPU does
+    kept = _kept(data, net.clone(implementation=None) if kernels else net, state.params, part)
     return Step(lowered, mesh, state, kept // batch_shards(mesh), each and float(each) * data.batch_size)
 
 

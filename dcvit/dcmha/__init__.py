@@ -61,7 +61,7 @@ def attention(
       ValueError: shapes that do not fit each other, `groups` that does not divide the heads, a window
         below 1, an implementation that does not exist or does not take the case. The message states the sizes.
     """
-    scale = check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
+    scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
@@ -78,7 +78,7 @@ def attention(
     return out
 
 
-def check_arguments(
+def _check_arguments(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, window: int | None,
     mask: Array | None, groups: int, scale: Any,
 ) -> float:  # fmt: skip
