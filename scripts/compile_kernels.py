@@ -2,7 +2,7 @@
 
     python scripts/compile_kernels.py --json docs/tpu_kernels.json
 
-takes about an hour on two cores. A line each: the models that use it, and how many bundles the compiler schedules a
+takes two hours or so on two cores. A line each: the models that use it, and how many bundles the compiler schedules a
 step of the grid (see scripts/tpu_bundles.py), or what it refuses. The status is 1 where something was refused.
 """
 
