@@ -172,6 +172,11 @@ class Checkpoints:
                 self.finishing = None
             self.check()
 
+    def finish(self) -> str:
+        """`wait`, for a run that is stopped when it is over; says so."""
+        self.wait()
+        return "the last checkpoint is complete"
+
     def check(self) -> None:
         """Raises CheckpointError where saving failed in the background."""
         if self.failure:

@@ -87,6 +87,7 @@ class Loop:
         self.turn = threading.Condition()  # held while a step changes the state
         self.begun = 0  # the newest step that was begun
         self.limit: int | None = None  # the step after which a stopped run stands still
+        self.ended = False  # the main thread does no further step
         self.done: Done | None = None
         self.saving = threading.Lock()
         self.telling = threading.Lock()
@@ -158,14 +159,25 @@ class Loop:
         with self.turn:
             self.limit = agreed
             self.turn.notify_all()
-            self.turn.wait_for(lambda: (self.done.step if self.done else 0) >= agreed)
+            self.turn.wait_for(lambda: self.ended or (self.done.step if self.done else 0) >= agreed)
             done = self.done
+        if done and done.step < agreed and jax.tree.leaves(done.state)[0].is_deleted():
+            self.checkpoints.wait()
+            return f"step {agreed} failed; the newest checkpoint is of step {self.checkpoints.saved or 0}"
+        if not distributed.alone() and (not done or done.step < agreed):
+            raise RuntimeError(f"step {agreed} failed")
         self.checkpoints.wait()
         if not done or not done.metrics:
             return "no step was done since the last checkpoint"
         self._save(done)
         self.checkpoints.wait()
         return f"step {done.step} is saved"
+
+    def end(self) -> None:
+        """The main thread does no further step; `stop` does not wait for one."""
+        with self.turn:
+            self.ended = True
+            self.turn.notify_all()
 
     def _advance(self, update: Any, step: int, state: TrainState, batch: Any) -> TrainState:
         """One step, unless the run is to stand still before it."""

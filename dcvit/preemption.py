@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dcvit import distributed
 from input_pipeline.errors import first_line
@@ -30,8 +30,32 @@ class Preemption:
     """Listens to signals while it is entered, which only the main thread can."""
 
     def __init__(self) -> None:
-        self.save: Callable[[], str] | None = None  # saves what is to be saved; returns what it did, for the user
+        self.save: Callable[[], str] | None = None  # saves the run; returns one line for the user
         self.ended = threading.Event()
+        self.stopper: threading.Thread | None = None  # saves and ends the process, once a stop has begun
+        self.starting = threading.Lock()  # held while a stop begins, or is ruled out
+
+    @contextlib.contextmanager
+    def saving(self, save: Callable[[], str], ended: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """A stop calls `save` while the body runs.
+
+        However the body ends, a stop that has begun by then is completed first: `ended` is called, so that `save` does
+        not wait for the main thread, and the process exits with the stop's status.
+        """
+        outer, self.save = self.save, save
+        try:
+            yield
+        finally:
+            self._finish(ended)
+            self.save = outer
+
+    def _finish(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Does not return once a stop has begun, which ends the process."""
+        with self.starting:
+            stopper = self.stopper
+        if stopper:
+            ended()
+            stopper.join()
 
     def __enter__(self) -> Preemption:
         self.reader, self.writer = socket.socketpair()
@@ -46,6 +70,7 @@ class Preemption:
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
+        self._finish()
         for number, handler in self.before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.before_fd)
@@ -55,8 +80,8 @@ class Preemption:
         self.writer.close()
 
     def _listen(self) -> None:
-        told, stopping = math.inf, False  # when SIGTERM came first
-        while not self.ended.is_set():
+        told = math.inf  # when SIGTERM came first
+        while self.stopper or not self.ended.is_set():
             ready, _, _ = select.select([self.reader], [], [], POLL_SECONDS)
             for number in self.reader.recv(64) if ready else b"":
                 if number == signal.SIGINT:
@@ -66,15 +91,18 @@ class Preemption:
                         self._at_once("killed by a second SIGTERM", KILLED)
                     told = min(told, time.monotonic())
                     distributed.ask_to_stop()
-            if not stopping and (told < math.inf or distributed.stop_asked()):
-                stopping = True
-                threading.Thread(target=self._stop, name="stop", daemon=True).start()
+            if not self.stopper and (told < math.inf or distributed.stop_asked()):
+                with self.starting:
+                    if not self.ended.is_set():
+                        self.stopper = threading.Thread(target=self._stop, name="stop", daemon=True)
+                        self.stopper.start()
 
     def _stop(self) -> None:
         say("SIGTERM: saving and stopping")
         try:
-            ready = all(distributed.gather("ready", self.save is not None))  # one may still be opening its data
-            done = self.save() if ready and self.save else "nothing to save"
+            save = self.save
+            ready = all(distributed.gather("ready", save is not None))  # one may still be opening its data
+            done = save() if ready and save else "nothing to save"
         except Exception as e:
             say(f"error: {first_line(e)}")
             if distributed.alone():

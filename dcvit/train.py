@@ -117,16 +117,12 @@ def train(
         stack.callback(watchdog.close)
         peak = peak_examples(net, data.task.example, jax.devices())
         loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every, watchdog, about, peak)
-        if preemption:
-            preemption.save = loop.stop
-        with jax.set_mesh(mesh):
-            state = _start_state(config, net, tx, given, placed, data.task.example, checkpoints, start)
+        preemption = preemption or Preemption()  # one that listens to nothing
+        with jax.set_mesh(mesh), preemption.saving(checkpoints.finish):
             try:
-                row = loop.run(lambda *args: update.lower(*args).compile(), state, start, resumed)
-            except BaseException:
-                if preemption:
-                    preemption.save = None  # this run saves no more
-                raise
+                with preemption.saving(loop.stop, loop.end):
+                    state = _start_state(config, net, tx, given, placed, data.task.example, checkpoints, start)
+                    row = loop.run(lambda *args: update.lower(*args).compile(), state, start, resumed)
             finally:
                 if sys.exception() is None or distributed.alone():  # others may not come to finish a save
                     watchdog("finishing the last checkpoint")
