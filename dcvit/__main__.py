@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.config import ConfigError
-from input_pipeline.errors import nearest
+from dcvit.errors import ConfigError, nearest
 
 COMMANDS = {
     "train": "train a model as a config says",

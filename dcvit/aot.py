@@ -23,16 +23,17 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit import build, chips, cli, hlo
+from dcvit import cli
 from dcvit import config as configs
-from dcvit.config import ConfigError
-from dcvit.flops import training_flops
-from dcvit.sharding import batch_shards, by_example
-from dcvit.step import TrainState, jit_update, state_shapes
-from dcvit.tasks import TrainingData
-from input_pipeline.errors import first_line
+from dcvit.errors import ConfigError, first_line
+from dcvit.models.flops import training_flops
+from dcvit.parallel import hlo, topologies
+from dcvit.parallel.sharding import batch_shards, by_example
+from dcvit.training import setup
+from dcvit.training.step import TrainState, jit_update, state_shapes
+from dcvit.training.tasks import TrainingData
 
-GIB = chips.GIB
+GIB = topologies.GIB
 EXAMPLES = 1_000_000  # of a data set that is not there
 
 
@@ -81,17 +82,17 @@ def lower(config: ConfigDict, devices: Sequence[Any]) -> Step:
     Raises:
       ConfigError: the mesh does not fit the devices, the model or the batch, or another fault of the config.
     """
-    mesh = build.mesh(config, devices)
+    mesh = setup.mesh(config, devices)
     try:
         data = TrainingData(config, mesh)
     except input_pipeline.MissingDataError:
         data = TrainingData(config, mesh, StandIn(config))
     config = data.config
-    net: Any = build.model(config)
+    net: Any = setup.model(config)
     example = data.task.example
     with jax.set_mesh(mesh):  # whose devices say which implementations of attention there are
-        shapes = build.param_shapes(net, example)
-    tx, schedule = build.optimiser(config, shapes, data)
+        shapes = setup.param_shapes(net, example)
+    tx, schedule = setup.optimiser(config, shapes, data)
     first = next(input_pipeline.train_batches(data.source, data.task.pp, 1, 0, threads=0))
     batch = {
         key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=by_example(mesh))
@@ -169,7 +170,7 @@ def compile_for(config: ConfigDict, topology: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _overflow(message: str, chip: chips.Chip) -> dict[str, Any]:
+def _overflow(message: str, chip: topologies.Chip) -> dict[str, Any]:
     """The numbers of the compiler's refusal: "… required … (45.13G) exceeds available HBM (15.75G)"."""
     sizes = [float(size) for size in re.findall(r"([\d.]+)G\b", message)]
     if len(sizes) < 2:
@@ -185,23 +186,23 @@ def _shard_bytes(tree: Any) -> int:
     )
 
 
-def topology_devices(name: str) -> tuple[chips.Chip, Sequence[Any]]:
+def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[Any]]:
     """The chip and the devices of a TPU slice.
 
     Raises:
       ConfigError: no such slice, or no libtpu to compile for it.
     """
     try:
-        chip, _ = chips.topology(name)
+        chip, _ = topologies.topology(name)
     except ValueError as e:
         raise ConfigError(f"--topology: {e}") from None
-    from jax.experimental import topologies
+    from jax.experimental.topologies import get_topology_desc
 
     # libtpu is to look for no TPU on this host, and may be at work for another process.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config)
+        found = get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config)
     except Exception as e:
         hint = "" if importlib.util.find_spec("libtpu") else "; it needs libtpu: pip install 'dcvit[tpu]'"
         raise ConfigError(f"cannot compile for {name}: {first_line(e)}{hint}") from None

@@ -20,13 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcvit import distributed, files
-from dcvit.config import ConfigError
-from dcvit.files import Folder
-from dcvit.metrics import MetricsError
-from dcvit.params import CheckpointError
+from dcvit.checkpoint import files
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import CheckpointError, ConfigError, MetricsError, first_line, nearest
+from dcvit.parallel import multihost
 from input_pipeline import InputError
-from input_pipeline.errors import first_line, nearest
 
 CACHE_BYTES = 10**10
 FORMATS = ("table", "csv", "json")
@@ -110,12 +108,12 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
         message, status = "interrupted", 130
         print(message, file=sys.stderr)
     except Exception as e:
-        if distributed.alone():
+        if multihost.is_single_process():
             raise
         message, status = first_line(e), 1
         traceback.print_exc()
-    if not distributed.alone():
-        distributed.fail(message, status)
+    if not multihost.is_single_process():
+        multihost.fail(message, status)
     return status
 
 

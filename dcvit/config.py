@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from etils import epath
 from ml_collections import ConfigDict
 
-from dcvit.files import Folder
-from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
+from dcvit.errors import ConfigError, first_line, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
 DURATIONS = ("total", "log", "ckpt", "keep_ckpt")
@@ -55,8 +55,11 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "grad_clip_norm": (float | None, None),
     "grad_accum": (int, 1),
     "ema_decay": (float, 0.0),  # 0 is off
-    "mesh": (Sequence, (("data", -1),)),  # pairs (axis, size) of dcvit.sharding.AXES; -1 is what the others leave
-    "sharding_strategy": (str | Sequence, "ddp"),  # see dcvit.sharding.shardings
+    "mesh": (
+        Sequence,
+        (("data", -1),),
+    ),  # pairs (axis, size) of parallel.sharding.AXES; -1 is what the others leave
+    "sharding_strategy": (str | Sequence, "ddp"),  # see dcvit.parallel.sharding.shardings
     "evals": (dict, {}),  # name -> type, data, pp, batch_size, optional, how often, further arguments
     "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
     "ckpt_keep": (int, 2),  # how many of the newest checkpoints stay; every `keep_ckpt` steps one stays for good
@@ -68,10 +71,6 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "tensorboard": (bool, True),
     "profile": (Sequence[int], ()),  # first and last step of a JAX profiler trace
 }
-
-
-class ConfigError(ValueError):
-    """A config, or an argument of a command, that cannot be used; the message is one line."""
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -100,7 +99,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config.lock()
 
 
-def read_json(path: Folder) -> ConfigDict:
+def read_json(path: Path | epath.Path) -> ConfigDict:
     """The config that a run wrote to its workdir, locked.
 
     Raises:
@@ -315,24 +314,6 @@ def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
 
 def _is_rate(value: Any) -> bool:
     return has_type(value, float) and math.isfinite(value) and value >= 0
-
-
-def check_call(
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    what: str,
-    *,
-    args: Sequence[Any] = (),
-    also: Iterable[str] = (),
-) -> None:
-    """Raises ConfigError, naming `what` and the nearest option, where `function(*args, **kwargs)` cannot be called.
-
-    `also` are the options beside the function's own that a misspelt one may be meant for.
-    """
-    try:
-        check_arguments(function, args, kwargs, what, also)
-    except InputError as e:
-        raise ConfigError(str(e)) from None
 
 
 def duration(

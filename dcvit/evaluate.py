@@ -17,14 +17,16 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from dcvit import build, cli, distributed
+from dcvit import cli
 from dcvit import config as configs
-from dcvit.checkpoint import load_params, step_folder
-from dcvit.config import ConfigError
-from dcvit.files import Folder
-from dcvit.params import check_tree, shapes_of
-from dcvit.sharding import shardings
-from dcvit.tasks import with_text
+from dcvit.checkpoint.checkpointer import load_params, step_folder
+from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.errors import ConfigError
+from dcvit.parallel import multihost
+from dcvit.parallel.sharding import shardings
+from dcvit.training import setup
+from dcvit.training.tasks import with_text
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
 
@@ -36,22 +38,22 @@ def evaluate(config: ConfigDict, checkpoint: Folder, out: Path | None = None) ->
     that the rows are for: what is wrong with it is said before the work.
 
     Raises:
-      ConfigError, InputError, CheckpointError: see `dcvit.build` and `dcvit.checkpoint`; and `append_csv`.
+      ConfigError, InputError, CheckpointError: see `dcvit.training.setup`, `dcvit.checkpoint` and `append_csv`.
     """
-    mesh, strategy = build.evaluation_mesh(config)
-    net = build.model(config)
-    evaluators = build.evaluators(config, build.predictor(net), mesh)
+    mesh, strategy = setup.evaluation_mesh(config)
+    net = setup.model(config)
+    evaluators = setup.evaluators(config, setup.predictor(net), mesh)
     if not evaluators:
         raise ConfigError("config.evals names no evaluator whose data is there")
-    distributed.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
+    multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
-    if out and distributed.is_first():
+    if out and multihost.is_first():
         append_csv(out, columns)
     params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
     for evaluator in evaluators.values():
-        check_tree(shapes_of(params), shapes_of(build.param_shapes(net, evaluator.example)), str(checkpoint))
+        check_tree(shapes_of(params), shapes_of(setup.param_shapes(net, evaluator.example)), str(checkpoint))
     about = {
-        "model": config.model.get(build.MODELS[config.model_name][1]) or config.model_name,
+        "model": config.model.get(setup.MODELS[config.model_name][1]) or config.model_name,
         "step": None if checkpoint.is_file() else _step(checkpoint),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
@@ -138,12 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="dcvit evaluate", description="Run a config's evaluators on a checkpoint.")
     add_options(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to append the rows to")
-    distributed.add_options(parser)
+    multihost.add_options(parser)
     args, overrides = parser.parse(argv)
-    distributed.initialize(args)
+    multihost.initialize(args)
     rows = evaluate(*run_config(args, overrides), args.out)
     cli.show(rows, args.format)
-    if args.out and distributed.is_first():
+    if args.out and multihost.is_first():
         append_csv(args.out, list(rows[0]), rows)
     return 0
 

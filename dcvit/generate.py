@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcvit import build, cli
-from dcvit.config import ConfigError
-from dcvit.decoding import Sampling, TextStream, generate
+from dcvit import cli
+from dcvit.errors import ConfigError
 from dcvit.evaluate import add_options, run_config
+from dcvit.inference.generation import Sampling, TextStream, generate
+from dcvit.training import setup
 from input_pipeline import InputError
 
 TOKENS = 200
@@ -134,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--stop: an empty text would end everything before it begins")
     prompts = read_prompts(args.prompt, args.prompt_file)
     config, checkpoint = run_config(args, overrides)
-    tokenizer = build.tokenizer(config, args.tokenizer)
-    net, params = build.language_model(config, checkpoint)
+    tokenizer = setup.tokenizer(config, args.tokenizer)
+    net, params = setup.language_model(config, checkpoint)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal that is not Unicode
     live = len(prompts) == 1 and args.format == "text"

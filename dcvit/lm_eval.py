@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcvit import build, cli
-from dcvit.config import ConfigError
+from dcvit import cli
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import ConfigError, first_line
 from dcvit.evaluate import add_options, run_config
-from dcvit.files import Folder
-from input_pipeline.errors import first_line
+from dcvit.training import setup
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
@@ -157,7 +157,7 @@ def load_tasks(manager: Any, names: Iterable[str]) -> list[Any]:
 
 
 def run(model: Any, tasks: Sequence[Any], *, num_fewshot: int | None = None, limit: int | None = None) -> Any:
-    """The library's results of a `dcvit.harness.HarnessModel` on loaded tasks, as values that JSON can hold."""
+    """The library's results of a `HarnessModel` on loaded tasks, as values that JSON can hold."""
     from lm_eval import simple_evaluate
 
     with contextlib.redirect_stdout(sys.stderr):  # for what the library prints between
@@ -253,13 +253,13 @@ def evaluate_tasks(args: Any, names: Sequence[str], config: Any, checkpoint: Fol
     from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 
-    from dcvit.harness import HarnessModel
+    from dcvit.inference.harness import HarnessModel
 
     try:
         with sandboxed_templates() if guarded else contextlib.nullcontext():
             tasks = load_tasks(TaskManager(include_path=args.include_path and str(args.include_path)), names)
-            net, params = build.language_model(config, checkpoint)
-            tokenizer = build.tokenizer(config, args.tokenizer)
+            net, params = setup.language_model(config, checkpoint)
+            tokenizer = setup.tokenizer(config, args.tokenizer)
             model = HarnessModel(net, params, tokenizer, batch_size=args.batch_size)
             return run(model, tasks, num_fewshot=args.num_fewshot, limit=args.limit)
     except TemplateError as e:

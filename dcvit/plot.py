@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcvit import cli, metrics
-from dcvit.config import ConfigError
-from dcvit.files import Folder
+from dcvit import cli
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import ConfigError
+from dcvit.runs import metrics
 
 # What is drawn of the evaluations: the first of these that a run has. Its unit, and what it is multiplied by.
 METRICS = {"top1": ("top-1 (%)", 100), "bits_per_byte": ("bits per byte", 1), "loss": ("loss (nats)", 1)}

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit import build, cli
-from dcvit.checkpoint import load_params
-from dcvit.config import ConfigError
+from dcvit import cli
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.errors import ConfigError
 from dcvit.evaluate import add_options, run_config
-from dcvit.files import Folder
-from dcvit.params import check_tree, shapes_of
+from dcvit.training import setup
 from input_pipeline import InputError, Preprocess
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -82,9 +83,9 @@ def predict(
     """
     if not config.pp_predict:
         raise ConfigError("config.pp_predict is empty: it says how an image file becomes the model's input")
-    net = build.model(config)
+    net = setup.model(config)
     params = load_params(checkpoint)
-    predictor = build.predictor(net)
+    predictor = setup.predictor(net)
     logits = jax.jit(lambda params, images: predictor(params, images)[0])
     normalise = jax.nn.sigmoid if config.loss == "sigmoid_xent" else jax.nn.softmax
     rows: list[dict[str, Any]] = []
@@ -93,7 +94,7 @@ def predict(
         if not rows:
             what = f"{checkpoint}, with images of {images.shape[1:]} from config.pp_predict,"
             example = jax.ShapeDtypeStruct((1, *images.shape[1:]), np.float32)
-            check_tree(shapes_of(params), shapes_of(build.param_shapes(net, example)), what)
+            check_tree(shapes_of(params), shapes_of(setup.param_shapes(net, example)), what)
         padded = np.pad(images, [(0, BATCH - len(images)), (0, 0), (0, 0), (0, 0)])
         scores = np.asarray(normalise(logits(params, jnp.asarray(padded))))
         for name, score in zip(names, scores, strict=False):

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dcvit import cli
-from dcvit.config import ConfigError
-from input_pipeline.documents import encoded, find_files, read_documents
-from input_pipeline.megatron import Writer
-from input_pipeline.tokenizer import END_OF_TEXT, FileTokenizer, end_token, open_tokenizer
+from dcvit.errors import ConfigError
+from input_pipeline.text.documents import encoded, find_files, read_documents
+from input_pipeline.text.megatron import Writer
+from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, end_token, open_tokenizer
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 

@@ -22,19 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit import build, chips, cli, distributed, metrics
+from dcvit import cli
 from dcvit import config as configs
-from dcvit import workdir as folders
-from dcvit.checkpoint import Checkpoints, saved_steps
-from dcvit.config import ConfigError, check_call
-from dcvit.files import Folder
-from dcvit.flops import training_flops
-from dcvit.loop import Loop
-from dcvit.preemption import Preemption
-from dcvit.step import TrainState, initial_state, jit_update, state_shapes
-from dcvit.tasks import TrainingData
-from dcvit.watchdog import Watchdog
-from input_pipeline.errors import nearest
+from dcvit.checkpoint.checkpointer import Checkpoints, saved_steps
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.models.flops import training_flops
+from dcvit.parallel import multihost, topologies
+from dcvit.runs import metrics
+from dcvit.runs import workdir as folders
+from dcvit.runs.preemption import Preemption
+from dcvit.runs.watchdog import Watchdog
+from dcvit.training import setup
+from dcvit.training.step import TrainState, initial_state, jit_update, state_shapes
+from dcvit.training.tasks import TrainingData
+from dcvit.training.trainer import Loop
 
 
 def train(
@@ -57,31 +59,31 @@ def train(
       FloatingPointError: the run diverged.
     """
     folders.check_accepted(accept)
-    mesh = build.mesh(config)
-    build.model(config)  # a misspelt variant is said before the data is read
+    mesh = setup.mesh(config)
+    setup.model(config)  # a misspelt variant is said before the data is read
     data = TrainingData(config, mesh)
     config = data.config
-    net = build.model(config)
-    shapes = build.param_shapes(net, data.task.example)
-    tx, schedule = build.optimiser(config, shapes, data)
-    evaluators = build.evaluators(config, build.predictor(net), mesh, data)
+    net = setup.model(config)
+    shapes = setup.param_shapes(net, data.task.example)
+    tx, schedule = setup.optimiser(config, shapes, data)
+    evaluators = setup.evaluators(config, setup.predictor(net), mesh, data)
     _check_best(config, evaluators)
     for example in {evaluator.example for evaluator in evaluators.values()} - {data.task.example}:
-        build.param_shapes(net, example)  # rows may be longer than those of training, or too long
+        setup.param_shapes(net, example)  # rows may be longer than those of training, or too long
     every = _durations(config, data, evaluators)
     keep_every = data.duration(config, "keep_ckpt", "config", default=None)
     _check_profile(config, workdir, data.total_steps)
     known = folders.identity(data.source)
     saved = saved_steps(workdir)
     sizes = {"data": known, "steps": data.total_steps, "evaluations": list(evaluators)}
-    distributed.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
+    multihost.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
     given = _given_params(config, shapes, resumes=bool(saved))
     with contextlib.ExitStack() as stack:
         held = folders.held(workdir) if folders.begun(workdir, saved) else {}
         changed = folders.check(workdir, held, config, known, accept)
-        if distributed.is_first():
+        if multihost.is_first():
             stack.enter_context(folders.Lock(workdir))
-        distributed.wait_for_all("the workdir is ours")
+        multihost.wait_for_all("the workdir is ours")
         checkpoints = Checkpoints(workdir, keep=config.ckpt_keep, keep_every=keep_every)
         start = checkpoints.newest(config.on_corrupt) or 0
         if start > data.total_steps:
@@ -101,15 +103,15 @@ def train(
             "devices": folders.devices(),
         }
         for line in [*(f"accepted: {line}" for line in changed), *folders.inexact(resumed, about)]:
-            if distributed.is_first():
+            if multihost.is_first():
                 print(line, file=sys.stderr)
-        if distributed.is_first():
+        if multihost.is_first():
             folders.claim(workdir, config, known)
-        distributed.wait_for_all("the workdir is claimed")
+        multihost.wait_for_all("the workdir is claimed")
         folders.check_shared(workdir)
         update = jit_update(net, data.task, tx, schedule, placed, mesh)
         writer = None
-        if distributed.is_first():
+        if multihost.is_first():
             writer = metrics.MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
             stack.callback(writer.close)
         evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
@@ -124,10 +126,10 @@ def train(
                     state = _start_state(config, net, tx, given, placed, data.task.example, checkpoints, start)
                     row = loop.run(lambda *args: update.lower(*args).compile(), state, start, resumed)
             finally:
-                if sys.exception() is None or distributed.alone():  # others may not come to finish a save
+                if sys.exception() is None or multihost.is_single_process():  # others may not come to finish a save
                     watchdog("finishing the last checkpoint")
                     checkpoints.close()
-        distributed.gather("ended", True)
+        multihost.gather("ended", True)
     return row
 
 
@@ -160,8 +162,8 @@ def _check_profile(config: ConfigDict, workdir: Folder, total_steps: int) -> Non
 
 def peak_examples(net: Any, example: jax.ShapeDtypeStruct, devices: Sequence[Any]) -> float | None:
     """Examples a second if the devices did nothing but the model's products at their peak: what model FLOPs utilisation
-    is measured against. None on devices that are not in `dcvit.chips`."""
-    chip, flops = chips.chip(devices[0].device_kind), training_flops(net, example)
+    is measured against. None on devices that are not in `dcvit.parallel.topologies`."""
+    chip, flops = topologies.chip(devices[0].device_kind), training_flops(net, example)
     return chip.peak * len(devices) / flops if chip and flops else None
 
 
@@ -169,7 +171,7 @@ def _given_params(config: ConfigDict, shapes: Any, *, resumes: bool) -> Any:
     """The parameters of `config.model_init` in a tree like `shapes`, with None where none is to be loaded."""
     if resumes or not config.model_init:
         return jax.tree.map(lambda _: None, shapes)
-    load = build.model_module(config).load
+    load = setup.model_module(config).load
     options = config.model_load.to_dict()
     check_call(load, options, "config.model_load", args=(shapes, config.model_init, {}))
     loaded = load(shapes, config.model_init, config.model.to_dict(), **options)
@@ -217,10 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--accept", metavar="KEY", action="append", default=[],
         help="go on with a run of the workdir although this key of the config, or `data`, differs; may be repeated",
     )  # fmt: skip
-    distributed.add_options(parser)
+    multihost.add_options(parser)
     args, overrides = parser.parse(argv)
     config = configs.load(args.config, overrides)
-    distributed.initialize(args)
+    multihost.initialize(args)
     with Preemption() as preemption:
         print(
             f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}"

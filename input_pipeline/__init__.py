@@ -5,9 +5,9 @@ a function of (source, preprocessing, seed, step) and nothing else. What reads i
 make a batch by `batch_ids`; an `InputError` says what is wrong with data, a `ReadingError` what it is not to blame for.
 """
 
-from input_pipeline.batches import Corrupt, batch_ids, eval_batches, train_batches, working
 from input_pipeline.errors import InputError, MissingDataError, ReadingError
-from input_pipeline.pp import Preprocess, ValueRange, defer_value_range
+from input_pipeline.loader import Corrupt, batch_ids, eval_batches, train_batches, working
+from input_pipeline.preprocess.builder import Preprocess, ValueRange, defer_value_range
 from input_pipeline.source import KINDS, Source, open_source
 
 __all__ = [

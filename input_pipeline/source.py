@@ -7,7 +7,17 @@ from typing import Any, Protocol, runtime_checkable
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 
-KINDS = ("digits", "folder", "input_ids", "megatron", "spans", "stdlib", "text", "tfds")
+# The module of each kind of data, imported when it is opened: most need a library of an extra.
+KINDS = {
+    "digits": "input_pipeline.images.digits",
+    "folder": "input_pipeline.images.folder",
+    "input_ids": "input_pipeline.text.tfrecord_tokens",
+    "megatron": "input_pipeline.text.megatron",
+    "spans": "input_pipeline.text.targets",
+    "stdlib": "input_pipeline.text.stdlib",
+    "text": "input_pipeline.text.files",
+    "tfds": "input_pipeline.images.tfds",
+}
 
 
 @runtime_checkable
@@ -31,7 +41,7 @@ class Source(Protocol):
 
 
 def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **options: Any) -> Source:
-    """Opens the data source of module `input_pipeline.<kind>`.
+    """Opens a source of data.
 
     Args:
       kind: one of KINDS.
@@ -46,7 +56,7 @@ def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **o
     """
     if kind not in KINDS:
         raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
-    module = importlib.import_module(f"input_pipeline.{kind}")
+    module = importlib.import_module(KINDS[kind])
     check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("limit", "cache"))
     opened: Source = module.Source(**options)
     if limit is not None and limit < 1:

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from tpu_bundles import bundles
 
 from dcvit.dcmha import ComposeWeights, attention
-from dcvit.dcmha.choice import platform as backend
-from dcvit.dcmha.choice import refusal
+from dcvit.dcmha.dispatch import platform as backend
+from dcvit.dcmha.dispatch import refusal
 
 
 class Shape(NamedTuple):

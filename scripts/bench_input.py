@@ -24,7 +24,8 @@ import numpy as np
 from PIL import Image
 
 import input_pipeline as ip
-from input_pipeline import images, order
+from input_pipeline import shuffle
+from input_pipeline.images import decode
 
 COMMON = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 WITHOUT = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON
@@ -85,12 +86,12 @@ def prepare(folder: str, count: int) -> ip.Source:
 
 def ceiling(source: ip.Source, threads: int) -> float:
     """Images/s of the decoder alone, in a loop on each thread, on the crops that training would cut."""
-    tf = images.tensorflow()
+    tf = decode.tensorflow()
     work = []
-    for epoch, index in (order.example_at(at, len(source), 0) for at in range(BATCH * BATCHES)):
+    for epoch, index in (shuffle.example_at(at, len(source), 0) for at in range(BATCH * BATCHES)):
         data = source[index]["image"]
-        rng = order.example_rng(0, epoch, index)
-        work.append((data, images.sample_window(images.jpeg_size(data), (0.05, 1), (0.75, 1.33), rng)))
+        rng = shuffle.example_rng(0, epoch, index)
+        work.append((data, decode.sample_window(decode.jpeg_size(data), (0.05, 1), (0.75, 1.33), rng)))
     with ThreadPoolExecutor(threads) as pool:
         started = time.perf_counter()
         for _ in pool.map(lambda job: tf.io.decode_and_crop_jpeg(job[0], job[1], channels=3), work):
@@ -113,7 +114,7 @@ def pipeline(source: ip.Source, pp: str) -> float:
 
 def first_batch(source: ip.Source, step: int) -> float:
     """Seconds until the batch of a step is there, nothing kept from before."""
-    order.permutation.cache_clear()
+    shuffle.permutation.cache_clear()
     started = time.perf_counter()
     batches = ip.train_batches(source, WITHOUT, BATCH, seed=0, start_step=step)
     next(batches)

@@ -21,7 +21,7 @@ import jax
 
 from dcvit import config as configs
 from dcvit import train
-from dcvit.loop import Loop
+from dcvit.training.trainer import Loop
 
 BLOCK = 10  # steps
 PP = "resize_pillow(224)|value_range(-1, 1)|onehot(10)|keep('image', 'labels')"

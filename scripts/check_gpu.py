@@ -23,7 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dcvit.dcmha import ComposeWeights, pallas_gpu, reference
+from dcvit.dcmha import ComposeWeights, reference
+from dcvit.dcmha.pallas_gpu import api
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
@@ -114,10 +115,10 @@ def milliseconds(function: Callable[..., Any], *inputs: Any) -> float:
 def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
     """Whether a case passes, and the rest of its row."""
     inputs, cotangent, options = build(seed, case)
-    refusal = pallas_gpu.refuses(*inputs, **{k: v for k, v in options.items() if k != "scale"})
+    refusal = api.refuses(*inputs, **{k: v for k, v in options.items() if k != "scale"})
     if refusal is not None:
         return False, f"refused: {refusal}"
-    ours = with_gradients(pallas_gpu.attention, options)
+    ours = with_gradients(api.attention, options)
     found, again = ours(inputs, cotangent), ours(inputs, cotangent)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, cotangent))
     with jax.default_matmul_precision("highest"):
@@ -130,7 +131,7 @@ def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
     passes = same and all(e < TOLERANCE[case[6]] for e in errors)
     row = f"{errors[0]:8.1e} {q:8.1e} {k:8.1e} {v:8.1e} {errors[1 + worst]:8.1e} {paths[worst]:<9}"
     if timed:
-        forward = jax.jit(lambda inputs: pallas_gpu.attention(*inputs, **options))
+        forward = jax.jit(lambda inputs: api.attention(*inputs, **options))
         row += f" {milliseconds(forward, inputs):8.3f} {milliseconds(ours, inputs, cotangent):8.3f}"
     return passes, row + ("" if same else "  differs from run to run")
 

@@ -3,7 +3,7 @@
     python scripts/corrupt.py --mutations 240 --seed 0
 
 Every file of a checkpoint in turn has a bit flipped, is cut, deleted, or changes places with another one. Then the
-commands `dcvit train` (to go on), with on_corrupt="fail" and "previous", and `dcvit.checkpoint.load_params` (as all
+commands `dcvit train` (to go on), with on_corrupt="fail" and "previous", and `load_params` (as all
 other commands load) meet it. Each damage must be named, with its file, in one line, by `train`; what `load_params`
 returns in spite of it must be, bit for bit, what was saved; and an intact checkpoint must load right afterwards.
 Prints counts; status 1 where any is not as it should be.
@@ -26,8 +26,8 @@ import jax
 import numpy as np
 
 from dcvit import cli, train
-from dcvit.checkpoint import load_params
-from dcvit.params import CheckpointError
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.errors import CheckpointError
 
 STEPS, INTERVAL = 6, 3
 KINDS = ("bit flip", "truncation", "deletion", "swap")

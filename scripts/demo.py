@@ -37,7 +37,7 @@ def make_folder(workdir: Path) -> None:
 
 def result(name: str, workdir: Path) -> dict[str, object]:
     """A run's row of the table, read from what it wrote."""
-    from dcvit import metrics
+    from dcvit.runs import metrics
 
     rows = metrics.read(workdir / "metrics.jsonl")
     steps = [row["step_seconds"] for row in metrics.read(workdir / "timing.jsonl")]

@@ -28,7 +28,7 @@ def spread(values: list[float], form: str) -> str:
 
 def result(name: str, workdirs: list[Path]) -> dict[str, str]:
     """A model's row of the table, from what its runs wrote."""
-    from dcvit import metrics
+    from dcvit.runs import metrics
 
     rows = [metrics.read(workdir / "metrics.jsonl") for workdir in workdirs]
     timings = [metrics.read(workdir / "timing.jsonl") for workdir in workdirs]

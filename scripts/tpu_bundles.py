@@ -55,7 +55,9 @@ def child(spec: dict[str, Any]) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from dcvit.dcmha import ComposeWeights, pallas_tpu, pallas_tpu_decode
+    from dcvit.dcmha import ComposeWeights
+    from dcvit.dcmha.pallas_tpu import api
+    from dcvit.dcmha.pallas_tpu import decode as decode_kernel
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"]).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
@@ -76,11 +78,11 @@ def child(spec: dict[str, Any]) -> None:
     options = dict(causal=spec["causal"], window=spec["window"], mask=None, groups=1, scale=width**-0.5)
 
     def forward(*arguments: Any) -> Any:
-        return pallas_tpu.attention(*arguments, **options)
+        return api.attention(*arguments, **options)
 
     def decode(mask: Any, q: Any, k: Any, v: Any, *weights: Any) -> Any:
         k, v = (x.reshape(batch, keys, key_heads, width) for x in (k, v))
-        return pallas_tpu_decode.attention(q, k, v, *weights, **(options | dict(causal=False, window=None, mask=mask)))
+        return decode_kernel.attention(q, k, v, *weights, **(options | dict(causal=False, window=None, mask=mask)))
 
     def gradient(do: Any, *arguments: Any) -> Any:
         return jax.vjp(forward, *arguments)[1](do)

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import choice
-from dcvit.dcmha.choice import IMPLEMENTATIONS
+from dcvit.dcmha import dispatch
 from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.dispatch import IMPLEMENTATIONS
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 __all__ = ["IMPLEMENTATIONS", "ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
@@ -50,7 +50,7 @@ def attention(
         its peers see. Combined with `causal` and `window`. A query that sees nothing yields zeros.
       groups: heads compose inside each of this many equal groups (Section 3.2).
       scale: multiplies q·k, a number known when the program is traced; 1/sqrt(D) by default.
-      implementation: None picks the fastest one for platform, shape and dtype (`dcvit.dcmha.choice`); a name from
+      implementation: None picks the fastest one for platform, shape and dtype (`dcvit.dcmha.dispatch`); a name from
         `IMPLEMENTATIONS` forces that one. All have gradients; forward-mode derivatives (`jax.jvp`) only "reference"
         and "decode".
 
@@ -69,12 +69,12 @@ def attention(
         return jnp.zeros_like(q)
     case = {"causal": causal, "window": window, "mask": mask, "groups": groups}
     if implementation is None:
-        implementation = choice.choose(q, k, v, pre, post, **case)
-    elif reason := choice.refusal(implementation, q, k, v, pre, post, **case):
+        implementation = dispatch.choose(q, k, v, pre, post, **case)
+    elif reason := dispatch.refusal(implementation, q, k, v, pre, post, **case):
         raise ValueError(f"{implementation} does not take this: {reason}")
     else:
-        choice.log(implementation, q, k, pre, post, window, ", as asked for")
-    out: Array = choice.load(implementation).attention(q, k, v, pre, post, **case, scale=scale)
+        dispatch.log(implementation, q, k, pre, post, window, ", as asked for")
+    out: Array = dispatch.load(implementation).attention(q, k, v, pre, post, **case, scale=scale)
     return out
 
 

@@ -5,7 +5,7 @@ suffices although the post-compose mixes heads after their normalisation. Blocks
 diagonal, those of a window see only its keys, so time and memory of a local layer are linear in T. Forward saves its
 inputs and the logarithm of each softmax's denominator; backward computes the block's scores again.
 
-Inside a block the heads are apart (`dcvit.dcmha.tile`).
+Inside a block the heads are apart (`dcvit.dcmha.blockwise_tile`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import tile
+from dcvit.dcmha import blockwise_tile as tile
 from dcvit.dcmha.compose import ComposeWeights, statistics_dtype
 from dcvit.dcmha.shapes import Array, Bool, Float
 

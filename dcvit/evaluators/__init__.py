@@ -23,8 +23,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.flops import forward_flops
-from dcvit.sharding import batch_shards, local_rows, put_batch, replicated
+from dcvit.models.flops import forward_flops
+from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
 
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_per_second")
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit import losses, pixels
 from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
+from dcvit.models import losses, pixels
 
 ABSENT = -1e9  # the logit of a class that is not to be chosen; finite, so that 0 · log p stays 0
 
@@ -23,7 +23,7 @@ class Evaluator:
     target = ("labels", 1)  # what the preprocessing yields beside the image, and its rank
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "loss", "n")
-    example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Evaluator:
           data: arguments of `input_pipeline.open_source`.
           pp: a preprocessing string that yields `image` and multi-hot `labels`.
           batch_size: rounded up to a multiple of the device count.
-          loss: a name in `dcvit.losses`.
+          loss: a name in `dcvit.models.losses`.
           present_classes_only: choose among the classes that occur in the data, as ImageNet-A and -R, which have
             200 of ImageNet's 1000, are reported. The data's label is `label`.
           cache: keep the preprocessed batches in memory.

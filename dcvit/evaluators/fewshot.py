@@ -17,11 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit import pixels
-from dcvit.config import ConfigError
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.errors import ConfigError, nearest
 from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
-from input_pipeline.errors import nearest
+from dcvit.models import pixels
 
 BIAS = 100.0  # the value of the constant feature, so large that the intercept is hardly regularised
 STD_EPSILON = 1e-5  # added to a feature's standard deviation
@@ -37,7 +36,7 @@ class Evaluator:
 
     target = ("label", 0)  # what the preprocessing yields beside the image, and its rank
     columns = IMAGE_COLUMNS
-    example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
 
     def __init__(
         self,

@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit import losses
 from dcvit.evaluators import Timed, batches
-from dcvit.models import lm
+from dcvit.models import lm, losses
 
 MOST_NATS = 700.0  # e to the power of more is no float
 
@@ -29,7 +28,7 @@ class Evaluator:
     metrics = tuple(
         name for name in columns if name != "tokens_per_second"
     )  # those that the data does not allow, aside
-    example: jax.ShapeDtypeStruct  # set by `dcvit.build`, which looks at the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
 
     def __init__(
         self, predict: Callable[..., Any], mesh: Mesh, *, data: dict, batch_size: int = 8, loss_chunk: int | None = 512

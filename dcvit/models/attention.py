@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from dcvit.dcmha.cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.compose import (
     ComposeWeights,
     dynamic_gates,
@@ -21,9 +20,10 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
+from dcvit.dcmha.kv_cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.mesh import BATCH, constrain
 from dcvit.models import sharded_attention
+from dcvit.parallel.mesh import BATCH, constrain
 
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
@@ -36,7 +36,7 @@ def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*sha
 
 
 class Progress(NamedTuple):
-    """How far each example of a batch has been decoded; see `dcvit.dcmha.cache`."""
+    """How far each example of a batch has been decoded; see `dcvit.dcmha.kv_cache`."""
 
     before: Int[Array, " B"]  # tokens in the cache before this call
     added: Int[Array, " B"]  # how many of this call's tokens are real; those after them are padding

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
-from dcvit.dcmha.cache import Cache
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.mesh import BATCH, constrain
 from dcvit.models.attention import Attention, Progress, in_float32
 from dcvit.models.presets import decode_preset
 from dcvit.models.vit import REMAT, REMATS
+from dcvit.parallel.mesh import BATCH, constrain
 
 # Which layers of a repeating group see only a window (L) and which all (G): Section 4, Table 10, as released.
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
@@ -412,10 +412,10 @@ def load(
     Parameters whose name matches a regex of `dont_load` keep their initial value.
 
     Raises:
-      dcvit.checkpoint.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
+      dcvit.errors.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
     """
-    from dcvit.checkpoint import load_params
-    from dcvit.params import merge_params
+    from dcvit.checkpoint.checkpointer import load_params
+    from dcvit.checkpoint.params import merge_params
 
     loaded = load_params(init_file)
     if "Transformer" in loaded:

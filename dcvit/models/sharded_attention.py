@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit import dcmha
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
-from dcvit.mesh import BATCH, divided, placing
+from dcvit.parallel.mesh import BATCH, divided, placing
 
 
 def attention(

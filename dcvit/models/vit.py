@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.mesh import BATCH, constrain
 from dcvit.models.attention import Attention, in_float32
+from dcvit.parallel.mesh import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {
@@ -373,10 +373,10 @@ def load(
     other. Parameters whose name matches a regex of `dont_load` keep their initial value.
 
     Raises:
-      dcvit.checkpoint.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
+      dcvit.errors.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
     """
-    from dcvit.checkpoint import load_params
-    from dcvit.params import merge_params
+    from dcvit.checkpoint.checkpointer import load_params
+    from dcvit.checkpoint.params import merge_params
 
     loaded = load_params(init_file)
     if "Transformer" in loaded:

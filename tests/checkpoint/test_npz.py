@@ -1,0 +1,250 @@
+"""Archives of arrays from strangers: arrays or one line of error, and never memory that nothing stands for."""
+
+import io
+import pickle
+import struct
+import tracemalloc
+import zipfile
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dcvit.checkpoint import npz
+from input_pipeline import memory
+
+ARRAYS = {
+    "params/head/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "params/columns": np.asfortranarray(np.arange(24).reshape(2, 3, 4)),
+    "params/scale": np.float64(3.5),
+    "opt/flags": np.array([True, False]),
+    "opt/none": np.zeros((0, 5), np.uint8),
+    "name": np.array("ViT"),
+    "half": np.arange(4, dtype=np.float16),
+    "big": np.arange(3, dtype=">i4"),
+}
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def header(shape, descr="<f4", columns_first=False, version=1):
+    """The header of a .npy file, whatever it says."""
+    text = repr({"descr": descr, "fortran_order": columns_first, "shape": shape}).encode() + b"\n"
+    return npz.MAGIC + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
+
+
+def archive(path, members, method=zipfile.ZIP_STORED):
+    """A zip of (name, content) pairs, also of names that are there twice."""
+    with zipfile.ZipFile(path, "w", method) as file:
+        for name, content in members:
+            file.writestr(zipfile.ZipInfo(name), content, method)
+    return path
+
+
+def directory(path):
+    """A zip's bytes, and where in them its directory begins."""
+    data = bytearray(path.read_bytes())
+    return data, data.index(b"PK\x01\x02")
+
+
+def refused(path, match):
+    """Asserts that reading ends in one line that names the file, without memory for what is announced."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(npz.NpzError, match=match) as error:
+            npz.read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert peak < 32 << 20
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_it_reads_what_numpy_reads(tmp_path, save):
+    save(tmp_path / "a.npz", **ARRAYS)
+    got = npz.read(str(tmp_path / "a.npz"))
+    with np.load(tmp_path / "a.npz") as expected:
+        assert list(got) == expected.files
+        for name, array in got.items():
+            assert array.dtype == expected[name].dtype
+            assert array.flags.f_contiguous == expected[name].flags.f_contiguous
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_bfloat16_stays_the_bytes_that_big_vision_wrote(tmp_path):
+    values = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    np.savez(tmp_path / "a.npz", kernel=values)
+    got = npz.read(tmp_path / "a.npz")["kernel"]
+    assert got.dtype == np.dtype("V2")
+    np.testing.assert_array_equal(got.view(ml_dtypes.bfloat16), values)
+
+
+def test_arrays_larger_than_a_chunk_are_whole_and_the_second_version_of_headers_is_read(tmp_path):
+    values = np.random.default_rng(0).integers(256, size=npz.CHUNK * 2 + 7, dtype=np.uint8)
+    archive(tmp_path / "a.npz", [("a.npy", npy(values)), ("b.npy", header((2,), version=2) + bytes(8))])
+    got = npz.read(tmp_path / "a.npz")
+    np.testing.assert_array_equal(got["a"], values)
+    np.testing.assert_array_equal(got["b"], np.zeros(2, np.float32))
+
+
+class Bomb:
+    """What a pickle can do: call anything."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('executed')",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello", pickle.dumps(Bomb()), npy(np.ones(3)), b"PK\x03\x04" + bytes(50), b"PK\x05\x06" + bytes(18)[:9]],
+    ids=["empty", "text", "pickle", "npy", "cut", "cut directory"],
+)
+def test_what_is_no_archive_is_refused(tmp_path, content):
+    (tmp_path / "a.npz").write_bytes(content)
+    refused(tmp_path / "a.npz", "is no .npz archive, or damaged: ")
+
+
+def test_what_cannot_be_opened_is_named(tmp_path):
+    refused(tmp_path / "none.npz", "cannot read .*none.npz: No such file")
+    refused(tmp_path, "cannot read .*: Is a directory")
+
+
+def test_nothing_is_ever_unpickled(tmp_path):
+    np.savez(tmp_path / "a.npz", head=np.array([Bomb()], object))
+    refused(tmp_path / "a.npz", "member 'head': an array of Python objects")
+    archive(tmp_path / "b.npz", [("head.npy", pickle.dumps(Bomb())), ("data.pkl", b"")])
+    refused(tmp_path / "b.npz", "member 'head': no array")
+    fields = header((1,), [("a", "<f4"), ("b", "|O")])
+    archive(tmp_path / "c.npz", [("head.npy", fields + pickle.dumps([Bomb()]))])
+    refused(tmp_path / "c.npz", "Python objects")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd.npy", "../a.npy", "a/../b.npy", "a/..npy/../..", "a\\b.npy", "a\0b.npy", "./a.npy", "a//b.npy",
+     ".npy", "a/", "..", "x\n/../y"],
+)  # fmt: skip
+def test_a_name_that_is_no_path_in_a_tree_is_refused(tmp_path, name):
+    info = zipfile.ZipInfo("placeholder" if "\0" in name else name)
+    if "\0" in name:  # Python would end the name there
+        info.filename = name
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr(info, npy(np.ones(1)))
+    refused(tmp_path / "a.npz", "is no name of an array")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (["a.npy", "a.npy"], "member 'a' is there twice"),
+        (["a.npy", "a"], "member 'a' is there twice"),
+        (["a.npy", "a/b.npy"], "member 'a' is an array and the folder of 'a/b'"),
+        (["a/b/c/d.npy", "a/b.npy"], "member 'a/b' is an array and the folder of 'a/b/c/d'"),
+    ],
+)
+def test_names_that_make_no_tree_are_refused(tmp_path, names, match):
+    refused(archive(tmp_path / "a.npz", [(name, npy(np.ones(1))) for name in names]), match)
+
+
+@pytest.mark.parametrize(
+    ("start", "match"),
+    [
+        (header((1 << 40,)), "the header says float32 of"),
+        (header((1 << 80,)), "the header says float32 of"),
+        (header((1 << 62, 4)), "the header says float32 of"),
+        (header((2, -1)), "which is no array"),
+        (header((1 << 60,), "|S0"), "which is no array"),
+        (header((1 << 60,), "|V0"), "which is no array"),
+        (header((3,)), "the header says float32 of"),
+        (header((1,)), "the header says float32 of"),
+        (header((1,) * 99), "member 'a'"),
+        (header("ab"), "its header is damaged"),
+        (header((2,), "<q9"), "its header is damaged"),
+        (npz.MAGIC + b"\1\0" + struct.pack("<H", 9000) + b"[" * 9000, "its header is damaged"),
+        (npz.MAGIC + b"\1\0" + struct.pack("<H", 20) + b"__import__('os').a()", "its header is damaged"),
+        (npz.MAGIC + b"\2\0" + struct.pack("<I", 1 << 31), "a header of 2,147,483,648 bytes"),
+        (npz.MAGIC + b"\7\0\0\0", "unknown version"),
+        (npz.MAGIC, "unknown version"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_member_is_refused_before_memory_is_taken(tmp_path, start, match):
+    refused(archive(tmp_path / "a.npz", [("a.npy", start + bytes(8))]), match)
+
+
+def test_more_than_the_memory_left_is_refused(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", a=np.zeros(100), b=np.zeros(1000))
+    monkeypatch.setattr(memory, "available", lambda: 9_000)
+    refused(tmp_path / "a.npz", "announces 0.0 GB of arrays, the largest 'b'; memory left")
+
+
+def test_an_announced_size_without_data_is_refused(tmp_path):
+    """The directory, the header and the memory agree; the data is not there, or of another size."""
+    path = archive(tmp_path / "a.npz", [("a.npy", header((4,)) + bytes(16))], zipfile.ZIP_DEFLATED)
+    data, at = directory(path)
+    for announced in (1 << 30, 0xFFFFFFFE):
+        data[at + 24 : at + 28] = struct.pack("<I", announced)
+        path.write_bytes(data)
+        refused(path, "the header says float32 of|announces")
+
+
+@pytest.mark.parametrize(("beyond", "match"), [(0, "Bad CRC-32"), (1, "unpacks to more than"), (9, "Bad CRC-32")])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, method, beyond, match):
+    """Even where the checksum is that of the announced beginning, which zipfile itself would accept."""
+    content = header((4,)) + bytes(16)
+    path = archive(tmp_path / "a.npz", [("a.npy", content + bytes(50_000_000))], method)
+    data, at = directory(path)
+    data[at + 16 : at + 20] = struct.pack("<I", zlib.crc32(content + bytes(beyond)))
+    data[at + 24 : at + 28] = struct.pack("<I", len(content))
+    path.write_bytes(data)
+    refused(path, match)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_changed_byte_of_an_array_is_refused(tmp_path, method):
+    path = archive(tmp_path / "a.npz", [("a.npy", npy(np.random.default_rng(0).random(500)))], method)
+    data, at = directory(path)
+    data[at - 200] ^= 1
+    path.write_bytes(data)
+    refused(path, "member 'a'")
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for end in range(0, len(whole) - 1, 37):
+        (tmp_path / "a.npz").write_bytes(whole[:end])
+        refused(tmp_path / "a.npz", "is no .npz archive, or damaged")
+
+
+@pytest.mark.parametrize(("at", "value", "match"), [(8, 1, "is encrypted"), (10, 14, "a method that numpy does not")])
+def test_what_numpy_does_not_write_is_refused(tmp_path, at, value, match):
+    path = archive(tmp_path / "a.npz", [("a.npy", npy(np.ones(3)))])
+    data, start = directory(path)
+    data[start + at] = value
+    path.write_bytes(data)
+    refused(path, match)
+
+
+def test_bytes_flipped_at_random_give_the_arrays_or_an_error(tmp_path):
+    np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    rng, outcomes = np.random.default_rng(0), set()
+    for _ in range(300):
+        data = bytearray(whole)
+        for at in rng.integers(len(data), size=rng.integers(1, 6)):
+            data[at] = rng.integers(256)
+        (tmp_path / "a.npz").write_bytes(data)
+        try:
+            outcomes |= {type(array) for array in npz.read(tmp_path / "a.npz").values()}
+        except npz.NpzError as e:
+            outcomes.add(len(str(e).splitlines()))
+    assert outcomes == {np.ndarray, 1}

@@ -1,0 +1,150 @@
+"""Loading, overriding and checking configs, and durations."""
+
+import itertools
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from dcvit import config as configs
+from dcvit.config import duration
+from dcvit.errors import ConfigError
+
+FILE = """
+from ml_collections import ConfigDict
+
+def get_config(width: int = 8, rate: float = 0.1, name: str = "x", flag: bool = False):
+    config = ConfigDict()
+    config.total_epochs = 3
+    config.model = {"width": width, "name": name, "flag": flag}
+    config.lr = rate
+    return config
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_arguments_take_the_types_of_their_defaults(file):
+    config = configs.load(f"{file}:width=16,rate=1,name=S/16,flag=true")
+    assert config.model.to_dict() == {"width": 16, "name": "S/16", "flag": True}
+    assert isinstance(config.lr, float)
+
+
+def test_overrides_reach_every_key_and_replace_durations(file):
+    overrides = ["total_steps=7", "model.width=24", "model.rank=1", "seed=4", "ema_decay=0.5", "wd_mults=[('.*', 2.0)]"]
+    config = configs.load(str(file), overrides)
+    assert (config.total_steps, config.seed, config.ema_decay) == (7, 4, 0.5)
+    assert "total_epochs" not in config
+    assert config.model.to_dict() == {"width": 24, "name": "x", "flag": False, "rank": 1}
+    assert list(config.wd_mults) == [(".*", 2.0)]
+    assert configs.load("vit_digits", ["grad_clip_norm=none", "model.compose=none"]).grad_clip_norm is None
+    with pytest.raises((AttributeError, KeyError)):
+        config.new = 1
+
+
+def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configs.load("vit_digits:attention=mha").model.compose is None
+    assert configs.load("vit_digits").model.compose == "both"
+
+
+def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
+    config = configs.load(str(file))
+    (tmp_path / "config.json").write_text(config.to_json())
+    again = configs.read_json(tmp_path / "config.json")
+    assert json.loads(again.to_json()) == json.loads(config.to_json())
+
+
+@pytest.mark.parametrize(
+    ("spec", "overrides", "message"),
+    [
+        ("vit_digit", [], "no config named 'vit_digit'; did you mean 'vit_digits'"),
+        ("absent/config.py", [], "no config file absent/config.py"),
+        ("vit_digits:atention=mha", [], "did you mean 'attention'"),
+        ("vit_digits:attention=mla", [], "attention='mla'; known: dcmha, mha"),
+        ("vit_digits:attention", [], "not of the form key=value"),
+        ("vit_digits:epochs=many", [], "argument epochs=many should be of type int, not str"),
+        ("vit_digits", ["total_epoch=3"], "unknown key 'config.total_epoch'; did you mean 'total_epochs'"),
+        ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
+        ("vit_digits", ["modle.width=3"], "unknown key 'config.modle'; did you mean 'model'"),
+        ("vit_digits", ["lr=fast"], "config.lr=fast should be of type float, not str"),
+        ("vit_digits", ["seed=1.5"], "config.seed=1.5 should be of type int, not float"),
+        ("vit_digits", ["seed=-1"], r"config.seed=-1 should be in \[0, 2\*\*32\)"),
+        ("vit_digits", ["seed=4294967296"], "config.seed=4294967296 should be in"),
+        ("vit_digits", ["lr={[]:1}"], "should be of type float, not str"),
+        ("vit_digits", ["lr=none"], "config.lr=None should be of type float"),
+        ("vit_digits", ["wd=1e999"], "config.wd=inf should be finite"),
+        ("vit_digits", ["mixup=1e999"], "config.mixup=inf should be finite"),
+        ("vit_digits", ["grad_clip_norm=-1.0"], "config.grad_clip_norm=-1.0 should be finite and above 0"),
+        ("vit_digits", ["wd_mults=[('.*','b')]"], "should be pairs"),
+        ("vit_digits", ["lr_mults=[('.*',-1.0)]"], "should be pairs"),
+        ("vit_digits", ["profile=('a','b')"], r"should be of type Sequence\[int\]"),
+        ("vit_digits", ["profile=(1.5,2)"], r"should be of type Sequence\[int\]"),
+        ("vit_digits", ["lr=-1.0"], "config.lr=-1.0 should be finite and not negative"),
+        ("vit_digits", ["ema_decay=1.0"], r"config.ema_decay=1.0 should be in \[0, 1\)"),
+        ("vit_digits", ["grad_accum=0"], "config.grad_accum=0 should be 1 or more"),
+        ("vit_digits", ["grad_clip_norm=big"], "config.grad_clip_norm=big should be of type float"),
+        ("vit_digits", ["wd_mults=[1]"], "should be pairs"),
+        ("vit_digits", ["wd_mults=[('(', 1.0)]"], "is not a regular expression"),
+        ("vit_digits", ["frozen=['*']"], "is not a regular expression"),
+        ("vit_digits", ["profile=(5, 2)"], "first step, last step"),
+        ("vit_digits", ["model=3"], "should be of type ConfigDict, not int"),
+    ],
+)
+def test_a_bad_config_is_one_line(spec, overrides, message):
+    with pytest.raises(ConfigError, match=message) as e:
+        configs.load(spec, overrides)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def get_config(): return {}", "returned a dict, expected a ConfigDict"),
+        ("x = 1", "has no attribute 'get_config'"),
+        ("def get_config(:", "SyntaxError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise RuntimeError('one\\ntwo')", "RuntimeError: one"),
+        ("import absent_module", "ModuleNotFoundError: No module named 'absent_module'"),
+        ("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({'lrr': 1})", "did you mean 'lr'"),
+        ("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({'lr': '1'})", "lr='1' should be"),
+    ],
+)
+def test_a_broken_config_file_is_one_line_that_names_it(tmp_path, source, message):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(ConfigError, match=message) as e:
+        configs.load(str(tmp_path / "broken.py"))
+    assert "\n" not in str(e.value)
+
+
+def test_durations_in_every_unit():
+    sizes = dict(batch_size=50, examples=1000, total_steps=400)
+    for key, value, steps in [
+        ("steps", 7, 7),
+        ("epochs", 2, 40),
+        ("epochs", 0.5, 10),
+        ("examples", 1000, 20),
+        ("percent", 2.5, 10),
+    ]:
+        assert duration({f"x_{key}": value}, "x", **sizes) == steps
+    assert duration({}, "x", **sizes, default=3) == 3
+    assert duration({"x_percent": 1e-6}, "x", **sizes) == 1
+    assert duration({"x_steps": 0}, "x", **sizes) == 0
+    assert duration(ConfigDict({"x_steps": 4}), "x", **sizes) == 4
+
+
+def test_durations_are_given_once_and_are_numbers():
+    sizes = dict(batch_size=50, examples=1000)
+    for one, other in itertools.combinations(configs.UNITS, 2):
+        with pytest.raises(ConfigError, match="give exactly one"):
+            duration({f"x_{one}": 1, f"x_{other}": 1}, "x", **sizes)
+    for bad in (-1, "3", float("nan"), True):
+        with pytest.raises(ConfigError, match="should be a number"):
+            duration({"x_steps": bad}, "x", **sizes)
+    with pytest.raises(ConfigError, match="percentage of itself"):
+        duration({"x_percent": 1}, "x", **sizes)

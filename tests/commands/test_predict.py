@@ -1,0 +1,280 @@
+"""The commands that use a trained model: evaluate and predict, as a user calls them."""
+
+import csv
+import io
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline
+from dcvit import config as configs
+from dcvit import evaluate, predict
+from dcvit.__main__ import dispatch
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.cli import run
+from dcvit.runs import metrics
+from dcvit.training import setup
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A small trained model."""
+    from dcvit import train
+
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    words = ["total_epochs=15", "model.depth=1", "tensorboard=false", "ema_decay=0.9", "schedule.warmup_percent=10"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert (
+            run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *(f"--config.{w}" for w in words)])
+            == 0
+        )
+    return workdir
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Six test digits as PNG and JPEG files of several sizes and modes, and their labels by file name."""
+    source = input_pipeline.open_source("digits", split="test")
+    labels = {}
+    for i, mode in enumerate(["L", "RGB", "RGBA", "P", "L", "L"]):
+        name = f"{i}.{'jpg' if i == 4 else 'png'}"
+        image = Image.fromarray(source[i]["image"][..., 0]).convert(mode)
+        image.resize((16, 16) if i == 5 else (8, 8), Image.Resampling.NEAREST).save(tmp_path / name, quality=95)
+        labels[str(tmp_path / name)] = str(source[i]["label"])
+    return labels
+
+
+def call(capsys, main, *argv):
+    """Exit status, standard output and standard error of a command."""
+    capsys.readouterr()
+    status = run(main, [str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_evaluation_repeats_the_runs_last_numbers(workdir, capsys):
+    last = metrics.read(workdir / "metrics.jsonl")[-1]
+    status, out, _ = call(capsys, evaluate.main, "--workdir", workdir, "--format", "json")
+    assert status == 0
+    (row,) = json.loads(out)
+    assert row.pop("images_per_second") > 0
+    assert row == {
+        "evaluation": "test",
+        "model": "vit",
+        "step": last["step"],
+        "parameters": metrics.read(workdir / "metrics.jsonl")[0]["num_params"],
+        "gflops": pytest.approx(1.8e-3, abs=1e-3),
+        "image_size": "8x8",
+        **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "loss", "n")},
+    }
+    step = workdir / "checkpoints" / str(last["step"])
+    status, out, _ = call(
+        capsys,
+        evaluate.main,
+        "--config",
+        "vit_digits",
+        "--config.model.depth=1",
+        "--checkpoint",
+        step,
+        "--format",
+        "csv",
+    )
+    assert status == 0
+    assert next(csv.DictReader(io.StringIO(out)))["top1"] == str(row["top1"])
+
+
+def test_prediction_reads_files_and_folders_of_any_size_and_mode(workdir, images, tmp_path, capsys):
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "3", "--format", "csv")
+    assert status == 0
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["file"] for row in rows[::3]] == list(images)
+    config = configs.read_json(workdir / "config.json")
+    pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
+    logits = setup.predictor(setup.model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))[0]
+    assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
+    assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
+    for i in range(0, len(rows), 3):
+        shares = [float(row["probability"]) for row in rows[i : i + 3]]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) <= 1 + 1e-5
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images, "--topk", "1", "--format", "json")
+    assert [row["label"] for row in json.loads(out)] == [row["label"] for row in rows[::3]]
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images)
+    assert status == 0
+    assert "#5" in out
+
+
+def test_probabilities_are_sigmoids_where_the_loss_was(workdir, images, tmp_path, capsys):
+    copy = tmp_path / "sigmoid"
+    shutil.copytree(workdir, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "loss": "sigmoid_xent"}))
+    first = next(iter(images))
+    rows = [
+        json.loads(call(capsys, predict.main, "--workdir", w, first, "--topk", "10", "--format", "json")[1])
+        for w in (workdir, copy)
+    ]
+    softmax, sigmoid = ({row["label"]: row["probability"] for row in each} for each in rows)
+    assert sum(softmax.values()) == pytest.approx(1, abs=1e-4)
+    for label, share in softmax.items():  # the odds of sigmoid are the exponentials that softmax normalises
+        odds = sigmoid[label] / (1 - sigmoid[label])
+        best = sigmoid[rows[1][0]["label"]]
+        assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)
+
+
+def test_more_images_than_a_batch(workdir, tmp_path, capsys):
+    for i in range(predict.BATCH + 3):
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / f"{i:03}.png")
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "1", "--format", "csv")
+    assert status == 0
+    assert out.count("\n") == predict.BATCH + 4
+
+
+def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(workdir, images, tmp_path, capsys):
+    good = list(images)[:2]
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    bad = [tmp_path / "text.png", tmp_path / "empty.jpg", tmp_path / "absent.png"]
+    status, out, err = call(capsys, predict.main, "--workdir", workdir, *bad, *good, "--format", "json")
+    assert status == 1
+    assert {row["file"] for row in json.loads(out)} == set(good)
+    assert len(err.splitlines()) == 3
+    assert all(f"error: {path}: " in err for path in bad)
+
+
+def test_one_command_dispatches_to_all(workdir, images, capsys):
+    assert call(capsys, dispatch, "predict", "--workdir", workdir, *images, "--format", "csv")[0] == 0
+    assert call(capsys, dispatch, "--help")[0] == 0
+    assert "did you mean 'train'" in call(capsys, dispatch, "trian")[2]
+
+
+def damaged(workdir, tmp_path, what):
+    """A copy of the run with something wrong."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(workdir, copy)
+    if what == "no checkpoint":
+        shutil.rmtree(copy / "checkpoints")
+    elif what == "no config":
+        (copy / "config.json").unlink()
+    elif what == "broken config":
+        (copy / "config.json").write_text("{")
+    elif what == "another model":
+        config = json.loads((copy / "config.json").read_text())
+        config["model"]["width"] = 32
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "classes":
+        (copy / "data.json").write_text('{"class_names": 3}')
+    elif what == "no value_range":
+        config = json.loads((copy / "config.json").read_text())
+        config["pp_predict"] = "decode(1)|resize_pillow(8)"
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "emptied checkpoint":
+        for path in (copy / "checkpoints").rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no checkpoint", "no checkpoint in"),
+        ("no config", "cannot read .*config.json"),
+        ("broken config", "cannot read .*config.json"),
+        ("another model", r"of another shape: .*checkpoint \(.*model \("),
+        ("emptied checkpoint", "is damaged: SHA256SUMS is cut short"),
+    ],
+)
+@pytest.mark.parametrize("main", [evaluate.main, predict.main])
+def test_an_unusable_run_is_one_line(workdir, images, tmp_path, capsys, main, what, message):
+    argv = list(images)[:1] if main is predict.main else []
+    status, _, err = call(capsys, main, "--workdir", damaged(workdir, tmp_path, what), *argv)
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+
+
+def test_predictions_settings_that_cannot_work_are_one_line(workdir, images, tmp_path, capsys):
+    for i, (what, message) in enumerate(
+        [("classes", "a list of class names"), ("no value_range", "pp_predict yields uint8")]
+    ):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        status, _, err = call(capsys, predict.main, "--workdir", damaged(workdir, folder, what), next(iter(images)))
+        assert status == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_file_names_are_shown_as_they_are(workdir, images, tmp_path, capsys):
+    odd = tmp_path / "[red]a[" / "x].png"
+    odd.parent.mkdir()
+    shutil.copy(next(iter(images)), odd)
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, odd)
+    assert status == 0
+    assert "[red]a[" in "".join(out.split("│")).replace("\n", "").replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give --workdir DIR, or both"),
+        (["--workdir", "absent"], "no workdir absent"),
+        (["--workdir", ""], "an empty path"),
+        (["--workdir", "{workdir}"], "no image files"),
+        (["--workdir", "{workdir}", "{empty}"], "no image files"),
+        (["--workdir", "{workdir}", "x.png", "--topk", "0"], "show at least one class"),
+        (["--workdir", "{workdir}", "x.png", "--format", "xml"], "invalid choice"),
+        (["--workdir", "{workdir}", "x.png", "--config.seed=1"], "needs --config"),
+        (["--workdir", "{workdir}", "x.png", "--tpk=3"], "did you mean '--topk'"),
+    ],
+)
+def test_bad_arguments_are_one_line(workdir, tmp_path, capsys, argv, message):
+    (tmp_path / "empty").mkdir()
+    words = [a.format(workdir=workdir, empty=tmp_path / "empty") for a in argv]
+    status, _, err = call(capsys, predict.main, *words)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
+    out = tmp_path / "results.csv"
+    for _ in range(2):
+        assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
+    header, one, other = out.read_text().splitlines()
+    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,loss,n,images_per_second"
+    assert one.rpartition(",")[0] == other.rpartition(",")[0]  # all but the speed
+    out.write_text(f"{header}\n{one}")  # an editor left the last line without its end
+    assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
+    assert len(out.read_text().splitlines()) == 3
+    out.write_text("a,b\n1,2\n")
+    status, _, err = call(capsys, evaluate.main, "--workdir", workdir, "--out", out)
+    assert status == 2
+    assert "has other columns, a,b" in err
+    assert out.read_text() == "a,b\n1,2\n"
+
+
+def test_few_shot_evaluation_is_a_row_for_each_number_of_shots(workdir, capsys):
+    few = {
+        "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},
+        "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
+    }  # fmt: skip
+    status, out, err = call(
+        capsys, evaluate.main, "--config", "vit_digits", "--config.model.depth=1", f"--config.evals={{'few': {few}}}",
+        "--checkpoint", workdir, "--format", "json",
+    )  # fmt: skip
+    assert status == 0, err
+    one, many = json.loads(out)
+    assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
+    assert 0.2 < one["top1"] < many["top1"]
+    assert (many["n"], many["loss"], many["top5"]) == (360, None, None)

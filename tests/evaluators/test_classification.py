@@ -1,0 +1,125 @@
+"""The classification evaluator against counting by hand, for any batch size and device count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import input_pipeline
+from dcvit.evaluators.classification import Evaluator
+from dcvit.parallel.sharding import make_mesh
+
+CLASSES = 10
+
+
+class Fixed:
+    """23 examples whose image is their index; labels are one, several or none."""
+
+    class_names = None
+    labels = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.array([], int), np.array([9, 0, 4])]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"image": np.full((1, 1, 1), index, np.uint8), "label": self.labels[index]}
+
+    def describe(self, index):
+        return f"example {index}"
+
+    def nbytes(self):
+        return len(self)
+
+
+TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
+
+
+def predict(params, images):
+    """Looks the logits of example i up in a table."""
+    return params[images[:, 0, 0, 0].astype(jnp.int32)], {}
+
+
+def by_hand(present=slice(None)):
+    """Top-1, top-5, loss and n over the examples that have a label, one at a time; other classes are as if absent."""
+    top1, top5, losses = [], [], []
+    absent = np.ones(CLASSES, bool)
+    absent[present] = False
+    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), Fixed.labels, strict=True):
+        if len(labels):
+            ranked = np.argsort(-scores)
+            top1.append(ranked[0] in labels)
+            top5.append(bool(set(ranked[:5]) & set(labels)))
+            losses.append(-(scores - np.log(np.exp(scores).sum()))[labels].sum())
+    return {"top1": np.mean(top1), "top5": np.mean(top5), "loss": np.mean(losses), "n": 22}
+
+
+@pytest.fixture(autouse=True)
+def source(monkeypatch):
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Fixed())
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("batch", [1, 7, 23, 64])
+def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
+    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
+    pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
+    got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(jnp.asarray(TABLE))
+    expected = by_hand()
+    assert got["n"] == expected["n"]
+    assert got["top1"] == expected["top1"]
+    assert got["top5"] == expected["top5"]
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_with_fewer_than_five_classes_every_answer_is_in_the_top_5(monkeypatch):
+    monkeypatch.setattr(Fixed, "labels", [np.array([i % 4]) for i in range(9)])
+    table = TABLE[:9, :4]
+    mesh = make_mesh([("data", -1)], jax.devices()[:1])
+    pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
+    evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent")
+    got = evaluator.run(jnp.asarray(table))
+    sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
+    loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
+    assert got["top5"] == 1
+    assert got["top1"] == (table.argmax(axis=1) == np.arange(9) % 4).mean()
+    assert got["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
+
+
+def one_device():
+    return make_mesh([("data", -1)], jax.devices()[:1])
+
+
+def test_only_classes_that_occur_can_be_chosen_where_asked_for(monkeypatch):
+    """As ImageNet-A and -R are reported, with 200 of 1000 classes."""
+    monkeypatch.setattr(Fixed, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
+    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, present_classes_only=True)
+    got, expected = evaluator.run(jnp.asarray(TABLE)), by_hand([2, 5, 7])
+    assert got["n"] == 23
+    assert got["top1"] == expected["top1"]
+    assert got["top1"] > by_hand()["top1"]
+    assert got["top5"] == 1
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_batches_kept_in_memory_give_the_same_numbers_and_are_read_once():
+    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, cache=True)
+    first = evaluator.run(jnp.asarray(TABLE))
+    evaluator.source = None
+    assert evaluator.run(jnp.asarray(TABLE)) == first
+    assert first["top1"] == by_hand()["top1"]
+
+
+def test_skipped_examples_do_not_count(monkeypatch, capsys):
+    class Broken(Fixed):
+        def __getitem__(self, index):
+            if index in (0, 9):
+                raise input_pipeline.InputError("broken")
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
+    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, corrupt="skip").run(jnp.asarray(TABLE))
+    assert got["n"] == 20
+    assert "skipped example 9: broken" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""What becomes of every odd kind of image file, as the table in `input_pipeline.images.decode` says."""
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline.images import decode as decoding
+
+ODD = datasets.odd_images()
+PIXELS = datasets.image_array(0)
+READ = {name for name in ODD if not name.startswith(("empty", "truncated", "bomb", "text"))}
+CROP = "decode_jpeg_and_inception_crop"
+DECODERS = ["decode", "decode(precise=True)", CROP, f"{CROP}(exif=True)"]
+
+
+def decode(data, spec="decode", seed=0):
+    return ip.Preprocess(spec)({"image": data}, np.random.default_rng(seed))["image"]
+
+
+def close(one, other, mean):
+    """Whether two images differ by less than `mean` levels on average: what lossy compression leaves."""
+    return one.shape == other.shape and np.abs(one.astype(int) - other).mean() < mean
+
+
+@pytest.fixture(autouse=True)
+def _tensorflow():
+    pytest.importorskip("tensorflow")
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+@pytest.mark.parametrize("name", sorted(READ))
+def test_every_readable_kind_gives_three_channels_of_bytes(name, spec):
+    image = decode(ODD[name], spec)
+    assert image.dtype == np.uint8
+    assert image.shape[2] == 3
+
+
+@pytest.mark.parametrize("spec", DECODERS[:2])
+@pytest.mark.parametrize(("name", "mean"), [("rgba.png", 0.01), ("palette.png", 8), ("animated.gif", 12),
+                                            ("webp.webp", 8), ("animated.webp", 8), ("cmyk.jpg", 8)])  # fmt: skip
+def test_colours_are_kept_transparency_is_dropped_and_the_first_frame_counts(name, mean, spec):
+    assert close(decode(ODD[name], spec), PIXELS, mean)
+
+
+def test_sixteen_bits_keep_the_upper_eight():
+    np.testing.assert_array_equal(decode(ODD["grey16.png"]), np.repeat(PIXELS[..., :1], 3, axis=2))
+    assert decode(ODD["grey16.png"], "decode(1)").shape == (60, 80, 1)
+    deep = datasets.encoded(Image.fromarray(np.full((4, 5), 0x12FF, np.uint16)), "PNG")
+    assert set(decode(deep, "decode(1)").ravel()) == {0x12}
+
+
+def test_grey_gives_one_channel_or_three_equal_ones():
+    grey = decode(ODD["grey.jpg"], "decode(1)")
+    np.testing.assert_array_equal(decode(ODD["grey.jpg"]), np.repeat(grey, 3, axis=2))
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_upright_only_where_asked_for(orientation, precise):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = datasets.jpeg(0, 60, 80, exif=exif)
+    stored = decode(data, f"decode(precise={precise})")
+    assert stored.shape == (60, 80, 3)
+    shown = {2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1], 5: stored.transpose(1, 0, 2),
+             6: np.rot90(stored, -1), 7: np.rot90(stored, 2).transpose(1, 0, 2), 8: np.rot90(stored)}  # fmt: skip
+    upright = decode(data, f"decode(precise={precise}, exif=True)")
+    np.testing.assert_array_equal(upright, shown.get(orientation, stored))
+    np.testing.assert_array_equal(
+        decoding.decode_crop(data, (0, 0, 60, 80), exif=True), decoding.decode(data, exif=True)
+    )
+
+
+def test_a_damaged_exif_block_leaves_the_image_as_it_is():
+    data = datasets.jpeg(0, exif=b"Exif\0\0" + b"\xff" * 40)
+    np.testing.assert_array_equal(decode(data, "decode(exif=True)"), decode(data))
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+@pytest.mark.parametrize("name", ["empty.jpg", "text.jpg"])
+def test_what_is_no_image_is_refused(name, spec):
+    with pytest.raises(ip.InputError, match="not an image"):
+        decode(ODD[name], spec)
+
+
+@pytest.mark.parametrize("spec", DECODERS[:2])
+def test_a_truncated_file_is_refused(spec):
+    for data in (ODD["truncated.jpg"], ODD["truncated.jpg"][:200], ODD["palette.png"][:-40], ODD["webp.webp"][:99]):
+        with pytest.raises(ip.InputError, match=r"broken image|not an image"):
+            decode(data, spec)
+
+
+def test_a_crop_above_the_cut_of_a_truncated_file_is_served_and_one_below_refused():
+    truncated, whole = ODD["truncated.jpg"], datasets.jpeg(0)
+    above = (0, 0, 8, 80)
+    np.testing.assert_array_equal(decoding.decode_crop(truncated, above), decoding.decode_crop(whole, above))
+    with pytest.raises(ip.InputError, match="damaged or cut off"):
+        decoding.decode_crop(truncated, (40, 0, 20, 80))
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+@pytest.mark.parametrize("name", ["bomb.png", "bomb.jpg"])
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(name, spec):
+    with pytest.raises(ip.InputError, match="exceeds limit"):
+        decode(ODD[name], spec)
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+def test_bytes_flipped_at_random_never_end_in_another_kind_of_error(spec):
+    outcomes = set()
+    rng = np.random.default_rng(0)
+    for name in ("exif6.jpg", "cmyk.jpg", "palette.png", "webp.webp", "animated.gif"):
+        for _ in range(30):
+            data = bytearray(ODD[name])
+            for at in rng.integers(len(data), size=rng.integers(1, 20)):
+                data[at] = rng.integers(256)
+            try:
+                outcomes.add(decode(bytes(data), spec).dtype.name)
+            except ip.InputError as e:
+                outcomes.add(len(str(e).splitlines()))
+    assert outcomes == {"uint8", 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"exif": b"Exif\0\0" + b"\xff\xc0" * 40}, {"mode": "CMYK"}]
+)
+@pytest.mark.parametrize("size", [(8, 9), (60, 80), (1000, 3)])
+def test_the_size_is_read_from_the_frame_header(size, options):
+    data = datasets.jpeg(0, *size, **options)
+    assert decoding.jpeg_size(data) == size
+    assert decoding.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # bytes that fill the space before a marker
+
+
+def test_where_no_frame_header_is_left_it_is_refused():
+    data = datasets.jpeg(0)
+    frame = data.index(b"\xff\xc0")
+    for cut in range(2, frame + 9):
+        with pytest.raises(ip.InputError, match="no JPEG header"):
+            decoding.jpeg_size(data[:cut])
+
+
+def test_thirty_two_bits_are_refused():
+    data = datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
+    with pytest.raises(ip.InputError, match="32 bits a channel"):
+        decode(data)
+
+
+def test_without_tensorflow_the_message_says_what_to_install(monkeypatch):
+    import sys
+
+    decoding.tensorflow.cache_clear()
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    try:
+        with pytest.raises(ip.InputError, match=r"needs tensorflow, which is not installed: pip install"):
+            decode(ODD["grey.jpg"])
+        assert decode(ODD["grey.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
+    finally:
+        decoding.tensorflow.cache_clear()

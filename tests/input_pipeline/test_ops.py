@@ -1,0 +1,292 @@
+"""Preprocessing, op by op: exact results computed by numpy and Pillow alone, and big_vision's pixels from
+TensorFlow's own functions."""
+
+import ast
+import itertools
+import math
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline.images import decode
+from input_pipeline.preprocess import ops
+
+SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
+PHOTO = datasets.image_array(1, 75, 100)
+
+
+def apply(spec, image=SMALL, seed=0, **example):
+    return ip.Preprocess(spec)({"image": image, **example}, np.random.default_rng(seed))
+
+
+def bilinear(image, height, width):
+    """Bilinear interpolation between the four nearest pixel centres, in float32, cut to whole numbers."""
+    out = np.empty((height, width, image.shape[2]), np.float32)
+    source = image.astype(np.float32)
+
+    def neighbours(i, size, length):
+        at = (np.float32(i) + np.float32(0.5)) * (np.float32(length) / np.float32(size)) - np.float32(0.5)
+        low = math.floor(at)
+        return max(low, 0), min(math.ceil(at), length - 1), np.float32(at - np.float32(low))
+
+    for i in range(height):
+        top, bottom, down = neighbours(i, height, image.shape[0])
+        for j in range(width):
+            left, right, across = neighbours(j, width, image.shape[1])
+            upper = source[top, left] + (source[top, right] - source[top, left]) * across
+            lower = source[bottom, left] + (source[bottom, right] - source[bottom, left]) * across
+            out[i, j] = upper + (lower - upper) * down
+    return out.astype(np.uint8)
+
+
+def area(image, height, width):
+    """The mean over each target pixel's rectangle of the source, in float64."""
+
+    def weights(size, length):
+        edges = np.arange(size + 1) * length / size
+        return np.array([[max(0, min(hi, k + 1) - max(lo, k)) for k in range(length)]
+                         for lo, hi in itertools.pairwise(edges)]) * size / length  # fmt: skip
+
+    return np.einsum("ih,jw,hwc->ijc", weights(height, image.shape[0]), weights(width, image.shape[1]), image)
+
+
+class TestTable:
+    """Each op's exact result, by other means."""
+
+    @pytest.mark.parametrize("size", [(48, 64), (224, 224), (31, 177), (75, 100)])
+    def test_resize_interpolates_between_pixel_centres_and_cuts(self, size):
+        pytest.importorskip("tensorflow")
+        np.testing.assert_array_equal(apply(f"resize({size})", PHOTO)["image"], bilinear(PHOTO, *size))
+
+    def test_resize_nearest_takes_the_pixel_under_the_centre(self):
+        pytest.importorskip("tensorflow")
+        rows, columns = ((np.arange(n) + 0.5) * length / n for n, length in ((40, 75), (130, 100)))
+        expected = PHOTO[rows.astype(int)[:, None], columns.astype(int)]
+        np.testing.assert_array_equal(apply("resize((40, 130), 'nearest')", PHOTO)["image"], expected)
+
+    def test_resize_small_is_the_mean_over_each_pixels_area(self):
+        pytest.importorskip("tensorflow")
+        halved = PHOTO[:74].reshape(37, 2, 50, 2, 3).mean(axis=(1, 3)).astype(np.uint8)  # quarters: exact
+        np.testing.assert_array_equal(apply("resize_small(37)", PHOTO[:74])["image"], halved)
+        exact = area(PHOTO, 32, 43)  # 100 · 32/75 is 42.67
+        got = apply("resize_small(32)", PHOTO)["image"]
+        decided = np.abs(exact - np.rint(exact)) > 1e-3  # elsewhere float32 decides which way it is cut
+        assert decided.mean() > 0.99
+        np.testing.assert_array_equal(got[decided], exact.astype(np.uint8)[decided])
+
+    @pytest.mark.parametrize(("shape", "size"), [((75, 100), (32, 43)), ((100, 75), (43, 32)), ((75, 75), (32, 32))])
+    def test_resize_small_sets_the_smaller_side(self, shape, size):
+        pytest.importorskip("tensorflow")
+        assert apply("resize_small(32)", np.zeros((*shape, 3), np.uint8))["image"].shape == (*size, 3)
+
+    def test_resize_pillow_is_pillows(self):
+        expected = np.asarray(Image.fromarray(PHOTO).resize((20, 30), Image.Resampling.BILINEAR))
+        np.testing.assert_array_equal(apply("resize_pillow((30, 20))", PHOTO)["image"], expected)
+        np.testing.assert_array_equal(apply("resize_pillow((2, 3))")["image"], SMALL)
+
+    @pytest.mark.parametrize(
+        ("spec", "rows", "columns"),
+        [("central_crop((32, 41))", (21, 53), (29, 70)), ("central_crop(75)", (0, 75), (12, 87)),
+         ("central_crop", (0, 75), (12, 87))],
+    )  # fmt: skip
+    def test_central_crop_rounds_down(self, spec, rows, columns):
+        np.testing.assert_array_equal(apply(spec, PHOTO)["image"], PHOTO[slice(*rows), slice(*columns)])
+
+    def test_pad_and_random_crop_see_every_window(self):
+        padded = apply("pad(1, value=7)")["image"]
+        np.testing.assert_array_equal(padded, np.pad(SMALL, ((1, 1), (1, 1), (0, 0)), constant_values=7))
+        windows = {apply("pad(1)|random_crop((2, 3))", seed=seed)["image"].tobytes() for seed in range(200)}
+        zero = np.pad(SMALL, ((1, 1), (1, 1), (0, 0)))
+        assert windows == {zero[y : y + 2, x : x + 3].tobytes() for y in range(3) for x in range(3)}
+
+    def test_flip_lr_mirrors_half_of_the_time(self):
+        flipped = [np.array_equal(apply("flip_lr", seed=s)["image"], SMALL[:, ::-1]) for s in range(400)]
+        assert 150 < sum(flipped) < 250
+
+    def test_value_range_maps_every_pixel_value(self):
+        every = np.arange(256, dtype=np.uint8).reshape(16, 16, 1)
+        for spec, low, high in (("value_range(-1, 1)", -1, 1), ("value_range(0, 1)", 0, 1), ("value_range", -1, 1)):
+            got = apply(spec, every)["image"]
+            expected = np.float32(low) + (every.astype(np.float32) / np.float32(255)) * np.float32(high - low)
+            assert got.dtype == np.float32
+            np.testing.assert_array_equal(got, expected)
+        clipped = apply("value_range(0, 1, 100, 200, clip_values=True)", every)["image"].ravel()
+        np.testing.assert_allclose(clipped, np.clip((np.arange(256) - 100) / 100, 0, 1), atol=1e-6)
+
+    def test_onehot_of_one_several_or_no_labels(self):
+        assert apply("onehot(4)", label=2)["labels"].tolist() == [0, 0, 1, 0]
+        assert apply("onehot(4, key='a', key_result='b')", a=np.array([0, 3]))["b"].tolist() == [1, 0, 0, 1]
+        assert apply("onehot(4)", label=np.array([], int))["labels"].tolist() == [0, 0, 0, 0]
+        assert apply("onehot(4)", label=[])["labels"].tolist() == [0, 0, 0, 0]
+
+    def test_keep_drops_the_rest(self):
+        assert apply('keep("label")', label=2, other=3) == {"label": 2}
+
+
+class TestBigVision:
+    """What big_vision's preprocessing calls in TensorFlow gives the same pixels, bit for bit."""
+
+    @pytest.fixture
+    def tf(self):
+        return pytest.importorskip("tensorflow")
+
+    @pytest.mark.parametrize("mode", ["RGB", "L"])
+    @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 30}, {"progressive": True}])
+    def test_decoding(self, tf, mode, options):
+        data = datasets.jpeg(3, 75, 101, mode, **options)
+        expected = tf.io.decode_image(data, channels=3, expand_animations=False).numpy()
+        np.testing.assert_array_equal(apply("decode", data)["image"], expected)
+        accurate = tf.io.decode_jpeg(data, channels=3, dct_method="INTEGER_ACCURATE").numpy()
+        np.testing.assert_array_equal(apply("decode(precise=True)", data)["image"], accurate)
+
+    @pytest.mark.parametrize("window", [(0, 0, 75, 101), (13, 22, 40, 31), (70, 90, 5, 11), (8, 16, 16, 16)])
+    def test_decoding_a_window_only(self, tf, window):
+        data = datasets.jpeg(3, 75, 101)
+        top, left, height, width = window
+        whole = decode.decode(data)[top : top + height, left : left + width]
+        crop = decode.decode_crop(data, window)
+        assert crop.shape == whole.shape
+        expected = tf.io.decode_and_crop_jpeg(data, window, channels=3).numpy()
+        np.testing.assert_array_equal(crop, expected)
+        assert np.abs(crop.astype(int) - whole).max() <= 40  # chroma of the crop's edges is interpolated anew
+
+    @pytest.mark.parametrize("antialias", [False, True])
+    @pytest.mark.parametrize("method", decode.METHODS)
+    def test_resizing(self, tf, method, antialias):
+        resized = tf.image.resize(PHOTO, (43, 130), method=method, antialias=antialias)
+        expected = tf.cast(tf.clip_by_value(resized, 0, 255), tf.uint8).numpy()
+        got = apply(f"resize((43, 130), {method!r}, {antialias})", PHOTO)["image"]
+        np.testing.assert_array_equal(got, expected)
+
+    def test_the_evaluation_recipe(self, tf):
+        data = datasets.jpeg(5, 375, 500)
+        image = tf.io.decode_image(data, channels=3, expand_animations=False)
+        image = tf.cast(tf.image.resize(image, (256, 341), method="area"), tf.uint8)
+        image = tf.image.crop_to_bounding_box(image, 16, 58, 224, 224)
+        image = -1.0 + (tf.cast(image, tf.float32) - 0.0) / 255.0 * 2.0
+        got = apply("decode|resize_small(256)|central_crop(224)|value_range(-1, 1)", data)["image"]
+        np.testing.assert_array_equal(got, image.numpy())
+
+    def test_the_training_crop_given_its_window(self, tf):
+        data = datasets.jpeg(5, 375, 500)
+        spec = "decode_jpeg_and_inception_crop(224)"
+        for seed in range(5):
+            window = decode.sample_window((375, 500), (0.05, 1), (0.75, 1.33), np.random.default_rng(seed))
+            crop = tf.image.decode_and_crop_jpeg(data, window, channels=3)
+            expected = tf.cast(tf.image.resize(crop, (224, 224)), tf.uint8).numpy()
+            np.testing.assert_array_equal(apply(spec, data, seed)["image"], expected)
+
+    @pytest.mark.parametrize("size", [(375, 500), (500, 333), (60, 200)])
+    def test_the_windows_are_distributed_alike(self, tf, size):
+        """Share of area, aspect ratio and centre: means within 4 standard errors, deviations within 10 %."""
+        draws = 3000
+        rng = np.random.default_rng(0)
+        ours = np.array([decode.sample_window(size, (0.05, 1), (0.75, 1.33), rng) for _ in range(draws)])
+        theirs = []
+        for seed in range(draws):
+            begin, shape, _ = tf.image.stateless_sample_distorted_bounding_box(
+                (*size, 3), tf.zeros([0, 0, 4], tf.float32), seed=(seed, 1), min_object_covered=0,
+                aspect_ratio_range=(0.75, 1.33), area_range=(0.05, 1), use_image_if_no_bounding_boxes=True,
+            )  # fmt: skip
+            theirs.append([*begin.numpy()[:2], *shape.numpy()[:2]])
+        for name, value in {
+            "area": lambda w: w[:, 2] * w[:, 3] / (size[0] * size[1]),
+            "aspect": lambda w: w[:, 3] / w[:, 2],
+            "row": lambda w: w[:, 0] + w[:, 2] / 2,
+            "column": lambda w: w[:, 1] + w[:, 3] / 2,
+        }.items():
+            a, b = value(ours), value(np.array(theirs, float))
+            error = math.hypot(a.std(), b.std()) / math.sqrt(draws)
+            assert abs(a.mean() - b.mean()) < 4 * error, name
+            assert a.std() == pytest.approx(b.std(), rel=0.1), name
+
+
+class TestWindows:
+    @pytest.mark.parametrize("size", [(1, 1), (3, 1000), (1000, 3), (224, 224)])
+    def test_they_lie_inside_the_image(self, size):
+        rng = np.random.default_rng(0)
+        for _ in range(300):
+            top, left, height, width = decode.sample_window(size, (0.05, 1), (0.75, 1.33), rng)
+            assert 0 <= top <= top + height <= size[0]
+            assert 0 <= left <= left + width <= size[1]
+            assert height * width > 0
+
+    def test_without_one_that_fits_it_is_the_whole_image(self):
+        assert decode.sample_window((10, 1000), (0.9, 1), (0.9, 1.1), np.random.default_rng(0)) == (0, 0, 10, 1000)
+
+    def test_inception_crop_of_pixels_and_of_a_lossless_file_agree(self):
+        pytest.importorskip("tensorflow")
+        data = datasets.encoded(Image.fromarray(PHOTO), "PNG")
+        for seed in range(5):
+            one = apply("inception_crop(32)", PHOTO, seed)["image"]
+            other = apply("decode_jpeg_and_inception_crop(32)", data, seed)["image"]
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("pda(1)", "unknown op 'pda'; did you mean 'pad'"),
+        ("pad()", "missing a required argument: 'border'"),
+        ("pad('1')", "border='1' should be of type int"),
+        ("pad(True)", "border=True should be of type int"),
+        ("pad(n)", "must be literals"),
+        ("pad(__import__('os').getpid())", "must be literals"),
+        ("pad(1", "cannot parse"),
+        ("pad(1)||keep('image')", "cannot parse"),
+        ("os.system('true')", "not of the form"),
+        ("resize(8, metod='area')", "did you mean 'method'"),
+        ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
+        ("resize((8, 8, 3))", "expected one number or"),
+        ("decode(2)", "expected 1 or 3"),
+        ("random_crop(5)", "the image is only 2x3"),
+        ("central_crop(3)", "the image is only 2x3"),
+        ("onehot(10)", "preprocessing needs 'label', the example has image"),
+        ("onehot(0)", "expected 1 class or more"),
+        ("keep('labels')", "preprocessing needs 'labels'"),
+        ("keep('label')|pad(4)", "preprocessing needs"),
+        ("resize(0)", "a size of 0 pixels"),
+        ("inception_crop(8, 50, 5)", "expected min <= max"),
+        ("decode_jpeg_and_inception_crop(8, ratio_min=0)", "expected min <= max"),
+        ("randaug(-1)", "expected 0 or more layers"),
+        ("randaug(2, 31)", "magnitude 0 to 30"),
+        ("pad(-1)", "expected a border of 0 to 10,000"),
+        ("value_range(0, 1, 5, 5)", "in_min=5 should be below in_max=5"),
+    ],
+)
+def test_a_bad_string_is_named(spec, message):
+    with pytest.raises(ip.InputError, match=message):
+        apply(spec, label=0) if spec.startswith("keep('label')") else apply(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "image", "message"),
+    [
+        ("decode", SMALL, "decode takes the bytes of an image file, not ndarray"),
+        ("resize_small(256)", np.zeros((20_000, 1, 3), np.uint8), "exceeds 178956970 pixels"),
+        ("onehot(10, key='image')", SMALL.astype(np.float32), "should be an integer or several, found float32"),
+        ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
+        ("randaug(2, 10)", "text", "preprocessing: "),
+    ],
+)
+def test_what_an_op_was_not_made_for_is_one_line(spec, image, message):
+    with pytest.raises(ip.InputError, match=message) as error:
+        apply(spec, image)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_a_label_out_of_range_is_refused(label):
+    with pytest.raises(ip.InputError, match="out of range"):
+        apply("onehot(10)", label=label)
+
+
+def test_every_op_is_documented():
+    assert all(getattr(ops, name).__doc__ for name in ops.__all__)
+    tree = ast.parse(Path(ops.__file__).read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in defined if not name.startswith("_")} == set(ops.__all__)

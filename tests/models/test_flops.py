@@ -1,0 +1,221 @@
+"""The formulas against what a program's own equations and the compiler count."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
+
+from dcvit.models import flops, lm, vit
+from dcvit.models.flops import forward_flops, lm_flops, training_flops, visible_pairs, vit_flops
+
+IMAGE = (12, 20, 3)  # 15 patches of 4×4
+ROW = 14  # tokens
+
+
+# The formulas count the equations, which the reference writes out; the others write some of their products as sums.
+BLOCKS = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
+
+
+def small(**fields):
+    return vit.Model(7, **{"patch_size": (4, 4), **BLOCKS, **fields})
+
+
+def small_lm(**fields):
+    return lm.Model(31, **{**BLOCKS, **fields})
+
+
+def an_image(shape=IMAGE):
+    return jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+
+
+def a_row(length=ROW):
+    return jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+
+def logits_of(net, example):
+    """The function to its logits and the shapes of its parameters."""
+    params = jax.eval_shape(net.init, jax.random.key(0), example)
+    return lambda params, example: net.apply(params, example)[0], params
+
+
+def gradient_of(net, example):
+    """As `logits_of`, the function to the gradient of a loss for which the logits themselves are needed."""
+    logits, params = logits_of(net, example)
+    return jax.grad(lambda params, example: jnp.square(logits(params, example)).sum()), params
+
+
+def counted(of, net, example, tokens):
+    """Operations of a program's products, by walking the equations that its results depend on."""
+    function, params = of(net, example)
+    jaxpr = jax.make_jaxpr(function)(params, example).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+
+    def walk(jaxpr):
+        total = 0
+        for equation in jaxpr.eqns:
+            name, out = equation.primitive.name, equation.outvars[0].aval.shape
+            if name == "dot_general":
+                contracted = equation.params["dimension_numbers"][0][0]
+                total += 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            elif name == "conv_general_dilated":
+                kernel = equation.invars[1].aval.shape  # rows, columns, in, out
+                total += 2 * math.prod(out) * math.prod(kernel[:-1])
+            elif name == "mul" and len(out) == 5 and out[-2:] == (tokens, tokens):  # a gate on B G H/G T S
+                total += 2 * math.prod(out)  # and the addition to the rest
+            times = equation.params.get("length", 1) if name == "scan" else 1
+            total += times * sum(map(walk, jaxprs_in_params(equation.params)))
+        return total
+
+    return walk(jaxpr)
+
+
+PLAIN = [
+    {},
+    {"mlp_dim": None, "depth": 0},
+    {"pool_type": "tok", "rep_size": True},
+    {"pool_type": "map", "rep_size": 10},
+    {"pool_type": "none", "rep_size": 10},
+    {"pool_type": "0", "scan": True},
+    {"qk_norm": "rmsnorm", "groups": 5},
+]
+COMPOSED = [
+    {"compose": "both"},
+    {"compose": "pre"},
+    {"compose": "post", "branches": "q"},
+    {"compose": "both", "branches": "k", "rank": 1},
+    {"compose": "both", "projection": False},
+    {"compose": "both", "gate": False, "rank": 3},
+    {"compose": "both", "static": True, "groups": 2},
+    {"compose": "both", "static": True, "projection": False, "gate": False},
+    {"compose": "pre", "static": True, "branches": "q", "groups": 6},
+    {"compose": "both", "pool_type": "map", "rank": 3, "groups": 3},
+    {"compose": "both", "pool_type": "tok", "scan": True},
+]
+
+
+@pytest.mark.parametrize("fields", PLAIN + COMPOSED, ids=str)
+def test_every_product_of_the_program_is_counted(fields):
+    net = small(**fields)
+    tokens = 15 + (net.pool_type == "tok")
+    assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), tokens)
+
+
+def test_without_classes_there_is_no_head():
+    net = small(compose="both").clone(num_classes=None)
+    assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), 15)
+
+
+# G multiply-adds at 224 with a class token: S/16 as commonly given, the others of torchvision's table of weights.
+PUBLISHED = [("S/16", 4.6), ("B/32", 4.41), ("B/16", 17.56), ("L/32", 15.38), ("L/16", 61.55)]
+
+
+@pytest.mark.parametrize(("variant", "macs"), PUBLISHED)
+def test_published_sizes(variant, macs):
+    net = vit.Model(1000, variant=variant, pool_type="tok")
+    assert vit_flops(net, (224, 224, 3)) / 2e9 == pytest.approx(macs, abs=0.01)
+
+
+def test_small_16_is_every_weight_once_a_token_and_the_scores():
+    net = vit.Model(1000, variant="S/16")
+    _, params = logits_of(net, an_image((224, 224, 3)))
+    kernels = {path[1].key: 0 for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        kernels[path[1].key] += leaf.size * (path[-1].key == "kernel")
+    once = 196 * (kernels["embedding"] + kernels["Transformer"]) + kernels["head"]
+    assert vit_flops(net, (224, 224, 3)) == 2 * once + 2 * 12 * 2 * 196**2 * 384
+
+
+@pytest.mark.parametrize("compose", [None, "both"])
+def test_the_compiler_counts_a_little_more(compose):
+    """XLA counts every element-wise operation, too; in wide blocks they are few."""
+    net = small(width=192, num_heads=6, mlp_dim=None, compose=compose)
+    function, params = logits_of(net, an_image())
+    count = jax.jit(function).lower(params, an_image()).compile().cost_analysis()["flops"]
+    assert 1 <= count / vit_flops(net, IMAGE) < 1.05
+
+
+PLAIN_LMS = [
+    {},
+    {"mlp": "gelu", "mlp_dim": None, "depth": 1, "use_bias": True},
+    {"mlp": "gelu_tanh", "position": "learned", "norm": "layernorm", "tied": True},
+    {"depth": 0},
+    {"num_key_heads": 2, "qk_norm": "rmsnorm"},
+    {"num_key_heads": 1, "parallel": True, "rotary_fraction": 0.5},
+    {"window_pattern": "3:1", "window": 5, "depth": 6, "scan": True},
+    {"end_of_text": 3, "groups": 5},
+]
+COMPOSED_LMS = [
+    {"compose": "both"},
+    {"compose": "pre", "branches": "q", "num_key_heads": 3},
+    {"compose": "post", "branches": "k", "static": True, "window_pattern": "1:1", "window": 4, "depth": 3},
+    {"compose": "both", "projection": False, "tied": True},
+    {"compose": "both", "gate": False, "rank": 3, "groups": 2},
+    {"compose": "both", "static": True, "projection": False, "gate": False, "groups": 3},
+    {"compose": "both", "static": True, "rank": 1, "groups": 6, "window_pattern": "1:1", "scan": True},
+]
+
+
+@pytest.fixture
+def all_pairs(monkeypatch):
+    """The reference computes every pair and then hides some, so every pair counts here."""
+    monkeypatch.setattr(flops, "visible_pairs", lambda length, window: length**2)
+
+
+@pytest.mark.usefixtures("all_pairs")
+@pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS, ids=str)
+def test_every_product_of_the_language_model_is_counted(fields):
+    net = small_lm(**fields)
+    assert lm_flops(net, ROW) == counted(logits_of, net, a_row(), ROW)
+
+
+@pytest.mark.usefixtures("all_pairs")
+@pytest.mark.parametrize("fields", [PLAIN_LMS[1], PLAIN_LMS[4], *COMPOSED_LMS[:3]], ids=str)
+def test_a_backward_pass_has_twice_the_products(fields):
+    net = small_lm(**fields)
+    assert training_flops(net, a_row()) == counted(gradient_of, net, a_row(), ROW)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 12])
+@pytest.mark.parametrize("window", [None, 1, 2, 6, 7, 8, 40])
+def test_visible_pairs_are_those_of_the_mask(length, window):
+    query, key = np.mgrid[:length, :length]
+    seen = (key <= query) & (key > query - (window or length))
+    assert visible_pairs(length, window) == seen.sum()
+
+
+@pytest.mark.parametrize("fields", [{}, COMPOSED_LMS[0], COMPOSED_LMS[2]], ids=str)
+def test_hidden_pairs_cost_nothing(fields):
+    """What one pair costs is the second difference of a program's products over the length."""
+    net = small_lm(**{**fields, "window_pattern": "none", "window": 3})
+    first, second, third = (counted(logits_of, net.clone(depth=1), a_row(n), n) for n in (ROW, ROW + 1, ROW + 2))
+    pair = (first - 2 * second + third) // 2
+    net, causal, windowed = net.clone(depth=7), ROW * (ROW - 1) // 2, (ROW - 3) * (ROW - 2) // 2
+    all_pairs = counted(logits_of, net, a_row(), ROW)
+    local = {"none": 0, "1:1": 4, "3:1": 5, "7:1": 6}  # layers of LGLGLGL, LGLLLGL and LGLLLLL
+    for pattern, layers in local.items():
+        hidden = 7 * causal + layers * windowed
+        assert lm_flops(net.clone(window_pattern=pattern), ROW) == all_pairs - hidden * pair
+
+
+def test_training_is_palms_formula():
+    """6·N + 12·L·H·D·T for each token (Appendix B), whose second term causality halves; N leaves the embedding out."""
+    net, length = lm.Model(50257, preset="Transformer++-405M"), 2048
+    _, params = logits_of(net, a_row(length))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    kernels = sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+    parameters = sum(leaf.size for path, leaf in leaves if path[1].key != "embedding")
+    each = training_flops(net, a_row(length)) / length
+    assert each == 6 * kernels + 12 * 24 * 1024 * (length + 1) / 2
+    assert each == pytest.approx(6 * parameters + 12 * 24 * 1024 * length / 2, rel=1e-3)
+
+
+def test_the_example_says_what_to_count():
+    image_net, row_net = small(compose="both"), small_lm(compose="both")
+    assert forward_flops(image_net, an_image()) == vit_flops(image_net, IMAGE)
+    assert forward_flops(row_net, a_row()) == lm_flops(row_net, ROW)
+    assert training_flops(image_net, an_image()) == 3 * vit_flops(image_net, IMAGE)
+    assert forward_flops(object(), an_image()) is training_flops(object(), a_row()) is None

@@ -1,0 +1,45 @@
+"""Which part of preprocessing the device takes over, and that the pixels stay what they were."""
+
+import datasets
+import jax
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from dcvit.models import pixels
+
+TAIL = "onehot(10)|keep('image', 'labels')"
+
+
+@pytest.mark.parametrize(
+    ("spec", "host", "found"),
+    [
+        (f"decode|value_range(-1, 1)|{TAIL}", f"decode|{TAIL}", (-1, 1, 0, 255)),
+        (f"decode|value_range(vmin=0, in_max=100)|{TAIL}", f"decode|{TAIL}", (0, 1, 0, 100)),
+        ("value_range", "", (-1, 1, 0, 255)),
+        ("value_range|flip_lr", "value_range|flip_lr", None),
+        ("value_range(0, 1, 0, 255, True)", "value_range(0, 1, 0, 255, True)", None),
+        ("value_range(clip_values=True)", "value_range(clip_values=True)", None),
+        ("value_range|value_range(0, 255, -1, 1)", "value_range", (0, 255, -1, 1)),
+        (TAIL, TAIL, None),
+        ("", "", None),
+    ],
+)
+def test_value_range_is_deferred_only_where_it_comes_last(spec, host, found):
+    assert ip.defer_value_range(spec) == (host, found)
+
+
+@pytest.mark.parametrize("spec", ["value_range(0, 1, 5, 5)", "value_range(a)", "value_range(1", "value_range('1')"])
+def test_what_is_wrong_with_it_is_said(spec):
+    with pytest.raises(ip.InputError):
+        ip.defer_value_range(spec)
+
+
+@pytest.mark.parametrize("spec", ["value_range(-1, 1)", "value_range(0, 1)", "value_range(-3, 2, 10, 200)", ""])
+def test_the_device_gives_the_hosts_pixels(spec):
+    image = datasets.image_array(0)
+    whole = ip.Preprocess(spec)({"image": image}, np.random.default_rng(0))["image"]
+    host, on_device = pixels.split(spec)
+    half = ip.Preprocess(host)({"image": image}, np.random.default_rng(0))["image"]
+    assert half.dtype == np.uint8
+    np.testing.assert_allclose(jax.jit(on_device)(half), whole, rtol=0, atol=1e-6)  # ranges are up to 5 wide

@@ -1,0 +1,317 @@
+"""Several processes as one run: real ones, over localhost, with JAX's own runtime."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+
+from dcvit import cli, train
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.parallel import multihost
+from dcvit.runs import metrics, preemption
+
+TEXT = {
+    "tensorboard": False, "total_steps": 6, "log_steps": 2, "ckpt_steps": 3, "input.batch_size": 16, "model.width": 32,
+    "model.depth": 2, "model.num_heads": 4, "model.mlp_dim": 32, "model.window": 8, "model.context": 32,
+    "input.data.context": 32, "evals.validation.data.context": 32, "evals.validation.data.limit": 45,
+    "evals.validation.batch_size": 7, "evals.validation.log_steps": 3,
+}  # fmt: skip
+BOTH = {"mesh": [("data", 2), ("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
+ACROSS = BOTH | {"mesh": [("tensor", 2), ("data", 2), ("fsdp", 2)]}  # two processes hold the same rows
+# What the commands print. Gloo, of JAX's CPU devices, speaks for itself, and in pieces: lines are not whole.
+SPEECH = re.compile(r"dcvit train: |step \d+/")
+
+
+class Group:
+    """The processes of one run; all are killed at the end."""
+
+    def __init__(self, count, devices, command, *argv):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        self.processes = []
+        for i in range(count):
+            words = [word.replace("{process}", str(i)) for word in argv]
+            if count > 1:
+                words += ["--coordinator", address, "--num_processes", str(count), "--process_id", str(i)]
+            call = [sys.executable, "-u", "-m", f"dcvit.{command}", *words]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(call, env=env, **pipes))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        for process in self.processes:
+            with process:  # closes its pipes
+                pass
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+
+    def finish(self, seconds=240):
+        """What each printed, (stdout, stderr), once all have ended; those that have not are killed."""
+        timer = threading.Timer(seconds, self.kill)
+        timer.start()
+        try:
+            with ThreadPoolExecutor(len(self.processes)) as pool:  # all are read at once, or a full pipe stops one
+                return list(pool.map(lambda process: process.communicate(), self.processes))
+        finally:
+            timer.cancel()
+
+    def reach_step(self, step, seconds=240):
+        """Returns once process 0 has shown a step; fails where it ends before, or is too slow."""
+        timer = threading.Timer(seconds, self.kill)
+        timer.start()
+        reached = any(f"step {step}/" in line for line in self.processes[0].stdout)
+        timer.cancel()
+        if not reached:
+            self.kill()
+            pytest.fail(f"no step {step}: {self.finish()}")
+
+    @property
+    def statuses(self):
+        return [process.returncode for process in self.processes]
+
+
+def options(workdir, config="vit_digits", **overrides):
+    tiny = TEXT if config == "lm_stdlib" else TINY | {"evals.test.batch_size": 50}
+    words = [f"--config.{key}={value}" for key, value in {**tiny, "ckpt_keep": 9, **overrides}.items()]
+    return "train", "--config", config, "--workdir", str(workdir), *words
+
+
+def run(count, devices, workdir, config="vit_digits", **overrides):
+    with Group(count, devices, *options(workdir, config, **overrides)) as group:
+        printed = group.finish()
+    assert group.statuses == [0] * count, printed
+    assert [SPEECH.search(out) is not None for out, _ in printed] == [i == 0 for i in range(count)], printed
+    return workdir
+
+
+def check_same(one, other):
+    rows, others = metrics.read(one / "metrics.jsonl"), metrics.read(other / "metrics.jsonl")
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for a, b in zip(rows, others, strict=True):
+        for key, value in a.items():
+            assert b[key] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (a["step"], key)
+    for a, b in zip(*(jax.tree.leaves(load_params(workdir)) for workdir in (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def is_single_process(tmp_path_factory):
+    """A run of one process with eight devices."""
+    return run(1, 8, tmp_path_factory.mktemp("alone") / "run")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The same run of two processes with four each."""
+    return run(2, 4, tmp_path_factory.mktemp("two") / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_and_evaluate_as_one(alone, two):
+    """360 test images in batches of 56: the last one ends inside a process's rows."""
+    check_same(alone, two)
+
+
+@pytest.mark.slow
+def test_four_processes_on_another_mesh_do_too(alone, tmp_path):
+    check_same(alone, run(4, 2, tmp_path / "four", **BOTH))
+
+
+@pytest.mark.slow
+def test_text_is_learnt_and_counted_as_by_one_process(tmp_path):
+    one = run(1, 8, tmp_path / "one", "lm_stdlib")
+    check_same(one, run(2, 4, tmp_path / "two", "lm_stdlib", **ACROSS))
+    last = metrics.read(one / "metrics.jsonl")[-1]
+    assert last["validation/tokens"] == 45 * 32
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_resumes(two, tmp_path):
+    """From the checkpoint of step 3."""
+    workdir = tmp_path / "resumed"
+    shutil.copytree(two, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    assert max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()) == 3
+    check_same(two, run(1, 8, workdir))
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(two):
+    argv = ["evaluate", "--workdir", str(two), "--format", "json"]
+    rows = []
+    for count in (1, 2):
+        with Group(count, 8 // count, *argv) as group:
+            printed = group.finish()
+        assert group.statuses == [0] * count, printed
+        out = printed[0][0]
+        rows.append(json.JSONDecoder().raw_decode(out, out.index("[\n  {"))[0])
+        assert all("evaluation" not in other for other, _ in printed[1:])
+    for one, other in zip(*rows, strict=True):
+        assert one.pop("images_per_second")
+        assert other.pop("images_per_second")
+        assert one["n"] == 360
+        for key, value in one.items():
+            assert other[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_with_its_message(tmp_path):
+    """Process 1 looks for the workdir elsewhere."""
+    started = time.monotonic()
+    with Group(2, 2, *options(f"{tmp_path}/{{process}}")) as group:
+        (_, first), (_, second) = group.finish(120)
+    assert group.statuses == [1, 2]
+    assert "error: workdir" in second
+    assert "stopped with process 1: workdir" in first
+    assert "not on a file system that all processes share" in first
+    assert time.monotonic() - started < 100  # of which most is the start
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_data_are_told(tmp_path):
+    """Here the first one fails too, with a status of its own."""
+    with Group(
+        2, 2, *options(tmp_path / "run", total_steps="none", total_epochs=1, **{"input.data.limit": "70{process}"})
+    ) as group:
+        (_, first), (_, second) = group.finish(120)
+    assert 2 in group.statuses
+    assert 0 not in group.statuses
+    assert "processes differ in" in first + second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_process_saves_the_same_step_in_all_and_the_run_goes_on_to_the_same_end(tmp_path, two, told):
+    workdir = tmp_path / "run"
+    words = options(workdir)
+    with Group(2, 4, *words) as group:
+        group.reach_step(2)
+        group.processes[told].send_signal(signal.SIGTERM)
+        printed = group.finish(60)
+    assert group.statuses == [preemption.SAVED] * 2, printed
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    assert re.search(rf"stopped by SIGTERM.*\b{saved}\b", printed[0][1]), printed[0][1]
+    if told:  # the same step's checkpoint goes on to the same end
+        run(2, 4, workdir)
+        check_same(two, workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_other(tmp_path, killed):
+    """Process 0 is missed at once, another one after the heartbeat's time."""
+    with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
+        group.reach_step(2)
+        assert [process.poll() for process in group.processes] == [None, None]
+        group.processes[killed].send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        error = group.finish(multihost.HEARTBEAT_SECONDS + 60)[1 - killed][1]
+    assert time.monotonic() - started < (multihost.HEARTBEAT_SECONDS + 30 if killed else 15), error
+    assert group.statuses[1 - killed] not in (0, -signal.SIGKILL), error
+    assert "the JAX distributed service detected fatal errors" in error or "error: stopped with" in error
+
+
+OPTIONS = {
+    "some": (["--coordinator", "localhost:1234"], "go together; missing --num_processes, --process_id"),
+    "id": (["--coordinator", "localhost:1234", "--num_processes", "2", "--process_id", "2"], "--process_id from 0"),
+    "no port": (["--coordinator", "localhost", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+    "no such port": (["--coordinator", "localhost:65536", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+    "no number": (["--num_processes", "two"], "invalid int value"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_name_no_run_are_one_line(tmp_path, capsys, monkeypatch, name):
+    words, message = OPTIONS[name]
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("joined"))
+    assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run"), *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+ENVIRONMENTS = [
+    ({}, False),
+    ({"SLURM_STEP_NUM_TASKS": "1"}, False),
+    ({"SLURM_NTASKS": "8"}, False),  # the batch script itself, outside of srun
+    ({"SLURM_STEP_NUM_TASKS": "8"}, True),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+]
+
+
+@pytest.mark.parametrize(("environment", "several"), ENVIRONMENTS)
+def test_a_cluster_is_known_by_its_environment(monkeypatch, environment, several):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert multihost.in_cluster() is several
+
+
+def test_a_failing_first_process_keeps_its_status_and_stays_until_the_others_know(monkeypatch):
+    client = types.SimpleNamespace(key_value_set=lambda *_: None, key_value_try_get=lambda _: "process 0: broken")
+    exits, slept = [], []
+
+    def leave(status):
+        exits.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(multihost, "_client", lambda: client)
+    monkeypatch.setattr(multihost.time, "sleep", slept.append)
+    monkeypatch.setattr(multihost.os, "_exit", leave)
+    try:
+        with pytest.raises(SystemExit):
+            multihost.fail("broken", 2)
+        multihost._watch()  # of this process: ends at once, and says nothing
+    finally:
+        multihost.ENDED.clear()
+    assert (exits, slept) == ([2], [multihost.FAREWELL_SECONDS])
+
+
+def test_a_failure_that_follows_from_another_names_that_one(monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("ALREADY_EXISTS")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    client = types.SimpleNamespace(key_value_set=refuse, key_value_try_get=lambda _: "process 1: broken")
+    monkeypatch.setattr(multihost, "_client", lambda: client)
+    monkeypatch.setattr(multihost.time, "sleep", lambda _: None)
+    monkeypatch.setattr(multihost.os, "_exit", leave)
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            multihost.fail("connection closed by peer", 1)
+    finally:
+        multihost.ENDED.clear()
+    assert capsys.readouterr().err == "error: stopped with process 1: broken\n"
+
+
+def test_a_tpu_vm_asks_its_metadata_unless_jax_runs_elsewhere(monkeypatch):
+    from jax._src import cloud_tpu_init
+
+    monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not multihost.on_tpu_vm()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert multihost.on_tpu_vm()

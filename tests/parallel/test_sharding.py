@@ -1,0 +1,306 @@
+"""Meshes and strategies: what is split, what is refused, and that nothing of it changes what is learnt."""
+
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcvit import cli, train
+from dcvit import config as configs
+from dcvit.checkpoint.checkpointer import Checkpoints, load_params
+from dcvit.errors import ConfigError
+from dcvit.models import lm, vit
+from dcvit.parallel import sharding
+from dcvit.training import setup, step
+from dcvit.training.tasks import TrainingData
+
+MESHES = {
+    "ddp": [("data", 8)],
+    "fsdp": [("data", 2), ("fsdp", 4)],
+    "tensor": [("data", 2), ("tensor", 4)],
+    "fsdp+tensor": [("data", 2), ("fsdp", 2), ("tensor", 2)],
+}
+ATTENTION = {
+    "plain": {"model.compose": None},
+    "all heads": {"model.compose": "both", "model.static": True},
+    "groups": {"model.compose": "both", "model.static": True, "model.groups": 4},
+}
+TINY = {
+    "vit": {"model.width": 32, "model.depth": 2, "model.num_heads": 8, "model.mlp_dim": 64, "model.patch_size": (4, 4)},
+    "lm": {
+        "model.width": 32, "model.num_heads": 8, "model.mlp_dim": 64, "model.window": 8,
+        "model.context": 32, "input.data.context": 32, "evals.validation.data.context": 32,
+    },
+}  # fmt: skip
+CONFIGS = {"vit": "vit_digits", "lm": "lm_stdlib"}
+
+
+def configured(model, **overrides):
+    """A tiny config whose optimiser keeps each step's gradient as its state."""
+    fixed = {"total_steps": 10, "input.batch_size": 16, "optax_name": "trace", "optax": {"decay": 0.0}, "lr": 0.02}
+    fixed |= {"grad_clip_norm": None, "schedule": {"decay_type": "constant"}, "wd": 0.01, "ema_decay": 0.9}
+    if model == "lm":  # window patterns of two layers: a scan of two, or one unrolled
+        fixed["model.depth"] = 4 if overrides.get("model.scan") else 2
+    words = [f"{k}={v}" for k, v in {**fixed, **TINY[model], **overrides}.items()]
+    return configs.load(CONFIGS[model], words)
+
+
+def five_steps(config, devices=None):
+    """The losses, and the state after each step, of a config on the first devices, on the host."""
+    mesh = setup.mesh(config, jax.devices()[:devices])
+    data = TrainingData(config, mesh)
+    net = setup.model(data.config)
+    tx, schedule = setup.optimiser(config, setup.param_shapes(net, data.task.example), data)
+    placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
+    update = step.jit_update(net, data.task, tx, schedule, placed, mesh)
+
+    def fresh():  # heads start at zero, and then nothing else has a gradient
+        params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape, data.task.example.dtype))["params"]
+        params = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
+        return step.initial_state(data.config, params, tx)
+
+    losses, states = [], []
+    with jax.set_mesh(mesh):
+        state = jax.jit(fresh, out_shardings=jax.tree.map(lambda s: s.sharding, placed))()
+        for batch, _ in zip(data.batches(0), range(5), strict=False):
+            state, metrics = update(state, sharding.put_batch(batch, mesh, data.batch_size))
+            losses.append(float(metrics["loss"]))
+            states.append(jax.device_get(state))
+    return losses, states, state
+
+
+# Every pair of model, attention, scan and strategy; but plain attention is not scanned.
+CASES = [
+    ("vit", "plain", False, ("ddp", "fsdp+tensor")),
+    ("lm", "plain", False, ("fsdp", "tensor")),
+    ("vit", "all heads", True, ("fsdp", "tensor")),
+    ("lm", "all heads", False, ("ddp", "fsdp+tensor")),
+    ("vit", "groups", False, ("fsdp", "tensor")),
+    ("lm", "groups", True, ("ddp", "fsdp+tensor")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "attention", "scan", "strategies"), CASES)
+def test_every_strategy_learns_what_one_device_does(library_promotion, model, attention, scan, strategies):
+    """Five steps: losses, gradients (the optimiser's state), parameters and their average."""
+    options = {**ATTENTION[attention], "model.scan": scan}
+    losses, states, _ = five_steps(configured(model, **options), 1)
+    for strategy in strategies:
+        placed = {"mesh": MESHES[strategy], "sharding_strategy": strategy}
+        found, spread, last = five_steps(configured(model, **options, **placed))
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for one, many in zip(states, spread, strict=True):
+            names = jax.tree_util.tree_flatten_with_path(one)[0]
+            for (path, a), b in zip(names, jax.tree.leaves(many), strict=True):
+                largest = max(1e-3, float(np.abs(a).max(initial=0)))  # of an array; no value is 1e-5 off
+                where, atol = f"{strategy} {jax.tree_util.keystr(path)}", min(1e-5, 5e-4 * largest)
+                np.testing.assert_allclose(b, a, atol=atol, rtol=0, err_msg=where)
+        axes = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
+        assert axes - {None} == set(strategy.split("+")) - {"ddp"}
+
+
+def test_every_pair_of_model_attention_scan_and_strategy_is_among_them():
+    cases = [(*case, strategy) for *case, strategies in CASES for strategy in strategies]
+    for i, j in itertools.combinations(range(4), 2):
+        found = {(case[i], case[j]) for case in cases} | {("plain", True)}
+        wanted = itertools.product(*((CONFIGS, ATTENTION, (False, True), MESHES)[k] for k in (i, j)))
+        assert found >= {*wanted}
+
+
+def spec(name, shape, strategy, mesh):
+    tree = functools.reduce(lambda tree, part: {part: tree}, reversed(name.split("/")), np.empty(shape, np.float32))
+    (sharded,) = jax.tree.leaves(sharding.shardings(tree, sharding.make_mesh(mesh), strategy))
+    return tuple(sharded.spec)
+
+
+BLOCK = "Transformer/decoderblock_0/MultiHeadDotProductAttention_0"
+SPECS = [
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "ddp", (None, None, None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp", ("fsdp", None, None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "tensor", (None, "tensor", None)),
+    (f"{BLOCK}/query/kernel", (32, 8, 4), "fsdp+tensor", ("fsdp", "tensor", None)),
+    (f"{BLOCK}/query/bias", (8, 4), "tensor", ("tensor", None)),
+    (f"{BLOCK}/out/kernel", (8, 4, 32), "fsdp+tensor", ("tensor", None, "fsdp")),
+    (f"{BLOCK}/pre/w_q1", (32, 1, 64), "tensor", (None, None, None)),  # all heads: every device composes with all
+    (f"{BLOCK}/pre/w_q1", (32, 4, 16), "fsdp+tensor", ("fsdp", "tensor", None)),
+    (f"{BLOCK}/pre/w_k2", (4, 16, 16), "tensor", ("tensor", None, None)),
+    (f"{BLOCK}/post/w_kg", (32, 8), "tensor", (None, "tensor")),
+    (f"{BLOCK}/post/w_b", (4, 2, 2), "tensor", ("tensor", None, None)),
+    ("Transformer/decoderblock_0/MlpBlock_0/gate/kernel", (32, 64), "fsdp+tensor", ("fsdp", "tensor")),
+    ("Transformer/encoderblock_0/MlpBlock_0/Dense_1/kernel", (64, 32), "fsdp+tensor", ("tensor", "fsdp")),
+    ("Transformer/encoderblock_0/LayerNorm_0/scale", (32,), "fsdp+tensor", (None,)),
+    ("embedding/embedding", (257, 32), "fsdp+tensor", (None, ("tensor", "fsdp"))),  # a prime number of tokens
+    ("head/kernel", (32, 257), "fsdp+tensor", (("tensor", "fsdp"), None)),
+    ("embedding/kernel", (16, 16, 3, 32), "fsdp+tensor", (None, None, None, "fsdp")),
+    # A scan's first dimension counts layers, and an optimiser's state is placed as its parameter is.
+    ("Transformer/group/layer_1/MlpBlock_0/in/kernel", (16, 32, 64), "fsdp+tensor", (None, "fsdp", "tensor")),
+    ("opt_state/2/mu/Transformer/encoderblock/MlpBlock_0/Dense_0/bias", (16, 64), "tensor", (None, "tensor")),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "strategy", "expected"), SPECS)
+def test_parameters_are_split_by_heads_hidden_width_and_largest_dimension(name, shape, strategy, expected):
+    assert spec(name, shape, strategy, MESHES["fsdp+tensor"]) == expected
+
+
+def test_rules_of_ones_own_name_strategies_or_dimensions():
+    rules = [(".*/query/kernel", ("tensor", None)), ("head/.*", "fsdp"), (".*_0/.*/w_.*", [["fsdp", "tensor"], None])]
+    mesh = MESHES["fsdp+tensor"]
+    assert spec(f"{BLOCK}/query/kernel", (32, 8, 4), rules, mesh) == (None, "tensor", None)
+    assert spec("head/kernel", (32, 257), rules, mesh) == ("fsdp", None)
+    assert spec(f"{BLOCK}/pre/w_kg", (32, 8), rules, mesh) == (("fsdp", "tensor"), None)
+    assert spec("embedding/embedding", (257, 32), rules, mesh) == (None, None)
+    with pytest.raises(ConfigError, match=r"tensor 2 does not divide 257 of head/kernel"):
+        spec("head/kernel", (32, 257), [("head/.*", (None, "tensor"))], mesh)
+    # What an optimiser keeps in another shape, as factored ones do, stays whole.
+    assert spec("opt_state/0/v_row/head/kernel", (32,), [*rules[:1], ("head/.*", ("fsdp", None))], mesh) == (None,)
+
+
+@pytest.mark.parametrize(
+    "model", [vit.Model(10, variant="mu/4", scan=True), lm.Model(32, width=32, depth=2, num_heads=4)]
+)
+def test_every_matrix_of_both_models_is_split(model):
+    """By both axes of fsdp+tensor, but for those which all devices use whole."""
+    model = model.clone(num_heads=4, compose="both", groups=4)
+    example = jax.ShapeDtypeStruct((1, 8, 8, 3) if isinstance(model, vit.ViT) else (1, 8), jnp.float32)
+    if isinstance(model, lm.LM):
+        example = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    places = sharding.shardings(
+        setup.param_shapes(model, example), sharding.make_mesh(MESHES["fsdp+tensor"]), "fsdp+tensor"
+    )
+    whole_for_tensor = r".*(embedding/kernel|pos_embedding|pre_logits/kernel)"
+    for path, place in jax.tree_util.tree_flatten_with_path(places)[0]:
+        name, axes = jax.tree_util.keystr(path, simple=True, separator="/"), set(jax.tree.leaves(tuple(place.spec)))
+        if re.fullmatch(r".*/(kernel|embedding|w_..?)", name):
+            assert "fsdp" in axes, name
+            assert "tensor" in axes or re.fullmatch(whole_for_tensor, name), name
+
+
+BAD = {
+    "not pairs": ({"mesh": ["data", 8]}, "expected pairs (axis, size)"),
+    "twice": ({"mesh": [("data", 2), ("data", 4)]}, "each axis once"),
+    "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, tensor"),
+    "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
+    "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
+    "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
+    "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 on 8 devices, which is not 4"),
+    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is no multiple of 3"),
+    "empty": ({"mesh": []}, "no axis on 8 devices, which is not 1"),
+    "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; known: ddp, fsdp"),
+    "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh names no axis 'fsdp'"),
+    "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "give config.sharding_strategy='tensor'"),
+    "heads": (
+        {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
+        "tensor 8 does not divide num_heads 4",
+    ),
+    "mlp": (
+        {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 8, "model.mlp_dim": 12},
+        "tensor 8 does not divide mlp_dim 12",
+    ),
+    "groups": (
+        {
+            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
+            "model.compose": "both", "model.num_heads": 4, "model.groups": 2,
+        },
+        "config.model.groups=2 is no multiple of tensor 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_the_devices_is_one_line_with_the_arithmetic(digits_run, capsys, name):
+    overrides, message = BAD[name]
+    status, workdir = digits_run(**overrides)
+    err = capsys.readouterr().err
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not workdir.exists()
+
+
+RULES = {
+    "no pair": (["fsdp"], "is no pair of a regex"),
+    "regex": ([("(", "fsdp")], "is not a regular expression"),
+    "name": ([(".*", "fspd")], "known: ddp, fsdp, tensor, fsdp+tensor, and in a config file rules"),
+    "axis": ([(".*", ("model",))], "should name axes of data, fsdp, tensor, each once, or None"),
+    "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each once"),
+    "no axis": ([(".*", (0,))], "each once, or None"),
+    "nested": ([(".*", ([["fsdp"]],))], "each once, or None"),
+    "regex inside": ([("(?i)head", "fsdp")], "is not a regular expression"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_that_say_nothing_are_refused(name):
+    rules, message = RULES[name]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        sharding.check_strategy(sharding.data_mesh(), [("data", -1)], rules)
+
+
+def test_each_process_makes_the_rows_that_its_devices_hold():
+    for axes in MESHES.values():
+        mesh = sharding.make_mesh(axes)
+        assert sharding.local_rows(mesh, 16) == list(range(16))
+        rows = np.arange(32, dtype=np.int32).reshape(16, 2)
+        (sent,) = sharding.put_batch({"x": rows}, mesh, 16).values()
+        np.testing.assert_array_equal(sent, rows)
+        assert sent.sharding.shard_shape(sent.shape)[0] == 16 // sharding.batch_shards(mesh)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(tmp_path, library_promotion):
+    config = configured("vit", **ATTENTION["groups"])
+    _, (*_, saved), state = five_steps(config)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, state.items(), {})
+    checkpoints.close()
+    axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
+    other = configured("vit", **ATTENTION["groups"], **axes)
+    mesh = setup.mesh(other, jax.devices()[:4])
+    data = TrainingData(other, mesh)
+    net = setup.model(data.config)
+    tx, _ = setup.optimiser(other, setup.param_shapes(net, data.task.example), data)
+    placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
+    restored = Checkpoints(tmp_path).restore(5, placed.items())
+    found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
+    leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
+    assert all(leaf.sharding == place.sharding for leaf, place in leaves)
+    loaded = load_params(tmp_path, functools.partial(sharding.shardings, mesh=mesh, strategy="fsdp+tensor"))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
+
+
+def test_evaluation_on_other_devices_than_those_of_training_says_so(digits_run, capsys):
+    """A config's mesh for sixteen devices, on eight."""
+    mesh, strategy = setup.evaluation_mesh(configured("vit", mesh=[("data", 16)]))
+    assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
+    assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in capsys.readouterr().err
+
+
+def test_speed_is_held_against_the_peak_of_known_devices():
+    net, example = vit.Model(10, variant="S/16"), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+
+    devices = [types.SimpleNamespace(device_kind="TPU v5 lite")] * 4
+    flops = train.training_flops(net, example)
+    assert train.peak_examples(net, example, devices) == pytest.approx(4 * 197e12 / flops)
+    assert train.peak_examples(net, example, jax.devices()) is None  # CPUs
+
+
+def test_compiled_programs_are_kept_by_default_and_where_jax_is_told(monkeypatch, tmp_path):
+    was = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        cli.keep_compiled()
+        assert jax.config.jax_compilation_cache_dir == was
+        jax.config.update("jax_compilation_cache_dir", None)
+        cli.keep_compiled()
+        assert jax.config.jax_compilation_cache_dir.startswith(f"{tmp_path}/dcvit/")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+        jax.config.update("jax_compilation_cache_max_size", -1)

@@ -1,0 +1,78 @@
+"""The table of accelerators, and which names of TPU slices are taken."""
+
+import math
+
+import jax
+import pytest
+
+from dcvit.parallel.topologies import CHIPS, FLAT, GIB, LARGEST, SMALL, chip, topology
+
+
+def test_names_and_kinds_are_unambiguous():
+    for values in ([known.name for known in CHIPS], [kind for known in CHIPS for kind in known.kinds]):
+        assert len({value.lower() for value in values}) == len(values)
+
+
+@pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
+def test_figures_are_bytes_and_operations_a_second(known):
+    assert known.memory % GIB == 0
+    assert 16 <= known.memory / GIB <= 192
+    assert 1e14 < known.peak < 3e15
+    assert known.kinds
+
+
+@pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
+def test_a_device_finds_its_chip(known):
+    for kind in known.kinds:
+        assert chip(kind) is chip(kind.upper()) is known
+
+
+@pytest.mark.parametrize("kind", ["", "cpu", "TPU", "TPU v3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+def test_other_devices_have_none(kind):
+    assert chip(kind) is None
+
+
+def test_the_host_is_no_accelerator():
+    assert chip(jax.devices("cpu")[0].device_kind) is None
+
+
+SLICES = [f"{family}:{sides}" for family in ("v5e", "v6e") for sides in FLAT]
+SLICES += [f"{family}:{sides}" for family in LARGEST for sides in (*SMALL, "4x4x4", "4x4x8", "8x8x8", "8x8x12")]
+
+
+@pytest.mark.parametrize("name", [*SLICES, "v4:16x16x16", "v5p:16x16x24", "TPU7x:16x24x24"])
+def test_a_slice_is_a_chip_and_a_shape(name):
+    family, sides = name.split(":")
+    found, shape = topology(name)
+    assert found.name == family
+    assert "x".join(map(str, shape)) == sides
+    assert topology(name.upper().replace("X", "x")) == (found, shape)
+
+
+def test_only_the_chips_of_v4_need_to_be_told_that_they_are_one_device():
+    assert [known.name for known in CHIPS if known.config != "default"] == ["v4"]
+
+
+NO_SLICES = [
+    "", "v5e", "v5e:", "v5e:4", "v5e:4x4x4", "v5e:3x3", "v5e:8x4", "v5e:0x4", "v5e:16x32", "v5e: 4x4", "v5e:04x4",
+    "v5e:4x4\n", "v6e:4X4", "v6e:4x-4", "v6e:４x４", "v4:4x4", "v4:4x4x4x4", "v4:8x16x64", "v5p:3x3x3", "v5p:4x4x6",
+    "v5p:8x8x4", "v5p:0x0x0", "v5p:4x4x", "v5p:04x4x4", "v5p:16x24x24", "v5p:2x2x8", "TPU7x:24x24x24", "v3:4x4",
+    "v5:4x4x4", "A100 40GB:2x2", "H200 SXM:8", "v5p-256",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SLICES, ids=repr)
+def test_other_names_are_refused_with_those_that_exist(name):
+    with pytest.raises(ValueError, match="is no TPU slice") as caught:
+        topology(name)
+    message = str(caught.value)
+    assert repr(name) in message
+    assert all(word in message for word in ("v5e", "v6e", *LARGEST, *FLAT, *SMALL, *map(str, LARGEST.values())))
+
+
+def test_the_largest_slices_are_as_large_as_said():
+    shapes = [(4 * a, 4 * b, 4 * c) for a in range(1, 7) for b in range(a, 7) for c in range(b, 7)]
+    for family, most in LARGEST.items():
+        fits = [math.prod(shape) for shape in shapes if math.prod(shape) <= most]
+        assert max(fits) == most
+        assert math.prod(topology(f"{family}:4x4x4")[1]) == min(fits)

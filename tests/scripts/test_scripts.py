@@ -1,0 +1,62 @@
+"""The scripts behind docs/performance.md: what they count, which cases they take, and that a table is made."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_dcmha
+import compile_kernels
+import tpu_bundles
+
+from dcvit.models.presets import PRESETS
+from dcvit.models.vit import VARIANTS
+
+# The form of a final schedule: a bundle before the grid's loop, three in it, and an inner loop of six, run three times.
+SCHEDULE = """
+     0x1   :  { %s4 = sld [smem:[#allocation0]] }
+     0x2 LB: > { %p7_p0 = scmp.ge.s32.totalorder %s2_s1, 6 /* loop exit test */  ;;  %s9 = smov 0 }
+     0x3   : > { %v1 = vld [vmem:[#allocation2]] }
+     0x4 LB: >> { %p9_p1 = scmp.ge.s32.totalorder %s3_s2, 3 /* loop exit test */ }
+     0x5   : >> { %10 = sbr.rel (!%p9_p1) target bundleno = 4 (0x4), region = 7 }
+     0x6   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0x7   : >> { %v3 = vadd.f32 %v2, %v1 }
+     0x8   : >> { %v4 = vadd.f32 %v3, %v1 }
+     0x9   : >> { %v5 = vadd.f32 %v4, %v1 }
+     0xa   : > { %11 = sbr.rel (!%p7_p0) target bundleno = 2 (0x2), region = 3 }
+"""
+
+
+def test_bundles_are_those_of_a_step_with_its_inner_loops():
+    assert tpu_bundles.count(SCHEDULE) == 3 + 3 * 6
+
+
+def test_every_named_model_is_compiled():
+    models = {name for names in compile_kernels.cases().values() for name in names}
+    assert models == {*PRESETS, *(f"{kind}-{name}" for name in VARIANTS for kind in ("ViT", "DCViT"))}
+    for case, names in compile_kernels.cases().items():
+        assert case.composed == any(name.startswith("DC") for name in names), (case, names)
+        assert case.queries in (1, case.keys)
+
+
+@pytest.mark.parametrize(
+    "shape", [bench_dcmha.Shape(1, 24, 2, 8, causal=True), bench_dcmha.Shape(2, 24, 2, 8, step=True)]
+)
+def test_a_table_of_attention_has_plain_attention_first_whatever_it_takes(shape, monkeypatch, capsys):
+    monkeypatch.setattr(bench_dcmha, "limit", lambda: -1)
+    rows = bench_dcmha.table("tiny", shape, rounds=2)
+    assert {row["row"] for row in rows} == {"plain, XLA"}
+    assert "left out" in capsys.readouterr().out
+    monkeypatch.undo()
+    rows = bench_dcmha.table("tiny", shape, rounds=2)
+    ours = "decode" if shape.step else "blockwise"
+    assert {row["row"] for row in rows} == {
+        "plain, XLA",
+        "plain, jax.nn",
+        "DC, reference",
+        f"plain, {ours}",
+        f"DC, {ours}",
+    }
+    assert all(math.isfinite(row["ratio"]) and row["ms_min"] <= row["ms"] <= row["ms_max"] for row in rows)

@@ -1,0 +1,199 @@
+"""The configs for one's own images, as a user runs them: from scratch, and from a trained checkpoint."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import datasets
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline
+from dcvit import evaluate, predict, train
+from dcvit.checkpoint.checkpointer import load_params, saved_steps
+from dcvit.cli import run
+from dcvit.runs import metrics
+
+pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
+SMALL = ["model.num_heads=4", "tensorboard=false", "log_steps=1"]
+
+
+def command(config, workdir, *overrides):
+    pytest.importorskip("tensorflow")
+    words = [f"--config.{o}" for o in (*SMALL, *overrides)]
+    return run(train.main, ["--config", config, "--workdir", str(workdir), *words])
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory):
+    """Three classes of images: 24 to train, 12 to evaluate."""
+    root = tmp_path_factory.mktemp("pets")
+    datasets.image_folder(root)
+    return root
+
+
+@pytest.fixture
+def trained(pets, tmp_path):
+    """A small model trained on the folder."""
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+def test_a_folder_trains_and_its_class_names_come_back(trained, pets, capsys):
+    config = json.loads((trained / "config.json").read_text())
+    assert config["num_classes"] == 3
+    assert "onehot(3)" in config["input"]["pp"]
+    rows = metrics.read(trained / "metrics.jsonl")
+    assert (rows[-1]["step"], rows[-1]["val/n"]) == (6, 12)
+    capsys.readouterr()
+    files = sorted(str(f) for f in (pets / "val").rglob("*.*"))
+    assert run(predict.main, ["--workdir", str(trained), *files, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["label"] for row in found} == {"cat", "dog", "fox"}
+    best = [row for row in found if row["rank"] == 1]
+    assert np.mean([row["label"] in row["file"] for row in best]) == pytest.approx(rows[-1]["val/top1"])
+
+
+def test_a_checkpoint_is_fine_tuned_at_another_resolution_on_other_classes(trained, pets, tmp_path, capsys):
+    shutil.copytree(pets, tmp_path / "two")
+    for split in ("train", "val"):
+        shutil.rmtree(tmp_path / "two" / split / "fox")
+    spec = (
+        f"configs/transfer.py:init={trained},variant=DCViT-mu/16,data_dir={tmp_path / 'two'},res=48,steps=1,"
+        "batch_size=8,rep_size=false,lr=0.0"
+    )
+    assert command(spec, tmp_path / "tuned") == 0
+    before, after = load_params(trained), load_params(tmp_path / "tuned")
+    assert after["head"]["kernel"].shape == (32, 2)
+    assert not np.any(after["head"]["kernel"])  # from zero, and not moved at a learning rate of 0
+    for tree in (before, after):
+        tree.pop("head")
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_learned_positions_are_resampled(pets, tmp_path):
+    folder = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,epochs=1,batch_size=8"
+    assert command(folder, tmp_path / "run", "model.posemb=learn") == 0
+    spec = (
+        f"configs/transfer.py:init={tmp_path / 'run'},variant=ViT-mu/16,data_dir={pets},res=64,steps=1,batch_size=8,"
+        "rep_size=false,posemb=learn,lr=0.0"
+    )
+    assert command(spec, tmp_path / "tuned") == 0
+    old, new = (load_params(tmp_path / name)["pos_embedding"] for name in ("run", "tuned"))
+    assert (old.shape[1], new.shape[1]) == (4, 16)
+    corners = np.asarray(new).reshape(4, 4, -1)[::3, ::3]  # resampling keeps the corners
+    np.testing.assert_allclose(corners, np.asarray(old).reshape(2, 2, -1), rtol=1e-5, atol=1e-7)
+
+
+def test_damaged_images_stop_the_run_or_are_skipped_counted_and_named(pets, tmp_path, capsys):
+    root = tmp_path / "pets"
+    shutil.copytree(pets, root)
+    damaged = root / "train" / "dog" / "000.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "fails") == 2
+    assert f"error: {damaged}: broken image" in capsys.readouterr().err
+    assert command(spec, tmp_path / "skips", "input.corrupt=skip", "input.corrupt_max=3") == 0
+    assert capsys.readouterr().err.count(f"skipped {damaged}: broken image") == 1
+    rows = metrics.read(tmp_path / "skips" / "metrics.jsonl")
+    assert rows[-1]["skipped"] == 2  # once an epoch
+    assert [row["skipped"] for row in rows[1:]] == sorted(row["skipped"] for row in rows[1:])
+
+
+@pytest.mark.parametrize("change", ["a class renamed", "a file removed"])
+def test_a_run_does_not_go_on_with_other_data(trained, pets, tmp_path, capsys, change):
+    root = tmp_path / "pets"
+    shutil.copytree(pets, root)
+    spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "mine", "total_steps=2") == 0
+    if change == "a class renamed":
+        for split in ("train", "val"):
+            (root / split / "cat").rename(root / split / "zebra")
+    else:
+        next((root / "train" / "cat").iterdir()).unlink()
+    capsys.readouterr()
+    assert command(spec, tmp_path / "mine", "total_steps=2") == 2
+    assert "holds a run on other data" in capsys.readouterr().err
+
+
+def test_an_evaluation_set_that_numbers_classes_differently_is_refused(pets, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(pets, other)
+    for split in ("train", "val"):
+        (other / split / "cat").rename(other / split / "wolf")
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "run", f"evals.val.data.data_dir={other}") == 2
+    assert "has other classes than the training data: cat, wolf" in capsys.readouterr().err
+
+
+def test_a_damaged_image_stops_the_run_at_its_step_and_not_before(pets, tmp_path, capsys):
+    """A run of two steps never meets an example that would come third, though batches are made ahead."""
+    root = tmp_path / "pets"
+    shutil.copytree(pets, root)
+    source = input_pipeline.open_source("folder", data_dir=str(root))
+    third = input_pipeline.shuffle.example_at(2 * 8, len(source), 0)[1]
+    damaged = Path(source.describe(third))
+    damaged.write_bytes(b"")
+    spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,batch_size=8"
+    assert command(spec, tmp_path / "two", "total_steps=2") == 0
+    assert command(spec, tmp_path / "three", "total_steps=3", "ckpt_steps=1") == 2
+    assert str(damaged) in capsys.readouterr().err
+    assert [row["step"] for row in metrics.read(tmp_path / "three" / "metrics.jsonl")] == [0, 1, 2]
+    assert saved_steps(tmp_path / "three") == [1, 2]
+
+
+def test_an_evaluator_without_pp_is_one_line(pets, tmp_path, capsys):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,batch_size=8"
+    assert command(spec, tmp_path / "run", "evals.val.pp=None") == 2
+    assert re.search("config.evals.val: pp=None should be of type str", capsys.readouterr().err)
+
+
+def test_another_config_evaluates_with_the_number_of_classes_of_the_run_or_a_given_one(trained, pets, capsys):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32"
+    words = ["--config", spec, "--config.model.num_heads=4", "--format", "json"]
+    assert run(evaluate.main, [*words, "--workdir", str(trained)]) == 0
+    assert run(evaluate.main, [*words, "--checkpoint", str(trained), "--config.num_classes=3"]) == 0
+    capsys.readouterr()
+    assert run(evaluate.main, [*words, "--checkpoint", str(trained)]) == 2
+    assert "--config.num_classes=NUMBER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pp", ["decode|resize(40)|value_range", "decode|resize(32)", "decode|resize(32)|valu_range"])
+def test_predictions_that_could_not_work_are_refused_before_training(pets, tmp_path, capsys, pp):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32,epochs=2,batch_size=8"
+    assert command(spec, tmp_path / "run", f"pp_predict={pp}") == 2
+    assert re.search("pp_predict yields|unknown op", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("vit_folder.py", "say where the images are"),
+        ("vit_folder.py:data_dir=/nowhere", "no folder /nowhere"),
+        ("transfer.py", "say what to start from"),
+        ("transfer.py:init=x", "give either data="),
+        ("transfer.py:init=x,data=cifar11", "known: cifar10"),
+        ("transfer.py:init=x,data_dir={pets},crop=big,batch_size=8", "known: inception_crop"),
+        ("transfer.py:init=/nowhere,data_dir={pets},res=32,batch_size=8,variant=ViT-mu/16", "no checkpoint in"),
+        ("vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32", "24 examples do not fill one batch of 64"),
+        ("vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=40,batch_size=8", "does not divide the image"),
+        ("vit_folder.py:data_dir={small},variant=ViT-mu/16,res=32,batch_size=8", "class folder .* holds no images"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_nothing_is_written(pets, tmp_path, capsys, config, message):
+    small = tmp_path / "small"
+    (small / "train" / "a").mkdir(parents=True)
+    (small / "train" / "b").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(small / "train" / "a" / "a.png")
+    status = command("configs/" + config.format(pets=pets, small=small), tmp_path / "run")
+    err = capsys.readouterr().err
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+    assert not (tmp_path / "run").exists()

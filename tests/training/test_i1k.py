@@ -1,0 +1,277 @@
+"""The ImageNet recipe, value by value, and the whole of it run on real bytes: train, checkpoint, resume, evaluate."""
+
+import csv
+import io
+import json
+import shutil
+
+import datasets
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dcvit import config, evaluate, predict, train
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.cli import run
+from dcvit.models import vit
+from dcvit.runs import metrics
+from dcvit.training import optim, setup
+
+I1K = "configs/vit_i1k.py"
+TRAIN_STEPS = 90 * 1_268_356 // 1024  # 99 % of 1,281,167 images, 90 times
+
+
+TABLE = {
+    "input.data": {"kind": "tfds", "name": "imagenet2012", "split": "train[:99%]"},
+    "input.batch_size": 1024,
+    "input.pp": "decode_jpeg_and_inception_crop(224)|flip_lr|randaug(2, 10)|value_range(-1, 1)"
+    '|onehot(1000, key="label", key_result="labels")|keep("image", "labels")',
+    "num_classes": 1000,
+    "total_epochs": 90,
+    "loss": "softmax_xent",
+    "label_smoothing": 0.0,
+    "mixup": 0.2,
+    "model": {"variant": "DCViT-S/16", "rep_size": True, "pool_type": "gap", "posemb": "sincos2d"},
+    "optax_name": "scale_by_adam",
+    "optax": {"b1": 0.9, "b2": 0.999, "mu_dtype": "bfloat16"},
+    "grad_clip_norm": 1.0,
+    "lr": 0.001,
+    "wd": 0.0001,
+    "wd_times_lr": False,
+    "wd_mults": ((".*/kernel", 1.0),),
+    "schedule": {"decay_type": "cosine", "warmup_steps": 10_000, "end": 0.0},
+    "log_steps": 50,
+    "ckpt_steps": 1000,
+    "ema_decay": 0.0,
+}
+EVALS = {  # name: dataset, split, label, whether it may be missing, whether only classes present may be chosen
+    "train": ("imagenet2012", "train[:2%]", "label", False, False),
+    "minival": ("imagenet2012", "train[99%:]", "label", False, False),
+    "val": ("imagenet2012", "validation", "label", False, False),
+    "real": ("imagenet2012_real", "validation", "real_label", True, False),
+    "v2": ("imagenet_v2/matched-frequency", "test", "label", True, False),
+    "a": ("imagenet_a", "test", "label", True, True),
+    "r": ("imagenet_r", "test", "label", True, True),
+    "sketch": ("imagenet_sketch", "test", "label", True, False),
+}
+
+
+class TestRecipe:
+    """big_vision's vit_s16_i1k.py, which the paper's experiments start from (Section 4.5, Appendix C)."""
+
+    @pytest.mark.parametrize("key", TABLE)
+    def test_each_value(self, key):
+        value = config.load(I1K)
+        for part in key.split("."):
+            value = value[part]
+        assert (value.to_dict() if hasattr(value, "to_dict") else value) == TABLE[key]
+
+    @pytest.mark.parametrize("name", EVALS)
+    def test_each_evaluation(self, name):
+        dataset, split, label, optional, present = EVALS[name]
+        found = config.load(I1K).evals[name].to_dict()
+        assert found.pop("data") == {"kind": "tfds", "name": dataset, "split": split}
+        assert found.pop("pp") == (
+            f'decode|resize_small(256)|central_crop(224)|value_range(-1, 1)|onehot(1000, key="{label}", '
+            'key_result="labels")|keep("image", "labels")'
+        )
+        assert (found.pop("type"), found.pop("log_steps")) == ("classification", 2500)
+        assert (found.pop("optional", False), found.pop("present_classes_only", False)) == (optional, present)
+        assert not found
+
+    def test_no_evaluation_is_left_out_of_the_table(self):
+        assert set(config.load(I1K).evals) == set(EVALS)
+
+    @pytest.mark.parametrize(
+        ("arguments", "changed"),
+        [
+            ("variant=ViT-S/16", {"model.variant": "ViT-S/16"}),
+            ("epochs=300", {"total_epochs": 300}),
+            ("as_released=true", {"model.qk_norm": "layernorm", "model.static": True}),
+            ("as_released=true,variant=ViT-S/16", {"model.variant": "ViT-S/16"}),
+            ("as_written=true", {"optax.b2": 0.9, "schedule.end": 0.1}),
+        ],
+    )
+    def test_an_argument_changes_what_it_says_and_nothing_else(self, arguments, changed):
+        expected = json.loads(config.load(I1K).to_json())
+        for key, value in changed.items():
+            target = expected
+            *parents, last = key.split(".")
+            for parent in parents:
+                target = target[parent]
+            target[last] = value
+        assert json.loads(config.load(f"{I1K}:{arguments}").to_json()) == expected
+
+    @pytest.mark.parametrize(
+        ("arguments", "count"),
+        [
+            ("variant=ViT-S/16", 22_122_472),
+            ("variant=DCViT-S/16", 22_703_080),
+            ("variant=DCViT-S/16,as_released=true", 22_705_480),
+            ("variant=ViT-M/16", 38_999_016),
+        ],
+    )
+    def test_the_models_have_the_papers_sizes(self, arguments, count):
+        net = setup.model(config.load(f"{I1K}:{arguments}"))
+        shapes = setup.param_shapes(net, jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32))
+        assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
+
+    @pytest.mark.parametrize("as_written", [False, True])
+    def test_an_update_is_adams_with_the_schedule_and_decay_on_kernels_only(self, as_written, library_promotion):
+        """The third update of every parameter against Adam written out in numpy, float64 but for bfloat16's mean."""
+        c = config.load(f"{I1K}:as_written={as_written}")
+        params = vit.Model(10, variant="DCViT-mu/16", num_heads=4).init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+        params = jax.tree.map(lambda p: p + 0.1, params["params"])
+        schedule = {**c.schedule.to_dict(), "warmup_steps": 2}
+        tx, factor = optim.make(
+            params, total_steps=10, optax_name=c.optax_name, optax_args=c.optax.to_dict(), lr=c.lr,
+            schedule_args=schedule, wd=c.wd, wd_mults=c.wd_mults, grad_clip_norm=c.grad_clip_norm,
+        )  # fmt: skip
+        state = tx.init(params)
+        keys = jax.random.split(jax.random.key(1), 3)
+        grads = [jax.tree.map(lambda p, k=k: 1e-4 * jax.random.normal(k, p.shape), params) for k in keys]  # unclipped
+        for g in grads:
+            updates, state = tx.update(g, state, params)
+        b1, b2 = 0.9, 0.9 if as_written else 0.999
+        assert float(factor(2)) == 1.0  # the end of the warm-up
+        assert float(factor(10)) == pytest.approx(0.1 if as_written else 0.0, abs=1e-7)
+        for path, update in jax.tree_util.tree_leaves_with_path(updates):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            g, p = ([_leaf(tree, path) for tree in grads], _leaf(params, path))
+            mean = sum((1 - b1) * b1 ** (2 - i) * g[i] for i in range(3)) / (1 - b1**3)
+            square = sum((1 - b2) * b2 ** (2 - i) * g[i] ** 2 for i in range(3)) / (1 - b2**3)
+            expected = -(1e-3 * mean / (np.sqrt(square) + 1e-8) + (1e-4 * p if name.endswith("/kernel") else 0))
+            np.testing.assert_allclose(update, expected, rtol=0.02, atol=2e-5, err_msg=name)
+            assert name.endswith("/kernel") == bool(np.abs(_decay(tx, params, path)).max() > 0), name
+
+
+def _leaf(tree, path):
+    for key in path:
+        tree = tree[key.key]
+    return np.asarray(tree, np.float64)
+
+
+def _decay(tx, params, path):
+    """The update of one parameter when all gradients are zero, after warm-up."""
+    state = tx.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(3):
+        updates, state = tx.update(zeros, state, params)
+    return _leaf(updates, path)
+
+
+SETS = ("imagenet2012_real", "imagenet_v2", "imagenet_a", "imagenet_r", "imagenet_sketch")
+
+
+@pytest.fixture(scope="module", params=["tfrecord", "array_record"])
+def data_dir(request, tmp_path_factory):
+    """Every evaluation set, prepared in one format."""
+    pytest.importorskip("tensorflow_datasets")
+    root = tmp_path_factory.mktemp(request.param)
+    datasets.imagenet2012(root, request.param, n_train=400, n_val=10)
+    for name in SETS:
+        getattr(datasets, name)(root, request.param)
+    return root
+
+
+@pytest.fixture
+def i1k(data_dir, tmp_path, monkeypatch, library_promotion):
+    """Runs the unmodified config on the small data, as the command does; returns (exit status, workdir)."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+
+    def train_it(name, *words, arguments="variant=DCViT-S/16"):
+        spec = f"{I1K}:{arguments},runlocal=true"
+        argv = ["--config", spec, "--workdir", str(tmp_path / name), "--config.tensorboard=false", *words]
+        return run(train.main, argv), tmp_path / name
+
+    return train_it
+
+
+@pytest.mark.slow
+def test_it_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
+    status, whole = i1k("whole")
+    assert status == 0
+    rows = metrics.read(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10, 12]
+    names = {"train", "minival", "val", "real", "v2", "a", "r", "sketch"}
+    counts = {name: rows[-1][f"{name}/n"] for name in names}
+    assert counts == {**dict.fromkeys(names, 10), "train": 8, "minival": 4, "real": 6}  # of ReaL, four have no label
+    assert i1k("whole")[0] == 0  # all done: nothing to do
+
+    step = train.Loop.run
+    monkeypatch.setattr(train.Loop, "_row", _stop_at(8, train.Loop._row))
+    assert i1k("stopped")[0] == 130
+    monkeypatch.setattr(train.Loop, "_row", train.Loop._row.__wrapped__)
+    assert train.Loop.run is step
+    status, stopped = i1k("stopped")
+    assert status == 0
+    assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    for one, other in zip(*(jax.tree.leaves(load_params(w)) for w in (whole, stopped)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    capsys.readouterr()
+    out = tmp_path / "results.csv"
+    assert run(evaluate.main, ["--workdir", str(whole), "--format", "csv", "--out", str(out)]) == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert out.read_text().splitlines()[0] == ",".join(table[0])
+    assert list(csv.DictReader(io.StringIO(out.read_text()))) == table
+    assert {row["evaluation"] for row in table} == names
+    for row in table:
+        assert (row["model"], row["step"], row["image_size"]) == ("DCViT-mu/16", "12", "32x32")
+        assert float(row["top1"]) == pytest.approx(rows[-1][f"{row['evaluation']}/top1"])
+        assert float(row["images_per_second"]) > 0
+        assert int(row["parameters"]) == rows[0]["num_params"]
+    image = tmp_path / "a.jpg"
+    image.write_bytes(datasets.jpeg(3))
+    assert run(predict.main, ["--workdir", str(whole), str(image), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["label"].startswith("n")
+
+
+def _stop_at(step, row):
+    """A Ctrl-C just before a step would be logged."""
+
+    def stopping(self, at, *args):
+        if at >= step:
+            raise KeyboardInterrupt
+        return row(self, at, *args)
+
+    stopping.__wrapped__ = row
+    return stopping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
+def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_path, capsys, monkeypatch):
+    root = tmp_path / "some"
+    shutil.copytree(data_dir / "imagenet2012", root / "imagenet2012")
+    shutil.copytree(data_dir / "imagenet_v2", root / "imagenet_v2")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(root))
+    status, workdir = i1k("run", "--config.total_steps=2", arguments="variant=ViT-S/16")
+    assert status == 0
+    err = capsys.readouterr().err
+    assert sorted(line.split("'")[1] for line in err.splitlines() if line.startswith("left out")) == [
+        "a", "r", "real", "sketch",
+    ]  # fmt: skip
+    assert {k.split("/")[0] for k in metrics.read(workdir / "metrics.jsonl")[-1] if "/" in k} == {
+        "train", "minival", "val", "v2",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
+def test_missing_training_data_is_one_line_before_anything_is_written(i1k, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "empty"))
+    status, workdir = i1k("run")
+    assert status == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: no prepared dataset 'imagenet2012'")
+    assert "downloads/manual" in err
+    assert err.count("\n") == 1
+    assert not workdir.exists()
+
+
+def test_optax_reads_the_recipes_dtype():
+    state = optax.scale_by_adam(mu_dtype="bfloat16").init(jnp.zeros(3))
+    assert state.mu.dtype == jnp.bfloat16
