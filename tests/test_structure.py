@@ -1,0 +1,73 @@
+"""Limits on the size and form of the source: functions, classes, files, docstrings, annotations."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("dcvit/**/*.py", "input_pipeline/**/*.py", "scripts/*.py")
+    for path in ROOT.glob(pattern)
+)
+TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
+
+FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
+# File::name -> the reason why it may be longer than the limit.
+LONG_DEFINITIONS = {
+    "dcvit/train.py::train": "to be split into a trainer and hooks",
+    "dcvit/training/trainer.py::Loop": "to be split into a trainer and hooks",
+    "dcvit/models/attention.py::Attention": "to be split from its composition fields",
+    "dcvit/models/attention.py::__call__": "to be split from its composition fields",
+    "dcvit/models/lm.py::LM": "to be split from its composition fields",
+    "dcvit/dcmha/pallas_gpu/kernels.py::run": "to be split by pass",
+    "dcvit/dcmha/pallas_gpu/tiling.py::Tile": "to be split by pass",
+    "dcvit/checkpoint/checkpointer.py::Checkpoints": "to be split by subject",
+}
+MOST_ANY = 801  # occurrences of `Any` outside import lines
+MOST_QUESTION_DOCSTRINGS = 102  # docstrings that start with a question word or "Being"
+COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot"}
+ROOT_MODULES = {"__init__", "__main__", "cli", "config", "errors"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def definitions(path):
+    return [node for node in ast.walk(TREES[path]) if isinstance(node, DEFINITIONS)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_functions_classes_and_files_are_short(path):
+    for node in definitions(path):
+        limit = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
+        lines = node.end_lineno - node.lineno + 1
+        name = f"{path.as_posix()}::{node.name}"
+        assert lines <= limit or name in LONG_DEFINITIONS, f"{name} has {lines} lines, the limit is {limit}"
+    lines = len((ROOT / path).read_text().splitlines())
+    assert lines <= FILE_LINES, f"{path} has {lines} lines, the limit is {FILE_LINES}"
+
+
+def test_modules_at_the_root_of_the_package_are_commands_or_listed():
+    assert {path.stem for path in ROOT.glob("dcvit/*.py")} <= COMMANDS | ROOT_MODULES
+
+
+def test_no_module_has_a_name_without_a_subject():
+    assert [path for path in SOURCES if path.stem in VAGUE_NAMES] == []
+
+
+def test_docstrings_start_with_a_noun_phrase_or_a_verb():
+    found = []
+    for path, tree in TREES.items():
+        for node in [tree, *definitions(path)]:
+            docstring = ast.get_docstring(node) or ""
+            if re.match(r"(What|Whether|Being|That|How|Which|Where|Why|Who)\b", docstring):
+                found.append(f"{path}::{getattr(node, 'name', '')}: {docstring.splitlines()[0]}")
+    assert len(found) <= MOST_QUESTION_DOCSTRINGS, "\n".join(found)
+
+
+def test_few_annotations_are_any():
+    lines = [line for path in SOURCES for line in (ROOT / path).read_text().splitlines()]
+    count = sum(len(re.findall(r"\bAny\b", line)) for line in lines if not re.match(r"\s*(from|import)\b", line))
+    assert count <= MOST_ANY
