@@ -1,8 +1,8 @@
-"""Configs: finding, loading, overriding and checking them before anything compiles.
+"""Configs: find, load, override and check them before anything compiles.
 
-A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections
-ConfigDict. Loading it runs its code. What may stand in it: the keys of `DEFAULTS`, and the durations
-`total`, `log`, `ckpt` and `keep_ckpt`, each as `X_steps`, `X_epochs`, `X_examples` or `X_percent`.
+A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
+Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
+`X_steps`, `X_epochs`, `X_examples` or `X_percent`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -23,93 +24,143 @@ from ml_collections import ConfigDict
 from dcvit.errors import ConfigError, first_line, has_type, nearest, type_name
 
 UNITS = ("steps", "epochs", "examples", "percent")
-DURATIONS = ("total", "log", "ckpt", "keep_ckpt")
 PACKAGE = Path(__file__).parent
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
-# Every key that a config may hold, with its type and the value it has when a config leaves it out.
-DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "seed": (int, 0),
-    "input": (dict, {}),  # data: arguments of open_source; batch_size; pp; corrupt: "fail" or "skip", corrupt_max
-    "num_classes": (int | None, 0),  # 0 leaves the head away; None takes as many as the training data names
-    "vocab_size": (int | None, None),  # of a language model; None takes as many as the training data names
-    "document_mask": (bool, False),  # tokens see their own document only
-    "model_name": (str, "vit"),
-    "model": (dict, {}),  # arguments of dcvit.models.<model_name>.Model
-    "model_init": (str | None, None),  # a checkpoint to start from
-    "model_load": (dict, {}),  # further arguments of the model's load()
-    "loss": (str, "softmax_xent"),
-    "loss_chunk": (int | None, None),  # of a row's tokens, how many have logits at a time; None: all
-    "z_loss": (float, 0.0),
-    "label_smoothing": (float, 0.0),
-    "mixup": (float, 0.0),  # α of Beta(α, α); 0 is off
-    "optax_name": (str, "scale_by_adam"),
-    "optax": (dict, {}),
-    "lr": (float, 1e-3),
-    "schedule": (dict, {}),
-    "wd": (float, 0.0),
-    "wd_times_lr": (bool, False),
-    "wd_mults": (Sequence, ((".*/kernel", 1.0),)),
-    "lr_mults": (Sequence, ()),
-    "frozen": (Sequence, ()),
-    "grad_clip_norm": (float | None, None),
-    "grad_accum": (int, 1),
-    "ema_decay": (float, 0.0),  # 0 is off
-    "mesh": (
-        Sequence,
-        (("data", -1),),
-    ),  # pairs (axis, size) of parallel.sharding.AXES; -1 is what the others leave
-    "sharding_strategy": (str | Sequence, "ddp"),  # see dcvit.parallel.sharding.shardings
-    "evals": (dict, {}),  # name -> type, data, pp, batch_size, optional, how often, further arguments
-    "pp_predict": (str, ""),  # from the bytes of an image file to the model's input
-    "ckpt_keep": (int, 2),  # how many of the newest checkpoints stay; every `keep_ckpt` steps one stays for good
-    "ckpt_best": (Sequence[str], ()),  # ("NAME/METRIC", "max" or "min"): the checkpoint best at it is made, and stays
-    "on_corrupt": (str, "fail"),  # or "previous": where the newest checkpoint is damaged, go on from an intact one
-    "nonfinite_skip": (int, 0),  # how many steps whose loss or gradient is not finite may be passed over
-    "watchdog_seconds": (float, 1800.0),  # without progress for so long, all stacks are reported; 0 is off
-    "watchdog_exit": (bool, False),  # and the run ends
-    "tensorboard": (bool, True),
-    "profile": (Sequence[int], ()),  # first and last step of a JAX profiler trace
+
+class Key(NamedTuple):
+    """One key of a config: the type of its value, the value if the config does not set it, and its meaning."""
+
+    type: Any
+    default: Any
+    doc: str
+
+
+DURATIONS = {
+    "total": "Length of training. Required.",
+    "log": "Interval between rows of metrics.jsonl; 50 steps if not set.",
+    "ckpt": "Interval between checkpoints; only the last step is saved if not set.",
+    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed.",
+}
+KEYS = {
+    "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),
+    "input": Key(dict, {}, "Training data; see `INPUT_KEYS`."),
+    "num_classes": Key(
+        int | None, 0, "Outputs of an image model. 0: no head. None: as many as the training data has classes."
+    ),
+    "vocab_size": Key(
+        int | None, None, "Vocabulary size of a language model. None: that of the training data's tokenizer."
+    ),
+    "document_mask": Key(bool, False, "Language models: mask attention between the documents of a row."),
+    "model_name": Key(str, "vit", 'File in dcvit/models: "vit" or "lm".'),
+    "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
+    "model_init": Key(str | None, None, "Checkpoint to start from: a workdir, a checkpoint folder or a .npz file."),
+    "model_load": Key(dict, {}, "Further arguments of the model's `load`, such as `dont_load`."),
+    "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
+    "loss_chunk": Key(
+        int | None, None, "Language models: positions of a row whose logits exist at a time. None: all."
+    ),
+    "z_loss": Key(float, 0.0, "Language models: weight of the z-loss, log²Z."),
+    "label_smoothing": Key(float, 0.0, "Image models: weight of the uniform distribution in the labels, in [0, 1)."),
+    "mixup": Key(float, 0.0, "Image models: α of the Beta(α, α) that mixup draws from. 0: no mixup."),
+    "optax_name": Key(str, "scale_by_adam", 'Optimizer: a `scale_by_…` transformation of optax, or "trace".'),
+    "optax": Key(dict, {}, "Arguments of that transformation."),
+    "lr": Key(float, 1e-3, "Peak learning rate."),
+    "schedule": Key(
+        dict, {}, "Arguments of `dcvit.training.optim.schedule`; `warmup` and `cooldown` may be given in any unit."
+    ),
+    "wd": Key(float, 0.0, "Weight decay. It follows the schedule and is not multiplied by the learning rate."),
+    "wd_times_lr": Key(bool, False, "Multiply the weight decay by the learning rate, as AdamW does."),
+    "wd_mults": Key(
+        Sequence, ((".*/kernel", 1.0),),
+        "Pairs (regex of a parameter's name, multiplier of wd). The first match counts; no match: 0.",
+    ),
+    "lr_mults": Key(
+        Sequence, (), "Pairs (regex of a parameter's name, multiplier of lr). The first match counts; no match: 1."
+    ),
+    "frozen": Key(Sequence, (), "Regexes of the names of parameters that are not trained."),
+    "grad_clip_norm": Key(float | None, None, "Global norm to which gradients are clipped. None: no clipping."),
+    "grad_accum": Key(int, 1, "Parts of a batch whose gradients are computed one after the other and averaged."),
+    "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
+    "mesh": Key(
+        Sequence, (("data", -1),),
+        'Pairs (axis, size) of the device mesh; axes are "data", "fsdp" and "tensor". -1: all remaining devices.',
+    ),
+    "sharding_strategy": Key(
+        str | Sequence, "ddp",
+        '"ddp", "fsdp", "tensor" or "fsdp+tensor", or pairs (regex, strategy or mesh axes); see '
+        "`dcvit.parallel.sharding.shardings`.",
+    ),
+    "evals": Key(
+        dict, {},
+        "Evaluators by name: `type`, `data`, `pp`, `batch_size`, an interval `log`, `optional` (skip it if its data is "
+        "missing), and the evaluator's own arguments.",
+    ),
+    "pp_predict": Key(str, "", "Preprocessing that `dcvit predict` applies to an image file."),
+    "ckpt_keep": Key(int, 2, "Number of latest checkpoints to keep."),
+    "ckpt_best": Key(
+        Sequence[str], (), '("NAME/METRIC", "max" or "min"): also save and keep the best checkpoint by this metric.'
+    ),
+    "on_corrupt": Key(
+        str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
+    ),
+    "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
+    "watchdog_seconds": Key(float, 1800.0, "Report all stacks after this time without progress. 0: never."),
+    "watchdog_exit": Key(bool, False, "Exit with status 124 after that report."),
+    "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
+    "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
+}  # fmt: skip
+INPUT_KEYS = {
+    "data": Key(dict, None, "Arguments of `input_pipeline.open_source`: `kind` and its options."),
+    "batch_size": Key(int, None, "Examples in a step, over all devices."),
+    "pp": Key(str, "", "Preprocessing string."),
+    "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
+    "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
 }
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """The locked, checked config of "NAME[:key=value,…]" with "a.b=value" overrides.
+    """Loads "NAME[:key=value,…]" with "a.b=value" overrides, and returns the checked and locked config.
 
-    NAME is the path of a Python file, or the bare name of a config that comes with the package.
+    NAME is the path of a Python file, or the bare name of a config of the package.
 
     Raises:
-      ConfigError: no such file, an error in it, an unknown key (the nearest one is named), a wrong type.
+      ConfigError: the file is missing or fails, a key is unknown (the message suggests the nearest one), or a value has
+        the wrong type.
     """
     name, _, arguments = spec.partition(":")
     path = _find(name)
     config = _run(path, _parse_arguments(arguments))
     for key in config:
-        if key not in DEFAULTS and not is_duration(key, DURATIONS):
+        if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, known_keys())}")
-    config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | config.to_dict())
+    config = ConfigDict(_defaults() | config.to_dict())
     for override in overrides:
         try:
             _override(config, override)
         except ConfigError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError) as e:  # a dict that no ConfigDict can hold
+        except (TypeError, ValueError, AttributeError, KeyError) as e:  # a value that a ConfigDict cannot hold
             raise ConfigError(f"--config.{override}: {first_line(e)}") from None
     check_types(config)
     return config.lock()
 
 
+def _defaults() -> dict[str, Any]:
+    return {name: key.default for name, key in KEYS.items()}
+
+
 def read_json(path: Path | epath.Path) -> ConfigDict:
-    """The config that a run wrote to its workdir, locked.
+    """Reads the config.json of a workdir and returns the checked and locked config.
 
     Raises:
-      ConfigError: missing or unreadable.
+      ConfigError: the file is missing or unreadable.
     """
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
-        config = ConfigDict({k: default for k, (_, default) in DEFAULTS.items()} | found)
+        config = ConfigDict(_defaults() | found)
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     check_types(config)
@@ -117,7 +168,7 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
 
 
 def _find(name: str) -> Path:
-    """The file of a config given by path or by bare name."""
+    """Returns the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
         path = Path(name).expanduser()
         if not path.is_file():
@@ -130,7 +181,7 @@ def _find(name: str) -> Path:
 
 
 def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
-    """Executes a config file and calls its get_config, with arguments turned into its defaults' types."""
+    """Executes a config file and calls its get_config with arguments converted to the types of its defaults."""
     try:
         get_config = _module(path).get_config
         parameters = inspect.signature(get_config).parameters
@@ -147,8 +198,8 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     return config
 
 
-def _module(path: Path) -> Any:
-    """A config file, executed."""
+def _module(path: Path) -> ModuleType:
+    """Executes a config file and returns it as a module."""
     spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a Python file")
@@ -158,7 +209,10 @@ def _module(path: Path) -> Any:
 
 
 def recommended() -> list[tuple[str, str]]:
-    """(config, TPU topology) of all that the package's configs recommend: their `pods()`, {arguments: topology}."""
+    """Returns (config, TPU topology) for each recommendation of the package's configs.
+
+    A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
+    """
     return [
         (f"{path.stem}:{arguments}", topology)
         for path in _shipped()
@@ -167,13 +221,13 @@ def recommended() -> list[tuple[str, str]]:
 
 
 def _shipped() -> list[Path]:
-    """The config files that come with the package."""
+    """Returns the config files of the package."""
     folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
     return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
 
 
 def _parse_arguments(text: str) -> dict[str, str]:
-    """ "a=1,b=x" as a dict of strings."""
+    """Parses "a=1,b=x" to a dict of strings."""
     pairs = [item.partition("=") for item in text.split(",") if item]
     for key, equals, _ in pairs:
         if not equals or not key:
@@ -182,7 +236,7 @@ def _parse_arguments(text: str) -> dict[str, str]:
 
 
 def _literal(text: str) -> Any:
-    """The value of a command-line word: a Python literal, true/false/none, or the word itself."""
+    """Returns the value of a command-line word: a Python literal, true/false/none, or the word itself."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -193,7 +247,7 @@ def _literal(text: str) -> Any:
 
 
 def _like(old: Any, text: str, what: str) -> Any:
-    """`text` as a value of the type of `old`. None, from or to, is left to later checks, which know all types."""
+    """Converts `text` to the type of `old`. None is accepted for every type here; `check_types` checks it later."""
     value = _literal(text)
     if value is None:
         return None
@@ -211,7 +265,7 @@ def _like(old: Any, text: str, what: str) -> Any:
 
 
 def _override(config: ConfigDict, override: str) -> None:
-    """Sets "a.b=value" in `config`; a duration replaces the same duration in another unit."""
+    """Sets "a.b=value" in `config`. A duration replaces the same duration in another unit."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")
@@ -235,43 +289,24 @@ def _override(config: ConfigDict, override: str) -> None:
 
 
 def known_keys() -> list[str]:
-    """Every key that a config may hold."""
-    return [*DEFAULTS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
+    """Returns every key that a config may hold."""
+    return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
 
 
 def is_duration(key: str, prefixes: Iterable[str]) -> bool:
-    """Whether `key` is one of `prefixes` with a unit, such as "total_epochs"."""
+    """Returns True if `key` is one of `prefixes` with a unit, such as "total_epochs"."""
     prefix, _, unit = key.rpartition("_")
     return prefix in prefixes and unit in UNITS
 
 
 def check_types(config: ConfigDict) -> None:
-    """Raises ConfigError for a top-level value of the wrong type, and for values outside their range."""
-    for key, (hint, _) in DEFAULTS.items():
+    """Raises ConfigError for a top-level value of the wrong type or outside its range."""
+    for key, (hint, _, _) in KEYS.items():
         value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
         if not has_type(value, hint):
             expected = type_name(hint)
             raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
-        "grad_accum": (lambda v: v >= 1, "1 or more"),
-        "ckpt_keep": (lambda v: v >= 1, "1 or more"),
-        "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
-        "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
-        "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
-        "watchdog_seconds": (_is_rate, "finite and not negative"),
-        "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
-        "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
-        "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),
-        "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
-        "z_loss": (_is_rate, "finite and not negative"),
-        "mixup": (_is_rate, "finite and not negative"),
-        "lr": (_is_rate, "finite and not negative"),
-        "wd": (_is_rate, "finite and not negative"),
-        "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
-        "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
-    }
-    for key, (holds, expected) in rules.items():
+    for key, (holds, expected) in RANGES.items():
         if not holds(config[key]):
             raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
     for key in ("wd_mults", "lr_mults"):
@@ -284,8 +319,34 @@ def check_types(config: ConfigDict) -> None:
             check_regex(rule if key == "frozen" else rule[0], f"config.{key}")
 
 
+def _is_rate(value: Any) -> bool:
+    return has_type(value, float) and math.isfinite(value) and value >= 0
+
+
+# The values that a key accepts beyond its type, and their description in error messages.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
+    "grad_accum": (lambda v: v >= 1, "1 or more"),
+    "ckpt_keep": (lambda v: v >= 1, "1 or more"),
+    "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
+    "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
+    "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
+    "watchdog_seconds": (_is_rate, "finite and not negative"),
+    "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),
+    "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
+    "z_loss": (_is_rate, "finite and not negative"),
+    "mixup": (_is_rate, "finite and not negative"),
+    "lr": (_is_rate, "finite and not negative"),
+    "wd": (_is_rate, "finite and not negative"),
+    "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
+    "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
+}
+
+
 def check_regex(pattern: Any, what: str) -> None:
-    """Raises ConfigError where `pattern` is no regular expression."""
+    """Raises ConfigError if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as e:
@@ -293,7 +354,7 @@ def check_regex(pattern: Any, what: str) -> None:
 
 
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
-    """The config with that many classes, and the number in place of "{num_classes}" in its preprocessing strings."""
+    """Returns a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
     filled = config.copy_and_resolve_references().unlock()
     with filled.ignore_type():
         filled.num_classes = num_classes
@@ -304,16 +365,12 @@ def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
 
 
 def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
-    """The config with other values of some of its keys."""
+    """Returns a copy with some keys replaced."""
     changed = config.copy_and_resolve_references().unlock()
     with changed.ignore_type():
         for key, value in values.items():
             changed[key] = value
     return changed.lock()
-
-
-def _is_rate(value: Any) -> bool:
-    return has_type(value, float) and math.isfinite(value) and value >= 0
 
 
 def duration(
@@ -326,19 +383,19 @@ def duration(
     default: int | None = None,
     what: str = "config",
 ) -> int | None:
-    """A duration in steps, from the one of `name`_steps, _epochs, _examples, _percent that `config` holds.
+    """Returns a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
 
     Args:
-      config: where to look.
+      config: the config, or a part of it.
       name: the duration's name.
       batch_size: examples in a step.
       examples: examples in an epoch.
-      total_steps: what percent refer to.
-      default: the answer where none is given.
-      what: how messages call `config`.
+      total_steps: the length of training, of which _percent is a part.
+      default: the result if the duration is not given.
+      what: the name of `config` in error messages.
 
     Raises:
-      ConfigError: more than one of them, a value that is no positive number, or percent of nothing.
+      ConfigError: the duration is given in several units, is not a non-negative number, or is a percentage of itself.
     """
     given = [unit for unit in UNITS if config.get(f"{name}_{unit}") is not None]
     if not given:
