@@ -28,7 +28,7 @@ from dcvit import config as configs
 from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
-from dcvit.parallel.sharding import batch_shards, by_example
+from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.training import setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
 from dcvit.training.tasks import TrainingData
@@ -95,7 +95,7 @@ def lower(config: ConfigDict, devices: Sequence[Any]) -> Step:
     tx, schedule = setup.optimiser(config, shapes, data)
     first = next(input_pipeline.train_batches(data.source, data.task.pp, 1, 0, threads=0))
     batch = {
-        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=by_example(mesh))
+        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(mesh))
         for key, value in first.items()
     }
     with jax.set_mesh(mesh):

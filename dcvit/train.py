@@ -24,13 +24,14 @@ from ml_collections import ConfigDict
 
 from dcvit import cli
 from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import Checkpoints, saved_steps
+from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
 from dcvit.runs import metrics
 from dcvit.runs import workdir as folders
+from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.preemption import Preemption
 from dcvit.runs.watchdog import Watchdog
 from dcvit.training import setup
@@ -73,27 +74,27 @@ def train(
     every = _durations(config, data, evaluators)
     keep_every = data.duration(config, "keep_ckpt", "config", default=None)
     _check_profile(config, workdir, data.total_steps)
-    known = folders.identity(data.source)
+    known = folders.data_identity(data.source)
     saved = saved_steps(workdir)
     sizes = {"data": known, "steps": data.total_steps, "evaluations": list(evaluators)}
     multihost.agree({**json.loads(config.to_json()), **sizes, "saved steps": saved})
     given = _given_params(config, shapes, resumes=bool(saved))
     with contextlib.ExitStack() as stack:
-        held = folders.held(workdir) if folders.begun(workdir, saved) else {}
-        changed = folders.check(workdir, held, config, known, accept)
+        held = folders.existing(workdir) if folders.has_started(workdir, saved) else {}
+        changed = folders.check_same_run(workdir, held, config, known, accept)
         if multihost.is_first():
-            stack.enter_context(folders.Lock(workdir))
+            stack.enter_context(WorkdirLock(workdir))
         multihost.wait_for_all("the workdir is ours")
-        checkpoints = Checkpoints(workdir, keep=config.ckpt_keep, keep_every=keep_every)
-        start = checkpoints.newest(config.on_corrupt) or 0
+        checkpoints = Checkpointer(workdir, keep=config.ckpt_keep, keep_every=keep_every)
+        start = checkpoints.latest(config.on_corrupt) or 0
         if start > data.total_steps:
             raise ConfigError(f"{workdir} is at step {start}, beyond the {data.total_steps} steps of this config")
         resumed = checkpoints.about(start) if start else {}
         lost = {key: value for key, value in resumed.items() if key in ("config", "data") and key not in held}
-        changed += folders.check(workdir, lost, config, known, accept)
+        changed += folders.check_same_run(workdir, lost, config, known, accept)
         placed = state_shapes(config, net, tx, data.task.example, mesh)
         if start:
-            checkpoints.check_fit(start, placed.items())
+            checkpoints.check_compatible(start, placed.items())
         for name in metrics.FILES:
             metrics.read(workdir / name)  # what is damaged is said before anything is written
         about = {
@@ -102,11 +103,11 @@ def train(
             "software": folders.software(),
             "devices": folders.devices(),
         }
-        for line in [*(f"accepted: {line}" for line in changed), *folders.inexact(resumed, about)]:
+        for line in [*(f"accepted: {line}" for line in changed), *folders.resume_warnings(resumed, about)]:
             if multihost.is_first():
                 print(line, file=sys.stderr)
         if multihost.is_first():
-            folders.claim(workdir, config, known)
+            folders.record(workdir, config, known)
         multihost.wait_for_all("the workdir is claimed")
         folders.check_shared(workdir)
         update = jit_update(net, data.task, tx, schedule, placed, mesh)
@@ -115,7 +116,7 @@ def train(
             writer = metrics.MetricWriter(workdir, resume_step=start or None, tensorboard=config.tensorboard)
             stack.callback(writer.close)
         evaluate = {name: evaluator.run for name, evaluator in evaluators.items()}
-        watchdog = Watchdog(workdir, config.watchdog_seconds, leave=config.watchdog_exit)
+        watchdog = Watchdog(workdir, config.watchdog_seconds, exit_on_stall=config.watchdog_exit)
         stack.callback(watchdog.close)
         peak = peak_examples(net, data.task.example, jax.devices())
         loop = Loop(config, workdir, data, mesh, writer, checkpoints, evaluate, every, watchdog, about, peak)
@@ -185,7 +186,7 @@ def _start_state(
     given: Any,
     placed: TrainState,
     example: jax.ShapeDtypeStruct,
-    checkpoints: Checkpoints,
+    checkpoints: Checkpointer,
     start: int,
 ) -> TrainState:
     """The state that the checkpoint of step `start` holds, or a fresh one with the arrays of `given` among its

@@ -64,7 +64,7 @@ class _SealedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
         await super().finalize()
 
 
-class Checkpoints:
+class Checkpointer:
     """The checkpoints of one run, to which it alone writes. `save` returns once the arrays are copied; `wait` waits."""
 
     def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
@@ -109,7 +109,7 @@ class Checkpoints:
         """The steps that are there, in rising order, damaged ones included."""
         return _steps(self.folder)
 
-    def newest(self, on_corrupt: str = "fail") -> int | None:
+    def latest(self, on_corrupt: str = "fail") -> int | None:
         """The step to go on from, whose files are verified; None where nothing was saved.
 
         Args:
@@ -160,7 +160,7 @@ class Checkpoints:
                 self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
             except Exception as e:
                 self._fail(step, e)
-                self.check()
+                self.check_for_errors()
             self.saved = step
             self.finishing = threading.Thread(target=self._finish, args=(step, best), name="checkpoint", daemon=True)
             self.finishing.start()
@@ -171,14 +171,14 @@ class Checkpoints:
             if self.finishing:
                 self.finishing.join()
                 self.finishing = None
-            self.check()
+            self.check_for_errors()
 
     def finish(self) -> str:
         """`wait`, for a run that is stopped when it is over; says so."""
         self.wait()
         return "the last checkpoint is complete"
 
-    def check(self) -> None:
+    def check_for_errors(self) -> None:
         """Raises CheckpointError where saving failed in the background."""
         if self.failure:
             raise self.failure
@@ -201,11 +201,11 @@ class Checkpoints:
         Raises:
           CheckpointError: unreadable, or a tree or shape differs.
         """
-        self.check_fit(step, items)
+        self.check_compatible(step, items)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
         return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
 
-    def check_fit(self, step: int, items: Mapping[str, Any]) -> None:
+    def check_compatible(self, step: int, items: Mapping[str, Any]) -> None:
         """Raises CheckpointError where a tree or shape of a step differs from the given ones."""
         path = self.folder / str(step)
         for name in items:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit import dcmha
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
-from dcvit.parallel.mesh import BATCH, divided, placing
+from dcvit.parallel.mesh import BATCH, active_mesh, divisible_axes
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
     left to the compiler and the reference implementation, which exchange the least, unless another one is asked for:
     then each device of a "tensor" axis attends with all heads.
     """
-    mesh = placing()
+    mesh = active_mesh()
     options |= {"groups": groups, "implementation": implementation}
     if mesh is None or implementation == "reference":
         return dcmha.attention(q, k, v, pre, post, mask=mask, **options)
@@ -48,7 +48,7 @@ def attention(
         times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the fewest key heads that the axis divides
         k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
     heads = "tensor" if tensor > 1 and apart and q.shape[2] % tensor == 0 else None
-    batch = divided(q.shape[:1], [BATCH], mesh)[0]
+    batch = divisible_axes(q.shape[:1], [BATCH], mesh)[0]
     if heads:
         options["groups"] = max(1, groups // tensor)
 

@@ -22,14 +22,14 @@ def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
     """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
 
     A dimension stays whole where its axes do not divide it, or are not the mesh's. Without a mesh to place on (see
-    `placing`) `x` as it is.
+    `active_mesh`) `x` as it is.
     """
-    if not (mesh := placing()):
+    if not (mesh := active_mesh()):
         return x
-    return jax.lax.with_sharding_constraint(x, P(*divided(x.shape, axes, mesh)))
+    return jax.lax.with_sharding_constraint(x, P(*divisible_axes(x.shape, axes, mesh)))
 
 
-def placing() -> AbstractMesh | None:
+def active_mesh() -> AbstractMesh | None:
     """The mesh in force, or None where there is nothing to place: no mesh, one device, or axes that are placed by hand,
     as inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -37,7 +37,7 @@ def placing() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 or by_hand else mesh
 
 
-def divided(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
+def divisible_axes(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
     """`axes`, but None for a dimension that they do not divide, and without those that the mesh has not."""
     found: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):

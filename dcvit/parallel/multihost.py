@@ -28,7 +28,7 @@ FAILURE, STOP = "dcvit/failure", "dcvit/stop"  # the coordinator's keys: the fir
 GATHER_SECONDS = 1800  # how long one waits for the others, which may be slow to open their data
 ENDED = threading.Event()  # this process is at its end, well or not
 POLL_SECONDS = 0.5
-LEAVE_SECONDS = 60  # how long one that stops waits for the others to have stopped
+EXIT_SECONDS = 60  # how long one that stops waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long the failed coordinator stays, so that all hear why
 
 
@@ -139,14 +139,14 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     return [json.loads(client.blocking_key_value_get(f"dcvit/{name}/{i}", seconds * 1000)) for i in range(count)]
 
 
-def ask_to_stop() -> None:
-    """Makes `stop_asked` true in every process of this run."""
+def request_stop() -> None:
+    """Makes `stop_requested` true in every process of this run."""
     if not is_single_process():
         with contextlib.suppress(Exception):  # another process has asked already
             _client().key_value_set(STOP, str(index()))
 
 
-def stop_asked() -> bool:
+def stop_requested() -> bool:
     """Whether a process of this run has asked all others to stop."""
     if is_single_process():
         return False
@@ -156,12 +156,12 @@ def stop_asked() -> bool:
         return False
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Ends this process at once, whatever its other threads are at; of several, all do so together."""
     ENDED.set()
     if not is_single_process():
         with contextlib.suppress(Exception):  # nobody is left to wait for
-            gather("left", True, LEAVE_SECONDS)
+            gather("left", True, EXIT_SECONDS)
         if is_first():
             time.sleep(FAREWELL_SECONDS)
     _exit(status)

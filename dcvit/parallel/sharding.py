@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit.config import check_regex
 from dcvit.errors import ConfigError, nearest
-from dcvit.parallel.mesh import AXES, BATCH, axis_size, divided
+from dcvit.parallel.mesh import AXES, BATCH, axis_size, divisible_axes
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")
 Rule = str | Sequence[Any]  # the name of a strategy, or one mesh axis, several or None for each of the last dimensions
@@ -191,7 +191,7 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
     if "tensor" in rule:
         axes = next((axes for end, axes in TENSOR_RULES if re.fullmatch(f"(.*/)?{end}", name)), ())
         if len(axes) == len(shape) - first:
-            spec[first:] = divided(shape[first:], axes, mesh)
+            spec[first:] = divisible_axes(shape[first:], axes, mesh)
     if "fsdp" in rule and len(shape) - first > 1:
         fits = [i for i in range(first, len(shape)) if shape[i] % (mesh.shape["fsdp"] * axis_size(mesh, spec[i])) == 0]
         chosen = max(fits, key=lambda i: (spec[i] is None, shape[i]), default=None)
@@ -203,7 +203,7 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
 def _fits(shape: tuple[int, ...], rule: Sequence[Any], mesh: Mesh) -> bool:
     """Whether a spec has no more dimensions than an array, and its axes divide them."""
     last = shape[max(0, len(shape) - len(rule)) :]
-    return len(last) == len(rule) and divided(last, rule, mesh) == list(rule)
+    return len(last) == len(rule) and divisible_axes(last, rule, mesh) == list(rule)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -211,7 +211,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def by_example(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The first dimension split over the axes that share a batch."""
     return NamedSharding(mesh, P(BATCH))
 
@@ -223,7 +223,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
     """The rows of a batch that the devices of this process hold, in order; processes may hold the same ones."""
-    indices = by_example(mesh).addressable_devices_indices_map((batch_size,)).values()
+    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in indices if index for row in range(batch_size)[index[0]]})
 
 
@@ -236,7 +236,7 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> d
             rows = range(batch_size)[index[0]]
             return local[at[rows[0]] : at[rows[0]] + len(rows)]
 
-        return jax.make_array_from_callback((batch_size, *local.shape[1:]), by_example(mesh), part)
+        return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), part)
 
     return {key: put(value) for key, value in batch.items()}
 

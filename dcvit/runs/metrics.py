@@ -23,7 +23,7 @@ FILES = ("metrics.jsonl", "timing.jsonl")
 UPLOAD_SECONDS = 30
 
 
-class Rows:
+class JsonLines:
     """A file of one JSON object a line, each with its own `step`, in rising order.
 
     A store cannot append to an object: there the whole file is written anew, at most every `UPLOAD_SECONDS`.
@@ -33,7 +33,7 @@ class Rows:
         """Opens `path` to append after the row of `resume_step`; later rows, of a lost stretch, are dropped."""
         self.path = path
         self.rows = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
-        self.last = self.rows[-1]["step"] if self.rows else -1
+        self.last_step = self.rows[-1]["step"] if self.rows else -1
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
@@ -45,7 +45,7 @@ class Rows:
         Raises:
           OSError: the disk is full, or gone; with the path.
         """
-        if step <= self.last:
+        if step <= self.last_step:
             return
         said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"step": step, **said}) + "\n"
@@ -59,7 +59,7 @@ class Rows:
             self.text += line
             if time.monotonic() > self.due:
                 self.flush()
-        self.last = step
+        self.last_step = step
 
     def flush(self) -> None:
         """What was written is on the disk, or in the store, when this returns."""
@@ -103,21 +103,21 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
-        self.metrics, self.timing = (Rows(workdir / name, resume_step=resume_step) for name in FILES)
+        self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resume_step) for name in FILES)
         self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
 
     def write(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float] | None = None) -> None:
         """Records one step; a step that stands in the file already is not written again."""
-        if self.tensorboard and step > self.metrics.last:
+        if self.tensorboard and step > self.metrics.last_step:
             self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
         self.metrics.write(step, metrics)
         if timing:
             self.timing.write(step, timing)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The newest step that stands in the file; -1 where none does."""
-        return self.metrics.last
+        return self.metrics.last_step
 
     def flush(self) -> None:
         """What was recorded up to now is where it will be found after a kill."""

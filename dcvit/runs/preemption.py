@@ -90,8 +90,8 @@ class Preemption:
                     if time.monotonic() > told + AGAIN_SECONDS:
                         self._at_once("killed by a second SIGTERM", KILLED)
                     told = min(told, time.monotonic())
-                    multihost.ask_to_stop()
-            if not self.stopper and (told < math.inf or multihost.stop_asked()):
+                    multihost.request_stop()
+            if not self.stopper and (told < math.inf or multihost.stop_requested()):
                 with self.starting:
                     if not self.ended.is_set():
                         self.stopper = threading.Thread(target=self._stop, name="stop", daemon=True)
@@ -106,15 +106,15 @@ class Preemption:
         except Exception as e:
             say(f"error: {first_line(e)}")
             if multihost.is_single_process():
-                multihost.leave(2)
+                multihost.exit_process(2)
             multihost.fail(first_line(e), 2)
         say(f"stopped by SIGTERM: {done}; the same command goes on")
-        multihost.leave(SAVED)
+        multihost.exit_process(SAVED)
 
     def _at_once(self, message: str, status: int) -> None:
         say(message)
         if multihost.is_single_process():
-            multihost.leave(status)
+            multihost.exit_process(status)
         multihost.fail(message, status)
 
 

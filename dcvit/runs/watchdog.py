@@ -25,9 +25,9 @@ class Watchdog:
     The report goes to stderr and to `watchdog.log` in the workdir; it comes once for each time the run stands still.
     """
 
-    def __init__(self, workdir: Folder, seconds: float, *, leave: bool = False):
-        """`seconds` of 0 are never over. `leave` ends the process after the report, with status 124."""
-        self.workdir, self.seconds, self.leave = workdir, seconds, leave
+    def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):
+        """`seconds` of 0 are never over. `exit_on_stall` ends the process after the report, with status 124."""
+        self.workdir, self.seconds, self.exit_on_stall = workdir, seconds, exit_on_stall
         self.ended = threading.Event()
         self("starting")
         if seconds:
@@ -47,9 +47,9 @@ class Watchdog:
                 telling = threading.Thread(target=self._tell, args=(line,), daemon=True)
                 telling.start()
                 telling.join(TELL_SECONDS)  # what the run waits for may be the disk of the log
-                if self.leave and multihost.is_single_process():
-                    multihost.leave(STALLED)
-                elif self.leave:
+                if self.exit_on_stall and multihost.is_single_process():
+                    multihost.exit_process(STALLED)
+                elif self.exit_on_stall:
                     multihost.fail(line, STALLED)
 
     def _tell(self, line: str) -> None:

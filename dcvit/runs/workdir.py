@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import socket
-import sys
-import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,9 +25,6 @@ from input_pipeline.errors import ReadingError
 
 SHARED_SECONDS = 20  # until what one process wrote is seen by all
 SAMPLES = 16  # examples whose content identifies the data
-LOCK = ".lock"
-BEAT_SECONDS = 10
-SETTLE_SECONDS = 1
 # What may change between the stretches of one run: it does not touch what a step computes.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
@@ -44,95 +34,7 @@ FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 
 
-class Lock:
-    """That no other run writes to a folder. The system takes it back when its process ends, however it does."""
-
-    file: TextIO | None = None
-    beat: _Heartbeat | None = None
-
-    def __init__(self, workdir: Folder):
-        """Raises ConfigError where another process has it, naming it, or where the folder cannot be written to."""
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            if isinstance(workdir, Path):
-                self.file = (workdir / LOCK).open("a+")
-            else:
-                self.beat = _Heartbeat(workdir / LOCK)
-                return
-        except OSError as e:
-            raise ConfigError(f"cannot write to workdir {workdir}: {e.strerror or e}") from None
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            self.file.seek(0)
-            owner = self.file.read().strip() or "another run"
-            self.file.close()
-            why = f"is in use by {owner}" if isinstance(e, BlockingIOError) else f"cannot be locked: {e.strerror}"
-            raise ConfigError(f"workdir {workdir} {why}") from None
-        self.file.truncate(0)
-        with contextlib.suppress(OSError):  # on a full disk the next run is not told by whom, no more
-            self.file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
-            self.file.flush()
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file:
-            self.file.close()
-        if self.beat:
-            self.beat.close()
-
-
-class _Heartbeat:
-    """A lock in a store, which knows no locks: an object that its owner writes anew every `BEAT_SECONDS`, each time
-    with another number. One that stands still is of a run that was killed."""
-
-    def __init__(self, path: Folder):
-        self.path, self.ended, self.count = path, threading.Event(), 0
-        self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}, {uuid.uuid4()}"
-        before = self._read()
-        if before:
-            print(f"{path} is there: waiting {2 * BEAT_SECONDS} s to see whether its run is alive", file=sys.stderr)
-            time.sleep(2 * BEAT_SECONDS)
-            if self._read() not in (before, ""):
-                raise ConfigError(self._taken(before))
-        self._write()
-        time.sleep(SETTLE_SECONDS)
-        if (now := self._read()) and not now.startswith(self.owner):  # of two that began at once the later one has it
-            raise ConfigError(self._taken(now))
-        self.thread = threading.Thread(target=self._keep, name="lock", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.ended.set()
-        self.thread.join()
-        with contextlib.suppress(Exception):  # whoever comes next waits, no more
-            self.path.unlink()
-
-    def _taken(self, text: str) -> str:
-        return f"workdir {self.path.parent} is in use by {text.splitlines()[0]}"
-
-    def _read(self) -> str:
-        try:
-            return self.path.read_text()
-        except FileNotFoundError:
-            return ""
-
-    def _write(self) -> None:
-        self.count += 1
-        self.path.write_text(f"{self.owner}\n{self.count}\n")
-
-    def _keep(self) -> None:
-        while not self.ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(Exception):  # a store that is away for a while
-                if (now := self._read()) and not now.startswith(self.owner):
-                    print(f"error: {self._taken(now)}, which took it while this run was cut off", file=sys.stderr)
-                    multihost.leave(2)
-                self._write()
-
-
-def identity(source: Source) -> dict[str, Any]:
+def data_identity(source: Source) -> dict[str, Any]:
     """What a source of data is known by: size, class names, and the content of examples spread over all of it."""
     digest = hashlib.sha256()
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
@@ -175,12 +77,12 @@ def check_accepted(accept: Sequence[str]) -> None:
             raise ConfigError(f"--accept {name}; {nearest(name, known)}")
 
 
-def begun(workdir: Folder, saved: Sequence[int]) -> bool:
+def has_started(workdir: Folder, saved: Sequence[int]) -> bool:
     """Whether a workdir holds a run that has got somewhere: a checkpoint, or a row of metrics after step 0."""
     return bool(saved) or any(row["step"] for row in metrics.read(workdir / "metrics.jsonl"))
 
 
-def held(workdir: Folder) -> dict[str, Any]:
+def existing(workdir: Folder) -> dict[str, Any]:
     """What a workdir says of its run: "config" and "data", as far as it says so.
 
     Raises:
@@ -194,10 +96,10 @@ def held(workdir: Folder) -> dict[str, Any]:
     return found
 
 
-def check(
+def check_same_run(
     workdir: Folder, theirs: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], accept: Sequence[str] = ()
 ) -> list[str]:
-    """The differences between this run and the one of `held`, or of a checkpoint's `about`, that `accept` names.
+    """The differences between this run and the one of `existing`, or of a checkpoint's `about`, that `accept` names.
 
     Raises:
       ConfigError: there are others; all are listed.
@@ -220,13 +122,13 @@ def check(
     return [f"{what} ({differing[what]})" for what in allowed]
 
 
-def claim(workdir: Folder, config: ConfigDict, data: Mapping[str, Any]) -> None:
+def record(workdir: Folder, config: ConfigDict, data: Mapping[str, Any]) -> None:
     """Writes `config.json` and `data.json`."""
     for name, content in (("data.json", dict(data)), ("config.json", json.loads(config.to_json()))):
         replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 
-def inexact(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def resume_warnings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Why a run will not go on to the same bits, a line each: what was said `about` its checkpoint, and is so here."""
     lines = []
     for kind in ("software", "devices"):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.checkpoint.checkpointer import Checkpoints
+from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import first_line
 from dcvit.parallel import multihost
@@ -75,7 +75,7 @@ class Loop:
     data: TrainingData
     mesh: Mesh
     writer: MetricWriter | None  # of the first process
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     evaluate: dict[str, Callable[[Any], dict[str, float]]]
     every: dict[str, int | None]  # steps between "log", "ckpt" and each "evals.NAME"
     watchdog: Watchdog
@@ -139,7 +139,7 @@ class Loop:
                 self.watchdog(f"at step {step}")
                 before, state = self.done, self._advance(update, step, state, batch)
                 self._check(before)  # one step late: the devices are at the next one already
-                self.checkpoints.check()
+                self.checkpoints.check_for_errors()
                 self.clock.steps += 1
                 progress.advance(step)
                 row = self._between(step, state) or row
@@ -271,7 +271,7 @@ class Loop:
             except (OSError, ValueError) as e:
                 said = f"its examples could not be written ({first_line(e)}) to"
         with contextlib.suppress(Exception):  # the others would end the first one before it has written
-            multihost.gather(f"told/{step}", True, multihost.LEAVE_SECONDS)
+            multihost.gather(f"told/{step}", True, multihost.EXIT_SECONDS)
         return f"{said} {path}"
 
     def _row(
@@ -305,7 +305,7 @@ class Loop:
 
     def _catch_up(self, start: int, state: TrainState, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the row of the step that is gone on from, where the run was stopped before it could."""
-        last = multihost.gather("rows", self.writer.last if self.writer else 0)[0]
+        last = multihost.gather("rows", self.writer.last_step if self.writer else 0)[0]
         evals = [name for name in self.evaluate if self._due(f"evals.{name}", start)]
         if last >= start or not (evals or self._due("log", start)):
             return {}

@@ -1,4 +1,4 @@
-"""Checkpoints: nothing damaged is loaded, nothing is lost that was complete, and what is kept is what was asked for."""
+"""Checkpoints are verified before they are loaded, kept as configured, and never left incomplete under their name."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dcvit.checkpoint import checksums
-from dcvit.checkpoint.checkpointer import Checkpoints, load_params, saved_steps
+from dcvit.checkpoint.checkpointer import Checkpointer, load_params, saved_steps
 from dcvit.errors import CheckpointError
 
 TREE = {
@@ -26,7 +26,7 @@ def tree(step):
 
 
 def save(workdir, *steps, **options):
-    checkpoints = Checkpoints(workdir, **{"keep": 9, **options})
+    checkpoints = Checkpointer(workdir, **{"keep": 9, **options})
     for step in steps:
         checkpoints.save(step, tree(step), {"row": {"loss": step / 3}})
     checkpoints.close()
@@ -46,7 +46,7 @@ def largest(folder):
 
 def test_what_was_saved_comes_back_bit_for_bit_with_what_was_said_about_it(tmp_path):
     checkpoints = save(tmp_path, 3)
-    assert checkpoints.newest() == 3
+    assert checkpoints.latest() == 3
     found = checkpoints.restore(3, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree(3)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree(3)), strict=True):
         assert a.dtype == b.dtype
@@ -78,7 +78,7 @@ def test_the_newest_and_every_so_many_stay(tmp_path, options, kept):
 
 
 def test_the_best_stays_until_a_better_one_is_saved(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpointer(tmp_path, keep=1)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
         checkpoints.save(step, tree(step), {}, best=best)
         checkpoints.wait()
@@ -97,7 +97,7 @@ def test_what_a_kill_left_unfinished_is_removed_and_no_checkpoint(tmp_path):
     for path in left:
         shutil.copytree(folder / "1", path)
     assert saved_steps(tmp_path) == [1]
-    assert Checkpoints(tmp_path).newest() == 1
+    assert Checkpointer(tmp_path).latest() == 1
     assert [path.exists() for path in left] == [False] * 3
 
 
@@ -107,11 +107,11 @@ def test_a_damaged_one_is_named_and_the_intact_one_offered_or_taken(tmp_path, ca
     for step in (2, 3):
         flip(damaged := largest(folder / str(step)))
     with pytest.raises(CheckpointError, match=damaged.name) as error:
-        Checkpoints(tmp_path, keep=9).newest("fail")
+        Checkpointer(tmp_path, keep=9).latest("fail")
     assert f"checkpoint {folder / '3'} is damaged" in str(error.value)
     assert f"newest intact earlier one is {folder / '1'}; --config.on_corrupt=previous" in str(error.value)
     assert saved_steps(tmp_path) == [1, 2, 3]
-    assert Checkpoints(tmp_path, keep=9).newest("previous") == 1
+    assert Checkpointer(tmp_path, keep=9).latest("previous") == 1
     assert saved_steps(tmp_path) == [1]
     assert sorted(path.name for path in folder.glob("*damaged*")) == ["2.damaged-1", "3.damaged-1"]
     assert capsys.readouterr().err.count("is damaged") == 2
@@ -123,7 +123,7 @@ def test_a_run_does_not_begin_anew_because_its_checkpoints_are_bad(tmp_path):
         flip(largest(tmp_path / "checkpoints" / str(step)))
     for policy in ("fail", "previous", "previous"):
         with pytest.raises(CheckpointError, match="no earlier one is intact, and the run does not begin anew"):
-            Checkpoints(tmp_path).newest(policy)
+            Checkpointer(tmp_path).latest(policy)
     assert saved_steps(tmp_path) == [1, 2]
 
 
@@ -155,7 +155,7 @@ def test_other_damage_is_found_without_waiting(tmp_path, damage):
     save(tmp_path, 1, 2)
     DAMAGE[damage](tmp_path / "checkpoints" / "2")
     with pytest.raises(CheckpointError, match="is damaged"):
-        Checkpoints(tmp_path).newest()
+        Checkpointer(tmp_path).latest()
     with pytest.raises(CheckpointError):
         load_params(tmp_path)
 
@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_the_newest_checkpoint_and_nothing_else(tmp_path):
     save(tmp_path, 1)
     big = {"params": {"w": jax.random.normal(jax.random.key(0), (300, 1000))}}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpointer(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
         with pytest.raises(CheckpointError, match=f"cannot save step 2 to {tmp_path}/checkpoints: File too large"):
@@ -196,18 +196,18 @@ def test_a_full_disk_leaves_the_newest_checkpoint_and_nothing_else(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.newest() == 1
+    checkpoints = Checkpointer(tmp_path)
+    assert checkpoints.latest() == 1
     checkpoints.save(2, big, {})
     checkpoints.close()
-    assert checkpoints.newest() == 2
+    assert checkpoints.latest() == 2
 
 
 def test_a_save_does_not_see_what_training_does_to_the_arrays_after(tmp_path):
     """Training gives the arrays' memory to the next step while they are still being written."""
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     array = jnp.zeros((500, 1000))
-    checkpoints = Checkpoints(tmp_path, keep=99)
+    checkpoints = Checkpointer(tmp_path, keep=99)
     for number in range(1, 30):
         array = step(array)
         if number % 10 == 0:

@@ -115,7 +115,7 @@ def check_same(one, other):
 
 
 @pytest.fixture(scope="module")
-def is_single_process(tmp_path_factory):
+def alone(tmp_path_factory):
     """A run of one process with eight devices."""
     return run(1, 8, tmp_path_factory.mktemp("alone") / "run")
 

@@ -12,7 +12,7 @@ import pytest
 
 from dcvit import cli, train
 from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import Checkpoints, load_params
+from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding
@@ -257,7 +257,7 @@ def test_each_process_makes_the_rows_that_its_devices_hold():
 def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(tmp_path, library_promotion):
     config = configured("vit", **ATTENTION["groups"])
     _, (*_, saved), state = five_steps(config)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpointer(tmp_path)
     checkpoints.save(5, state.items(), {})
     checkpoints.close()
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
@@ -267,7 +267,7 @@ def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_fou
     net = setup.model(data.config)
     tx, _ = setup.optimiser(other, setup.param_shapes(net, data.task.example), data)
     placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
-    restored = Checkpoints(tmp_path).restore(5, placed.items())
+    restored = Checkpointer(tmp_path).restore(5, placed.items())
     found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
     leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)

@@ -12,17 +12,17 @@ from dcvit.cli import run
 
 def test_a_row_is_never_written_twice_and_a_lost_stretch_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = metrics.Rows(path)
+    rows = metrics.JsonLines(path)
     for step in (0, 2, 2, 4, 3, 6):
         rows.write(step, {"x": step})
     rows.close()
     assert [r["step"] for r in metrics.read(path)] == [0, 2, 4, 6]
-    again = metrics.Rows(path, resume_step=4)
+    again = metrics.JsonLines(path, resume_step=4)
     again.write(4, {"x": "twice"})
     again.write(6, {"x": "new"})
     again.close()
     assert metrics.read(path) == [*({"step": s, "x": s} for s in (0, 2, 4)), {"step": 6, "x": "new"}]
-    metrics.Rows(path).close()
+    metrics.JsonLines(path).close()
     assert metrics.read(path) == []
 
 
@@ -30,7 +30,7 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 2, "lo')
     assert metrics.read(path) == [{"step": 0}]
-    metrics.Rows(path, resume_step=2).close()
+    metrics.JsonLines(path, resume_step=2).close()
     assert path.read_text() == '{"step": 0}\n'
 
 
@@ -51,7 +51,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
     with pytest.raises(errors.MetricsError, match=r"metrics\.jsonl:2 is damaged"):
-        metrics.Rows(path, resume_step=2)
+        metrics.JsonLines(path, resume_step=2)
     assert line in path.read_text()
 
 

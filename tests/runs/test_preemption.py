@@ -12,7 +12,7 @@ from conftest import TINY
 
 from dcvit.runs import metrics
 from dcvit.runs import preemption
-from dcvit.checkpoint.checkpointer import Checkpoints, saved_steps
+from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
 
 # A run whose main thread, at a given moment, says so and then
 #   stays      never comes back to Python: it waits for a mutex that it holds, in C, which no signal interrupts
@@ -20,7 +20,7 @@ from dcvit.checkpoint.checkpointer import Checkpoints, saved_steps
 STUCK = """
 import ctypes, sys, time
 from dcvit import cli, train
-from dcvit.checkpoint.checkpointer import Checkpoints
+from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.training import trainer as loop
 moment, then, argv = sys.argv[1], sys.argv[2], sys.argv[3:]
 run = None
@@ -35,8 +35,8 @@ def stick(*_, **__):
     if then == "raises":
         raise RuntimeError("failed while stopping")
 if then != "stays":
-    save = Checkpoints.save
-    Checkpoints.save = lambda *args, **kwargs: (time.sleep(2), save(*args, **kwargs))
+    save = Checkpointer.save
+    Checkpointer.save = lambda *args, **kwargs: (time.sleep(2), save(*args, **kwargs))
 real_run, real = loop.Loop.run, loop.Loop._evaluations
 def start(self, *args):
     global run
@@ -128,7 +128,7 @@ def test_a_stop_saves_and_exits_with_75_whatever_the_main_thread_does(tmp_path, 
     _, err = process.communicate(timeout=120)
     assert process.returncode == preemption.SAVED, err
     assert saved_steps(workdir) == ([saved] if saved else [])
-    assert Checkpoints(workdir).newest() == saved
+    assert Checkpointer(workdir).latest() == saved
     assert (f"step {saved} is saved" if saved else "no step was done") in err
     assert "Traceback" not in err
 
@@ -152,7 +152,10 @@ def test_nobody_need_read_what_it_says(tmp_path):
 )
 def test_the_impatient_end_it_at_once_and_keep_the_last_checkpoint(tmp_path, sent, status):
     """A save that never ends stands in for a slow disk."""
-    code = "from dcvit.training import trainer as loop; import time; loop.Loop.stop = lambda self: time.sleep(60);" + textwrap.dedent(STUCK)
+    code = (
+        "from dcvit.training import trainer as loop; import time; loop.Loop.stop = lambda self: time.sleep(60);"
+        + textwrap.dedent(STUCK)
+    )
     workdir = tmp_path / "run"
     process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1))
     until(process, "stuck")
@@ -161,7 +164,7 @@ def test_the_impatient_end_it_at_once_and_keep_the_last_checkpoint(tmp_path, sen
         time.sleep(preemption.AGAIN_SECONDS + 0.5)
     _, err = process.communicate(timeout=20)
     assert process.returncode == status, err
-    assert Checkpoints(workdir).newest() in (3, 4)
+    assert Checkpointer(workdir).latest() in (3, 4)
     assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
     assert "Traceback" not in err
 

@@ -18,7 +18,7 @@ pytest.importorskip("gcsfs", reason="gs:// needs the gcs extra")
 
 
 def start(url, *words):
-    code = "import sys; from dcvit import __main__; from dcvit.runs import workdir; workdir.BEAT_SECONDS = 1; sys.exit(__main__.main())"
+    code = "import sys; from dcvit import __main__; from dcvit.runs import lock; lock.BEAT_SECONDS = 1; sys.exit(__main__.main())"
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"},

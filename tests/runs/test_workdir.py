@@ -9,7 +9,7 @@ from test_train import same
 
 from dcvit import config as configs
 from dcvit.training import trainer
-from dcvit.runs import metrics
+from dcvit.runs import lock, metrics
 from dcvit.runs import workdir
 from dcvit.checkpoint.checkpointer import load_params, saved_steps
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 HOLD = """
 import sys, time
 from pathlib import Path
-from dcvit.runs.workdir import Lock
-with Lock(Path(sys.argv[1])):
+from dcvit.runs.lock import WorkdirLock
+with WorkdirLock(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(60)
 """
@@ -39,7 +39,7 @@ def test_two_runs_in_one_workdir_are_refused_and_a_dead_ones_lock_is_none(digits
         assert f"error: workdir {folder} is in use by process {process.pid} on " in err
         assert not (folder / "config.json").exists()
         process.kill()
-    assert (folder / workdir.LOCK).read_text().startswith(f"process {process.pid} on ")
+    assert (folder / lock.LOCK).read_text().startswith(f"process {process.pid} on ")
     assert digits_run()[0] == 0
 
 
@@ -124,11 +124,11 @@ def test_data_is_known_by_its_content(tmp_path):
 
     one = Source({"tokens": bytes([i])} for i in range(100))
     other = Source(one)
-    assert workdir.identity(one) == workdir.identity(other)
+    assert workdir.data_identity(one) == workdir.data_identity(other)
     other[99] = {"tokens": b"x"}
-    assert workdir.identity(one)["sample"] != workdir.identity(other)["sample"]
-    assert workdir.identity(Source(one[:50]))["examples"] == 50
-    assert workdir.identity(Source(one[:1])) != workdir.identity(Source(one[1:2]))
+    assert workdir.data_identity(one)["sample"] != workdir.data_identity(other)["sample"]
+    assert workdir.data_identity(Source(one[:50]))["examples"] == 50
+    assert workdir.data_identity(Source(one[:1])) != workdir.data_identity(Source(one[1:2]))
 
 
 def test_other_software_and_devices_are_said(digits_run, capsys, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_workdir_that_cannot_be_written_to_is_one_line(digits_run, capsys, tmp
 
 
 def test_a_full_disk_ends_a_log_with_its_name(tmp_path):
-    rows = metrics.Rows(tmp_path / "metrics.jsonl")
+    rows = metrics.JsonLines(tmp_path / "metrics.jsonl")
     rows.write(1, {"loss": 1.0})
     rows.file.close()
     rows.file = open("/dev/full", "a")  # noqa: SIM115, PTH123
@@ -176,7 +176,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_the_lock_is_the_systems(tmp_path):
     """What takes part in it is any program that uses flock(2)."""
-    with workdir.Lock(tmp_path), (tmp_path / workdir.LOCK).open() as file, pytest.raises(BlockingIOError):
+    with lock.WorkdirLock(tmp_path), (tmp_path / lock.LOCK).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with workdir.Lock(tmp_path):
+    with lock.WorkdirLock(tmp_path):
         pass
