@@ -1,0 +1,163 @@
+"""Lock of a workdir: at most one run at a time writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from time import sleep
+
+import filelock
+
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import ConfigError, first_line
+from dcvit.parallel import multihost
+
+LOCK = ".lock"
+RENEWAL = ".lock-renewal"  # in a store: an object that the owner of the lock rewrites regularly
+RENEW_SECONDS = 10
+
+logger = logging.getLogger(__name__)
+
+
+class WorkdirLock:
+    """Context manager that holds the lock of a workdir until it exits or its process ends.
+
+    The file `.lock` names the process that holds the lock. A killed process loses its lock at once on a disk, and
+    after `2 * RENEW_SECONDS` in an object store.
+    """
+
+    def __init__(self, workdir: Folder):
+        """Acquires the lock.
+
+        Raises:
+          ConfigError: another process holds the lock (the message names it), or the workdir cannot be written or locked.
+        """
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+        self.lock: filelock.BaseFileLock | _ObjectLock
+        if isinstance(workdir, Path):
+            self.lock = _lock_file(workdir, owner)
+        else:
+            self.lock = _ObjectLock(str(workdir), f"{owner}, {uuid.uuid4()}", RENEW_SECONDS)
+
+    def __enter__(self) -> WorkdirLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
+    """Locks the file `.lock` with flock(2), which the system releases when the process ends for any reason."""
+    path = workdir / LOCK
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as e:
+        raise ConfigError(f"cannot write to workdir {workdir}: {e.strerror or e}") from None
+    # A soft lock, filelock's replacement where flock is not implemented, outlives a killed process.
+    lock = filelock.FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise ConfigError(_in_use(str(workdir), path.read_text())) from None
+    except OSError as e:
+        raise ConfigError(f"workdir {workdir} cannot be locked: {e.strerror or e}") from None
+    with contextlib.suppress(OSError):  # on a full disk the file stays empty and the lock holds all the same
+        path.write_text(f"{owner}\n")
+    return lock
+
+
+class _ObjectLock:
+    """Lock in an object store: the object `.lock`, which is only ever created where it does not exist.
+
+    The store checks this condition itself (gcsfs's mode "create", GCS's ifGenerationMatch=0), so of several runs that
+    start together one gets the lock. A store does not notice that an owner was killed. The owner therefore rewrites
+    `.lock-renewal` regularly. A run that finds both objects unchanged for two intervals deletes this generation of
+    `.lock`, and no later one, and then competes for the lock as above.
+    """
+
+    def __init__(self, workdir: str, owner: str, renew_seconds: float):
+        import fsspec  # of the gcs extra, which `dcvit.checkpoint.files.folder` has checked
+
+        self.workdir, self.owner, self.renew_seconds = workdir, owner, renew_seconds
+        self.path, self.renewal = f"{workdir}/{LOCK}", f"{workdir}/{RENEWAL}"
+        self.store = fsspec.filesystem(workdir.partition("://")[0], version_aware=True)
+        try:
+            self.generation = self._acquire()
+        except ConfigError:
+            raise
+        except Exception as e:  # gcsfs raises OSError, HttpError, and what aiohttp and google-auth raise
+            raise ConfigError(f"cannot write to workdir {workdir}: {first_line(e)}") from None
+        self.count, self.ended = 0, threading.Event()
+        self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
+        self.thread.start()
+
+    def release(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        for path in (self.renewal, f"{self.path}#{self.generation}"):
+            with contextlib.suppress(Exception):  # the next run then finds a lock that is not renewed
+                self.store.rm_file(path)
+
+    def _acquire(self) -> str:
+        """Creates the lock and returns its generation. Raises ConfigError while another run renews it."""
+        for attempt in range(2):
+            with contextlib.suppress(FileExistsError):
+                self.store.pipe_file(self.path, f"{self.owner}\n".encode(), mode="create")
+            generation, owner = self._read()
+            if owner == self.owner:  # also where the store's first answer was lost and gcsfs sent the request again
+                return generation
+            if attempt:
+                break
+            self._delete_if_stale(generation, owner)
+        raise ConfigError(_in_use(self.workdir, owner))
+
+    def _delete_if_stale(self, generation: str, owner: str) -> None:
+        """Deletes a lock that its owner does not renew."""
+        if not generation:  # released in the meantime
+            return
+        seconds = 2 * self.renew_seconds
+        logger.warning("%s is locked by %s: waiting %g s for a renewal of this lock", self.workdir, owner, seconds)
+        before = self._read_renewal()
+        sleep(seconds)
+        if self._read_renewal() == before:
+            with contextlib.suppress(FileNotFoundError):  # released, or deleted by another run that waited
+                self.store.rm_file(f"{self.path}#{generation}")
+
+    def _read(self) -> tuple[str, str]:
+        """The generation and the owner of the lock as it is now; both empty where there is none."""
+        try:
+            generation = str(self.store.info(self.path)["generation"])
+            return generation, self.store.cat_file(f"{self.path}#{generation}").decode().strip()
+        except FileNotFoundError:
+            return "", ""
+
+    def _read_renewal(self) -> bytes | None:
+        try:
+            content: bytes = self.store.cat_file(self.renewal)
+            return content
+        except FileNotFoundError:
+            return None
+
+    def _renew(self) -> None:
+        """Rewrites the renewal object; ends the process where the lock is no longer its own."""
+        while not self.ended.wait(self.renew_seconds):
+            with contextlib.suppress(Exception):  # the store may be unavailable for some time
+                generation, owner = self._read()
+                if generation != self.generation:
+                    taken = f"taken over by {owner}" if generation else "deleted"
+                    print(f"error: the lock {self.path} of this run was {taken}", file=sys.stderr, flush=True)
+                    multihost.exit_process(2)
+                self.count += 1
+                self.store.pipe_file(self.renewal, f"{self.owner}\n{self.count}\n".encode())
+
+
+def _in_use(workdir: str, owner: str) -> str:
+    return f"workdir {workdir} is in use by {owner.strip() or 'another run'}"
