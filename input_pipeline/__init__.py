@@ -1,16 +1,48 @@
-"""Bytes to numpy batches: deterministic, resumable from any step. Knows nothing of jax or of the models.
+"""Deterministic input pipeline: files to batches of numpy arrays.
 
-A kind of data is a module here with a class `Source`: examples by index, and their number. What a batch holds is
-a function of (source, preprocessing, seed, step) and nothing else. What reads is told by `working`, which examples
-make a batch by `batch_ids`; an `InputError` says what is wrong with data, a `ReadingError` what it is not to blame for.
+A `Source` gives random access to the examples of one kind of data. `train_batches` and `eval_batches` shuffle,
+preprocess and batch them. The content of a batch is a function of the source, the preprocessing string, the seed and
+the step, so a stream can be resumed from any step. The package does not import JAX.
+
+Public names other than the exceptions are imported on first use, so that `import input_pipeline` is fast.
 """
 
+from typing import TYPE_CHECKING
+
 from input_pipeline.errors import InputError, MissingDataError, ReadingError
-from input_pipeline.loader import Corrupt, batch_ids, eval_batches, train_batches, working
-from input_pipeline.preprocess.builder import Preprocess, ValueRange, defer_value_range
-from input_pipeline.source import KINDS, Source, open_source
+
+if TYPE_CHECKING:
+    from input_pipeline.loader import CorruptPolicy, active_reads, batch_ids, eval_batches, train_batches
+    from input_pipeline.preprocess.builder import Preprocess, ValueRange, defer_value_range
+    from input_pipeline.source import KINDS, Source, TokenSource, open_source
+else:
+    import importlib
+
+    MODULES = {
+        "CorruptPolicy": "loader",
+        "active_reads": "loader",
+        "batch_ids": "loader",
+        "eval_batches": "loader",
+        "train_batches": "loader",
+        "Preprocess": "preprocess.builder",
+        "ValueRange": "preprocess.builder",
+        "defer_value_range": "preprocess.builder",
+        "KINDS": "source",
+        "Source": "source",
+        "TokenSource": "source",
+        "open_source": "source",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use (PEP 562)."""
+        if name not in MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
 
 __all__ = [
-    "KINDS", "Corrupt", "InputError", "MissingDataError", "Preprocess", "ReadingError", "Source", "ValueRange",
-    "batch_ids", "defer_value_range", "eval_batches", "open_source", "train_batches", "working",
+    "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "Preprocess", "ReadingError", "Source", "TokenSource",
+    "ValueRange", "active_reads", "batch_ids", "defer_value_range", "eval_batches", "open_source", "train_batches",
 ]  # fmt: skip

@@ -1,65 +1,65 @@
-"""What goes wrong with data that a user can mend, told in one line."""
+"""Errors about data that a user can fix, and argument checks that raise them."""
 
 import difflib
-import importlib
 import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import beartype
-import beartype.door
-
-LM_LIBRARIES = ("tokenizers", "zstandard")  # of the `lm` extra; the others are of `data`
 
 
 class InputError(ValueError):
-    """Bad data or a bad description of data; the message names the file, record or option."""
+    """Invalid data or an invalid description of data; the message names the file, record or option."""
 
 
 class MissingDataError(InputError):
-    """Data that is not there at all; the message says where it was looked for and how to get it."""
+    """Data that does not exist; the message names the searched location and how to obtain the data."""
 
 
 class ReadingError(InputError):
-    """What no example is to blame for: a file that cannot be read, too little memory, a library that is missing, a
-    bug. It ends the run, whatever becomes of corrupt examples."""
+    """A failure that is not the fault of one example, such as an unreadable file, a missing library or a bug.
+
+    It always ends the run, even when corrupt examples are skipped.
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as a message shows it: the first line of its text, or its type where it has none."""
+    """Return the first line of an exception's text, or its type name if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def with_type(error: BaseException) -> str:
-    """The same for an exception that nobody expected: its type, and the first line of its text."""
+def first_line_with_type(error: BaseException) -> str:
+    """Return the type name of an exception and the first line of its text, for unexpected exceptions."""
     name = type(error).__name__
     return f"{name}: {first_line(error)}" if str(error) else name
 
 
-def require(module: str) -> Any:
-    """An imported library of the `data` or `lm` extra. Raises ReadingError, naming the extra, where it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
-        raise ReadingError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name most like `name`, or all of them."""
-    name, known = str(name), list(map(str, known))
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+def nearest(name: str, valid_names: Iterable[str]) -> str:
+    """Return the end of an error message: the valid name most similar to `name`, or the list of valid names."""
+    name, valid_names = str(name), list(map(str, valid_names))
+    close = difflib.get_close_matches(name, valid_names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(valid_names)}"
 
 
 def check_arguments(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str, also: Iterable[str] = ()
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    what: str,
+    also: Iterable[str] = (),
 ) -> None:
-    """Raises InputError, naming `what`, where `function` cannot be called with these arguments or their types.
+    """Check that `function(*args, **kwargs)` is a valid call: valid names, and values of the annotated types.
 
-    An int passes for a float; parameters without annotation take anything.
+    An int is accepted for a float. A parameter without annotation accepts any value.
+
+    Args:
+      function: the function or class to call.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      what: the subject of the error message.
+      also: further names that the message may suggest for a misspelled keyword.
+
+    Raises:
+      InputError: the call is invalid; the message names the argument.
     """
     signature = inspect.signature(function)
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -77,18 +77,25 @@ def check_arguments(
             raise InputError(f"{what}: {name}={value!r} should be of type {expected}, not {type(value).__name__}")
 
 
-def has_type(value: Any, hint: Any) -> bool:
-    """Whether `value` fits a type hint. An int passes for a float, a bool for no number, a string for no sequence."""
+def has_type(value: object, hint: object) -> bool:
+    """Return whether `value` matches a type hint.
+
+    An int matches float, a bool matches neither int nor float, and a string does not match a sequence.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(has_type(value, option) for option in arguments)
-    if Sequence in (hint, origin):  # every item, where beartype would look at one
+    if Sequence in (hint, origin):  # check every item; beartype checks only one
         return isinstance(value, list | tuple) and all(has_type(v, item) for v in value for item in arguments)
     if isinstance(value, bool) and hint in (int, float):
         return False
-    return bool(beartype.door.is_bearable(value, hint, conf=beartype.BeartypeConf(is_pep484_tower=True)))
+    import beartype  # deferred: importing it takes longer than everything else in this module
+    import beartype.door
+
+    conf = beartype.BeartypeConf(is_pep484_tower=True)
+    return bool(beartype.door.is_bearable(value, hint, conf=conf))  # type: ignore[arg-type]
 
 
-def type_name(hint: Any) -> str:
-    """A type hint as a message shows it."""
+def type_name(hint: object) -> str:
+    """Return a type hint as error messages show it."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("collections.abc.", "").replace("typing.", "")

@@ -1,67 +1,109 @@
-"""From a source to batches of numpy arrays, prepared by threads ahead of time and handed out in order.
+"""Batches of numpy arrays from a source, prepared ahead of time by threads and yielded in order.
 
-What a batch holds is a function of (source, preprocessing, seed, step): not of how many threads or hosts work on
-it, nor of where the stream began.
+The content of a batch is a function of (source, preprocessing string, seed, step). It does not depend on the number of
+threads or hosts, or on the step at which the stream started.
 """
 
+import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from input_pipeline.errors import InputError, ReadingError, with_type
+from input_pipeline.errors import InputError, ReadingError, first_line_with_type
 from input_pipeline.preprocess.builder import Preprocess
 from input_pipeline.shuffle import example_at, example_rng
 from input_pipeline.source import Source
 
+logger = logging.getLogger(__name__)
+
 Batch = dict[str, np.ndarray]
+PREFETCH = 2  # batches prepared beyond the one that is waited for
+CHUNKS = 4  # pieces of a batch for each thread, so that all threads finish at about the same time
 
 
-class Made(NamedTuple):
-    """A batch while its rows are filled: its arrays, the examples skipped for each row, which rows hold an example."""
+class ExampleKey(NamedTuple):
+    """The index of an example in its source; the epoch selects the random choices of its preprocessing."""
+
+    epoch: int
+    example: int
+
+
+class LoadedExample(NamedTuple):
+    """A preprocessed example, or None if it is corrupt, and the number of examples skipped to find it."""
+
+    arrays: Batch | None
+    skipped: int
+
+
+class PartialBatch(NamedTuple):
+    """A batch whose rows are being written: its arrays, the examples skipped for each row, and 1 for each real row."""
 
     arrays: Batch
     skipped: np.ndarray
     mask: np.ndarray
 
 
-Place = tuple[int, int]  # epoch and example index
-Load = Callable[[Place], tuple[Batch | None, int]]  # -> the example, and how many were skipped for it
-PREFETCH = 2  # batches prepared beyond the one that is waited for
-CHUNKS = 4  # pieces of a batch for each thread, so that all finish at about the same time
+class BatchRow(TypedDict):
+    """The example in a row of a training batch."""
 
-_reading: dict[int, tuple[str, Source, int, float]] = {}  # by thread: its name, source, example, and since when
+    row: int
+    epoch: int
+    index: int
+    id: str
 
 
-class Corrupt:
-    """What becomes of examples that cannot be read or preprocessed: "fail", or "skip" up to `most` of them.
+class ActiveRead(NamedTuple):
+    """An example that a thread is reading and preprocessing."""
 
-    A `ReadingError`, for which the example is not to blame, is never skipped.
+    thread: str
+    source: Source
+    example: int
+    started: float
+
+
+LoadExample = Callable[[ExampleKey], LoadedExample]
+_active_reads: dict[int, ActiveRead] = {}  # by thread identifier
+
+
+class CorruptPolicy:
+    """Whether examples that cannot be read or preprocessed are errors or are skipped.
+
+    A `ReadingError`, which is not the fault of an example, is never skipped.
     """
 
-    def __init__(self, policy: str = "fail", most: int = 100):
-        if policy not in ("fail", "skip") or most < 0:
-            raise InputError(f"corrupt={policy!r}, corrupt_max={most}: expected 'fail' or 'skip', and 0 or more")
-        self.policy, self.most = policy, most
-        self.found: dict[str, str] = {}
+    def __init__(self, action: str = "fail", max_skipped: int = 100):
+        """
+        Args:
+          action: "fail" or "skip".
+          max_skipped: number of different examples that may be skipped before the run fails.
+
+        Raises:
+          InputError: the action is unknown, or the number is negative.
+        """
+        if action not in ("fail", "skip") or max_skipped < 0:
+            raise InputError(f"corrupt={action!r}, corrupt_max={max_skipped}: expected 'fail' or 'skip', and 0 or more")
+        self.action, self.max_skipped = action, max_skipped
+        self.skipped: dict[str, str] = {}  # location -> error
         self.lock = threading.Lock()
 
-    def note(self, where: str, error: InputError) -> None:
-        """Raises InputError, or tells of the example, once, on stderr."""
-        if self.policy == "fail":
-            raise InputError(f"{where}: {error}")
+    def handle(self, location: str, error: InputError) -> None:
+        """Handle a corrupt example: raise InputError, or log its location once and return so that it is skipped."""
+        if self.action == "fail":
+            raise InputError(f"{location}: {error}")
         with self.lock:
-            if where not in self.found:
-                self.found[where] = str(error)
-                print(f"skipped {where}: {error}", file=sys.stderr)
-            if len(self.found) > self.most:
-                raise InputError(f"more than corrupt_max={self.most} examples are corrupt, the last {where}: {error}")
+            if location not in self.skipped:
+                self.skipped[location] = str(error)
+                logger.warning("skipped %s: %s", location, error)
+            if len(self.skipped) > self.max_skipped:
+                raise InputError(
+                    f"more than corrupt_max={self.max_skipped} examples are corrupt, the last is {location}: {error}"
+                )
 
 
 def train_batches(
@@ -72,47 +114,50 @@ def train_batches(
     start_step: int = 0,
     *,
     rows: Sequence[int] | None = None,
-    corrupt: Corrupt | None = None,
+    corrupt: CorruptPolicy | None = None,
     threads: int | None = None,
 ) -> Generator[Batch, None, None]:
-    """The endless training stream from step `start_step` on, shuffled anew in every epoch.
+    """Yield the endless training stream from step `start_step`, with a new order in every epoch.
 
-    An epoch's last batch is filled up from the next epoch; no example is dropped. A skipped example is replaced by
-    the next readable one of the source; the batch's `_skipped` counts, for each example, those passed over.
+    Batches may contain the end of one epoch and the start of the next; no example is dropped. A skipped example is
+    replaced by the next readable one of the source. `_skipped` is the number of examples skipped for each row.
 
     Args:
-      source: where examples come from.
+      source: the examples.
       pp: preprocessing string.
-      batch_size: examples in a batch, of all hosts together.
-      seed: of the order and of every random choice.
-      start_step: the first batch is this one; nothing before it is read.
-      rows: which rows of the batch are made here, each host its own; by default all.
-      corrupt: by default every corrupt example fails.
-      threads: by default one for each CPU; 0 prepares batches in the caller's thread, when they are asked for.
-    """
-    preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
-    rows = _checked(rows, batch_size)
+      batch_size: number of examples in a batch over all hosts.
+      seed: seed of the order and of every random choice.
+      start_step: step of the first batch; no example of earlier steps is read.
+      rows: rows of the batch to prepare on this host; by default all rows.
+      corrupt: by default every corrupt example is an error.
+      threads: number of threads, by default one per CPU; 0 prepares each batch in the caller's thread on request.
 
-    def load(place: Place) -> tuple[Batch, int]:
-        epoch, first = place
+    Raises:
+      InputError: the preprocessing string or a row is invalid, or an example is corrupt and not skipped.
+      ReadingError: an example could not be read for another reason.
+    """
+    preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
+    rows = _checked_rows(rows, batch_size)
+
+    def load(key: ExampleKey) -> LoadedExample:
         for skipped in range(size):
-            index = (first + skipped) % size
+            index = (key.example + skipped) % size
             try:
-                return _example(source, preprocess, seed, (epoch, index)), skipped
+                return LoadedExample(_read(source, preprocess, seed, ExampleKey(key.epoch, index)), skipped)
             except ReadingError:
                 raise
             except InputError as e:
-                corrupt.note(source.describe(index), e)
-        raise InputError(f"not one of {size} examples could be read")
+                corrupt.handle(source.describe(index), e)
+        raise InputError(f"none of the {size} examples could be read")
 
-    def plans() -> Iterator[list[Place]]:
+    def plans() -> Iterator[list[ExampleKey]]:
         start = start_step * batch_size
         while True:
-            yield [example_at(start + row, size, seed) for row in rows]
+            yield [ExampleKey(*example_at(start + row, size, seed)) for row in rows]
             start += batch_size
 
-    for made in _prepare(plans(), load, len(rows), threads):
-        yield {**made.arrays, "_skipped": made.skipped}
+    for batch in _prepare(plans(), load, len(rows), threads):
+        yield {**batch.arrays, "_skipped": batch.skipped}
 
 
 def eval_batches(
@@ -121,77 +166,77 @@ def eval_batches(
     batch_size: int,
     *,
     rows: Sequence[int] | None = None,
-    corrupt: Corrupt | None = None,
+    corrupt: CorruptPolicy | None = None,
     threads: int | None = None,
 ) -> Iterator[Batch]:
-    """Every example once, in order; for the arguments see `train_batches`.
+    """Yield every example once, in the order of the source. The arguments are those of `train_batches`.
 
-    The last batch is filled up with zeros, and so is the place of a skipped example; `_mask` is 1 for real ones.
-    All hosts yield the same number of batches.
+    The last batch is padded with zeros, and the row of a skipped example is zero. `_mask` is 1 for real examples and 0
+    for the others. The number of batches is the same on every host.
     """
-    preprocess, corrupt, size = Preprocess(pp), corrupt or Corrupt(), len(source)
-    rows = _checked(rows, batch_size)
+    preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
+    rows = _checked_rows(rows, batch_size)
 
-    def load(place: Place) -> tuple[Batch | None, int]:
+    def load(key: ExampleKey) -> LoadedExample:
         try:
-            return _example(source, preprocess, 0, place), 0
+            return LoadedExample(_read(source, preprocess, 0, key), 0)
         except ReadingError:
             raise
         except InputError as e:
-            corrupt.note(source.describe(place[1]), e)
-            return None, 1
+            corrupt.handle(source.describe(key.example), e)
+            return LoadedExample(None, 1)
 
-    plans = ([(0, start + row) for row in rows if start + row < size] for start in range(0, size, batch_size))
-    for made in _prepare(plans, load, len(rows), threads, first=((0, i) for i in range(size))):
-        yield {**made.arrays, "_mask": made.mask}
+    plans = ([ExampleKey(0, start + r) for r in rows if start + r < size] for start in range(0, size, batch_size))
+    for batch in _prepare(plans, load, len(rows), threads, layout_from=(ExampleKey(0, i) for i in range(size))):
+        yield {**batch.arrays, "_mask": batch.mask}
 
 
-def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[dict[str, Any]]:
-    """Which examples the training batch of a step holds, all hosts' together, without reading any.
+def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[BatchRow]:
+    """Return the examples in the training batch of a step over all hosts, without reading them.
 
-    The first step is 0, as in `train_batches`' `start_step`. Each row of the batch is a dict of `row`, `epoch`, `index`
-    and `id`, where the source has the example. Where one was skipped, the row's `_skipped` counts on from its `index`.
+    `step` counts from 0, as `start_step` of `train_batches` does. `id` is the location of the example in the source.
+    If the loader skips n examples for a row, the row contains the example n places after `index` instead.
     """
     if batch_size < 1 or step < 0:
-        raise InputError(f"there is no step {step} of batches of {batch_size}")
-    places = [example_at(step * batch_size + row, len(source), seed) for row in range(batch_size)]
+        raise InputError(f"no batch at step {step} of size {batch_size}: expected a step from 0 and a size from 1")
+    keys = [example_at(step * batch_size + row, len(source), seed) for row in range(batch_size)]
     return [
         {"row": row, "epoch": epoch, "index": index, "id": source.describe(index)}
-        for row, (epoch, index) in enumerate(places)
+        for row, (epoch, index) in enumerate(keys)
     ]
 
 
-def working() -> list[str]:
-    """What the threads that prepare this process's batches read at this moment, "input_0: cat/1.jpg (for 12 s)"."""
-    now, reading = time.monotonic(), sorted(_reading.copy().values(), key=lambda entry: entry[0])
-    return [f"{name}: {source.describe(index)} (for {now - since:.0f} s)" for name, source, index, since in reading]
+def active_reads() -> list[str]:
+    """Return the examples that this process's threads are reading, such as "input_0: cat/1.jpg (for 12 s)"."""
+    now, reads = time.monotonic(), sorted(_active_reads.copy().values(), key=lambda read: read.thread)
+    return [f"{read.thread}: {read.source.describe(read.example)} (for {now - read.started:.0f} s)" for read in reads]
 
 
-def _example(source: Source, preprocess: Preprocess, seed: int, place: Place) -> Batch:
-    """One example, preprocessed.
+def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) -> Batch:
+    """Read and preprocess one example.
 
     Raises:
-      ReadingError: anything that is not wrong with the data; it names the example.
-      InputError: the rest; it does not.
+      ReadingError: the failure is not the fault of the data; the message names the example.
+      InputError: the example is corrupt; the message does not name the example.
     """
-    epoch, index = place
-    thread = threading.get_ident()
-    _reading[thread] = threading.current_thread().name, source, index, time.monotonic()
+    thread = threading.current_thread()
+    identifier = threading.get_ident()
+    _active_reads[identifier] = ActiveRead(thread.name, source, key.example, time.monotonic())
     try:
-        example = preprocess(source[index], example_rng(seed, epoch, index))
-        return {key: np.asarray(value) for key, value in example.items()}
+        example = preprocess(source[key.example], example_rng(seed, key.epoch, key.example))
+        return {name: np.asarray(value) for name, value in example.items()}
     except ReadingError as e:
-        raise ReadingError(f"{source.describe(index)}: {e}") from e
+        raise ReadingError(f"{source.describe(key.example)}: {e}") from e
     except InputError:
         raise
     except Exception as e:
-        raise ReadingError(f"{source.describe(index)}: {with_type(e)}") from e
+        raise ReadingError(f"{source.describe(key.example)}: {first_line_with_type(e)}") from e
     finally:
-        del _reading[thread]
+        del _active_reads[identifier]
 
 
-def _checked(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
-    """The rows of a batch that are made here."""
+def _checked_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
+    """Return the rows to prepare on this host. Raises InputError if they are not different rows of a batch."""
     rows = range(batch_size) if rows is None else rows
     if batch_size < 1 or not rows or min(rows) < 0 or max(rows) >= batch_size or len(set(rows)) < len(rows):
         raise InputError(f"rows {list(rows)[:6]} are not rows of a batch of {batch_size}")
@@ -199,78 +244,82 @@ def _checked(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
 
 
 def _prepare(
-    plans: Iterable[Sequence[Place]], load: Load, rows: int, threads: int | None, first: Iterable[Place] | None = None
-) -> Iterator[Made]:
-    """The batch of each plan, in order, made ahead by threads.
+    plans: Iterable[Sequence[ExampleKey]],
+    load: LoadExample,
+    rows: int,
+    threads: int | None,
+    layout_from: Iterable[ExampleKey] | None = None,
+) -> Iterator[PartialBatch]:
+    """Yield the completed batch of each plan, in order, prepared ahead of time by threads.
 
-    `first` are places to learn from what an example looks like; by default a plan's own.
+    The shapes and dtypes are those of the first readable example of `layout_from`, by default of the first plan.
     """
     if threads is None:
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     layout: Batch | None = None
-    pending: deque[tuple[Made, list[Future]]] = deque()
+    pending: deque[tuple[PartialBatch, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
         try:
             for plan in plans:
                 if layout is None:
-                    layout = _layout(load, plan if first is None else first)
-                made = _empty(layout, rows, len(plan))
+                    layout = _layout(load, plan if layout_from is None else layout_from)
+                batch = _empty_batch(layout, rows, len(plan))
                 if not threads:
-                    _fill(made, plan, range(len(plan)), load)
-                    yield made
+                    _fill(batch, plan, range(len(plan)), load)
+                    yield batch
                     continue
                 step = -(-len(plan) // (CHUNKS * threads)) or 1
                 pieces = [range(at, min(at + step, len(plan))) for at in range(0, len(plan), step)]
-                pending.append((made, [pool.submit(_fill, made, plan, piece, load) for piece in pieces]))
+                pending.append((batch, [pool.submit(_fill, batch, plan, piece, load) for piece in pieces]))
                 if len(pending) > PREFETCH:
-                    yield _finished(*pending.popleft())
+                    yield _completed(*pending.popleft())
             while pending:
-                yield _finished(*pending.popleft())
+                yield _completed(*pending.popleft())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _empty(layout: Batch, rows: int, filled: int) -> Made:
-    """A batch of examples like those of `layout`, whose first `filled` rows are still to be written."""
+def _empty_batch(layout: Batch, rows: int, examples: int) -> PartialBatch:
+    """Allocate a batch with the shapes and dtypes of `layout`; the rows after the first `examples` are zero."""
     arrays = {key: np.empty((rows, *like.shape), like.dtype) for key, like in layout.items()}
     for array in arrays.values():
-        array[filled:] = 0
-    return Made(arrays, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
+        array[examples:] = 0
+    return PartialBatch(arrays, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
 
 
-def _finished(made: Made, work: Sequence[Future]) -> Made:
-    """A batch once all its rows are there; raises what went wrong with any."""
+def _completed(batch: PartialBatch, work: Sequence[Future[None]]) -> PartialBatch:
+    """Wait for all rows of a batch and raise the first error of any row."""
     for future in work:
         future.result()
-    return made
+    return batch
 
 
-def _layout(load: Load, places: Iterable[Place]) -> Batch:
-    """The arrays of the first readable example, whose shapes and dtypes every other one shares."""
-    example = next((found for found, _ in map(load, places) if found is not None), None)
+def _layout(load: LoadExample, keys: Iterable[ExampleKey]) -> Batch:
+    """Return the first readable example, whose shapes and dtypes all other examples must have."""
+    example = next((arrays for arrays, _ in map(load, keys) if arrays is not None), None)
     if example is None:
-        raise InputError("not one example could be read")
+        raise InputError("none of the examples could be read")
     for key, value in example.items():
         if value.dtype.kind not in "biuf":
-            raise InputError(f"{key!r} is {value.dtype.name}, which makes no batch of arrays; drop it with keep")
+            raise InputError(f"{key!r} has dtype {value.dtype.name}, which cannot be batched; drop it with keep")
     return example
 
 
-def _fill(made: Made, plan: Sequence[Place], piece: range, load: Load) -> None:
-    """Loads the examples of some rows into their places."""
+def _fill(batch: PartialBatch, plan: Sequence[ExampleKey], piece: range, load: LoadExample) -> None:
+    """Load the examples of some rows and write them into the batch."""
     for row in piece:
-        example, made.skipped[row] = load(plan[row])
+        example, batch.skipped[row] = load(plan[row])
         if example is None:
-            for array in made.arrays.values():
+            for array in batch.arrays.values():
                 array[row] = 0
             continue
-        made.mask[row] = 1
-        for key, array in made.arrays.items():
+        batch.mask[row] = 1
+        for key, array in batch.arrays.items():
             value = example.get(key)
             if value is None or value.shape != array.shape[1:] or value.dtype != array.dtype:
-                found = "nothing" if value is None else f"{value.dtype} of {value.shape}"
+                found = "missing" if value is None else f"{value.dtype} of shape {value.shape}"
                 raise InputError(
-                    f"{key!r} is {array.dtype} of {array.shape[1:]} in one example and {found} in number "
-                    f"{plan[row][1]} of the same source; resize it, or drop it with keep"
+                    f"{key!r} is {array.dtype} of shape {array.shape[1:]} in one example and {found} in example "
+                    f"{plan[row].example} of the same source; resize it, or drop it with keep"
                 )
             array[row] = value

@@ -1,13 +1,20 @@
-"""Opening data: what every kind of source offers, and how one is found by its kind."""
+"""Data sources: the interface of every kind of data, and `open_source`, which opens one by its kind."""
 
 import importlib
-import sys
+import logging
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
 
-# The module of each kind of data, imported when it is opened: most need a library of an extra.
+logger = logging.getLogger(__name__)
+
+# An example maps names to arrays, scalars and encoded bytes. Any, because each kind of data has its own value types.
+Example = dict[str, Any]
+
+# The module of each kind of data. It is imported when the kind is opened, because most need an optional library.
 KINDS = {
     "digits": "input_pipeline.images.digits",
     "folder": "input_pipeline.images.folder",
@@ -22,98 +29,88 @@ KINDS = {
 
 @runtime_checkable
 class Source(Protocol):
-    """What every kind of data offers: random access to examples, each a dict of arrays and encoded images.
-
-    `class_names` are the names of the labels, `nbytes()` is the size of all examples as they are stored. What a kind
-    offers beyond that, such as the `context` of tokens, is there with `limit` and `cache` as well.
-    """
+    """Random access to the examples of a dataset split."""
 
     @property
-    def class_names(self) -> tuple[str, ...] | None: ...
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the labels, or None if the data has no named labels."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of examples."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Example:
+        """Read an example as it is stored; images stay encoded."""
 
-    def describe(self, index: int) -> str: ...
+    def describe(self, index: int) -> str:
+        """Return the location of an example, such as its file, for error messages."""
 
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Return the size in bytes of all examples as they are stored."""
 
 
-def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **options: Any) -> Source:
-    """Opens a source of data.
+@runtime_checkable
+class TokenSource(Source, Protocol):
+    """A source of token rows: `tokens`, int32 of shape (context + 1,), and `is_target`, bool of the same shape."""
+
+    @property
+    def context(self) -> int:
+        """Number of tokens in a model input; a row has one token more."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of different tokens, or None if it is unknown."""
+
+    @property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text of each token, int32 of shape (vocab_size,), or None if they are unknown."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a document, or None if it is unknown."""
+
+
+def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **options: object) -> Source:
+    """Open a data source.
 
     Args:
       kind: one of KINDS.
-      limit: take only the first so many examples; of a folder, those of its first classes.
-      cache: keep every example, as stored, in memory once it was read. The size is said beforehand, and refused
-        where the machine has less memory to spare.
-      **options: arguments of the kind's own `Source`.
+      limit: use only this many examples, the first ones. The examples of a folder are sorted by class.
+      cache: keep every example in memory after it was read, as it is stored. The required memory is logged.
+      **options: arguments of the `Source` class of the kind.
 
     Raises:
-      MissingDataError: the data is not there.
-      InputError: an unknown kind or option, or data that is unusable.
+      MissingDataError: the data does not exist.
+      InputError: the kind or an option is unknown, the data is invalid, or `cache` needs more memory than is
+        available.
     """
     if kind not in KINDS:
         raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
     module = importlib.import_module(KINDS[kind])
     check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("limit", "cache"))
-    opened: Source = module.Source(**options)
+    source: Source = module.Source(**options)
     if limit is not None and limit < 1:
         raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")
-    if not len(opened):
+    if not len(source):
         raise InputError(f"data of kind {kind!r} with {options} holds no examples")
-    if limit is not None and limit < len(opened):
-        opened = _First(opened, limit)
-    return _Cached(opened) if cache else opened
+    if limit is not None and limit < len(source):
+        source = _LimitedSource(source, limit)
+    return _CachedSource(source) if cache else source
 
 
-class _First:
-    """The first examples of a source."""
-
-    def __init__(self, source: Source, limit: int):
-        self.source, self.limit = source, limit
-        self.class_names = source.class_names
-
-    def __getattr__(self, name: str) -> Any:
-        return _inner(self, name)
-
-    def __len__(self) -> int:
-        return self.limit
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.source[index]
-
-    def describe(self, index: int) -> str:
-        return self.source.describe(index)
-
-    def nbytes(self) -> int:
-        return self.source.nbytes() * self.limit // len(self.source)
-
-
-class _Cached:
-    """A source whose examples stay in memory once read."""
+class _WrappedSource:
+    """A source that delegates to another source and has the attributes of `TokenSource` if the other source has."""
 
     def __init__(self, source: Source):
         self.source, self.class_names = source, source.class_names
-        available, nbytes = memory.available(), source.nbytes()
-        size = f"{nbytes / 1e9:.1f} GB of stored examples"
-        if available is not None and nbytes > available:
-            raise InputError(f"cache=True would keep {size} in memory, of which {available / 1e9:.1f} GB are left")
-        print(f"keeping {size} in memory, as they are read", file=sys.stderr)
-        self.examples: dict[int, dict[str, Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return _inner(self, name)
+        for name in ("context", "vocab_size", "token_bytes", "end_of_text"):
+            if hasattr(source, name):
+                setattr(self, name, getattr(source, name))
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        example = self.examples.get(index)
-        if example is None:
-            example = self.examples[index] = self.source[index]
-        return example
+    def __getitem__(self, index: int) -> Example:
+        return self.source[index]
 
     def describe(self, index: int) -> str:
         return self.source.describe(index)
@@ -122,8 +119,34 @@ class _Cached:
         return self.source.nbytes()
 
 
-def _inner(wrapper: Any, name: str) -> Any:
-    """An attribute of the source inside a wrapper, which has none of that name itself."""
-    if name == "source":  # while a wrapper is unpickled, it has no source yet
-        raise AttributeError(name)
-    return getattr(wrapper.source, name)
+class _LimitedSource(_WrappedSource):
+    """The first `limit` examples of a source."""
+
+    def __init__(self, source: Source, limit: int):
+        super().__init__(source)
+        self.limit = limit
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def nbytes(self) -> int:
+        return self.source.nbytes() * self.limit // len(self.source)
+
+
+class _CachedSource(_WrappedSource):
+    """A source that keeps every example in memory after it was read."""
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        available, nbytes = memory.available(), source.nbytes()
+        size = f"{nbytes / 1e9:.1f} GB of stored examples"
+        if available is not None and nbytes > available:
+            raise InputError(f"cache=True would keep {size} in memory, but only {available / 1e9:.1f} GB are available")
+        logger.info("keeping %s in memory as they are read", size)
+        self.examples: dict[int, Example] = {}
+
+    def __getitem__(self, index: int) -> Example:
+        example = self.examples.get(index)
+        if example is None:
+            example = self.examples[index] = self.source[index]
+        return example

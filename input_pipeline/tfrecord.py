@@ -1,61 +1,77 @@
 """Random access to the records of TFRecord and ArrayRecord files.
 
-ArrayRecord has an index of its own. A TFRecord file is a chain of records, each `length` (u64), its checksum
-(u32), the bytes, their checksum (u32); where each begins is found by walking the chain once. The offsets are
-kept beside the file, or in the cache folder where that cannot be written, and made anew when the file changed.
+An ArrayRecord file contains an index. A TFRecord file is a sequence of records, each of which consists of its length
+(u64), the checksum of the length (u32), the data, and the checksum of the data (u32). The offsets of the records are
+found by reading all lengths once. They are stored in an index next to the file, or in the user's cache folder if the
+file's folder is not writable, and are computed again after the file changed.
+
+TensorFlow reads TFRecord files only from the start, and its reader cannot seek to a record, so the format is parsed
+here. The checksums are computed by google-crc32c.
 """
 
 import contextlib
 import functools
 import hashlib
 import io
+import logging
 import os
 import struct
-import sys
 import uuid
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
-from input_pipeline.errors import InputError, ReadingError, first_line, require
+from input_pipeline.errors import InputError, ReadingError, first_line
+from input_pipeline.optional import require, tensorflow
 
-HEADER, FOOTER = 12, 4  # bytes of length and checksum before a record, of checksum after it
-MOST_BYTES = 1 << 31  # of a record: no message of protobuf's is longer
-OPEN_FILES = 128  # files of each format that are held open; a process may have some thousand at most
+logger = logging.getLogger(__name__)
+
+HEADER, FOOTER = 12, 4  # bytes of the length and its checksum before the data, and of the checksum after it
+MAX_RECORD_BYTES = 1 << 31  # protobuf's limit for a message
+OPEN_FILES = 128  # files of each format that are kept open; a process may usually open about a thousand
 RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"  # options of array_record's reader
 
 
 class TFRecordFile:
-    """The records of one TFRecord file by number. Reading is safe from several threads.
+    """The records of a TFRecord file by number. Several threads may read at the same time.
 
     Raises:
-      InputError: the file is missing, damaged, or cut inside a record.
+      InputError: the file is missing, damaged, or cut off inside a record.
     """
 
     def __init__(self, path: str):
         self.path = path
-        self.offsets = _offsets(path)  # int64: where each record begins, and where the file ends
+        self.offsets = _offsets(path)  # int64: the start of each record, and the end of the file
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def read(self, number: int) -> bytes:
-        """The bytes of one record."""
+        """Return the data of a record. Raises InputError if its checksum is wrong."""
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
         data = _read(self.path, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
-            raise InputError(f"{self.path}: record {number} is damaged: its checksum does not fit")
+            raise InputError(f"{self.path}: record {number} is damaged: its checksum is wrong")
         return data
 
     def nbytes(self, first: int, last: int) -> int:
-        """Bytes of the records from `first` to before `last`."""
+        """Return the size in bytes of the records `first` to `last` - 1."""
         return int(self.offsets[last] - self.offsets[first])
 
 
+@runtime_checkable
+class _ArrayRecordReader(Protocol):
+    """The methods of `array_record_module.ArrayRecordReader` that are used here."""
+
+    def num_records(self) -> int: ...
+
+    def read(self, numbers: list[int]) -> list[bytes]: ...
+
+
 class ArrayRecordFile:
-    """The records of one ArrayRecord file by number; see `TFRecordFile`."""
+    """The records of an ArrayRecord file by number; see `TFRecordFile`."""
 
     def __init__(self, path: str):
         self.path = path
@@ -65,15 +81,14 @@ class ArrayRecordFile:
         return self.length
 
     def read(self, number: int) -> bytes:
-        """The bytes of one record."""
+        """Return the data of a record. Raises InputError if it is damaged."""
         try:
-            data: bytes = _reader(self.path, *_stat(self.path)).read([number])[0]
+            return _reader(self.path, *_stat(self.path)).read([number])[0]
         except (RuntimeError, ValueError, IndexError) as e:
             raise InputError(f"{self.path}: cannot read record {number}: {first_line(e)}") from None
-        return data
 
     def nbytes(self, first: int, last: int) -> int:
-        """Bytes of the records from `first` to before `last`, taken as of equal size."""
+        """Return the size in bytes of the records `first` to `last` - 1, assuming that all have the same size."""
         return _stat(self.path)[0] * (last - first) // max(1, len(self))
 
 
@@ -81,76 +96,77 @@ RecordFile = TFRecordFile | ArrayRecordFile
 
 
 def open_records(path: str) -> RecordFile:
-    """The records of a file, whose name says what it is, as tensorflow-datasets names them."""
+    """Open a file of records; the format follows from tensorflow-datasets' naming convention."""
     return (ArrayRecordFile if ".array_record" in Path(path).name else TFRecordFile)(path)
 
 
 @functools.lru_cache(maxsize=OPEN_FILES)
-def _reader(path: str, size: int, changed: int) -> Any:
-    """An open ArrayRecord reader of a file in one state."""
+def _reader(path: str, size: int, changed: int) -> _ArrayRecordReader:
+    """Return a cached ArrayRecord reader; size and time of change are part of the cache key."""
     reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
-    if not reader.ok():  # the reader of a damaged file says so only when it is asked
+    if not reader.ok():  # the constructor does not raise for a damaged file
         raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
-    return reader
+    opened: _ArrayRecordReader = reader
+    return opened
 
 
 def _offsets(path: str) -> np.ndarray:
-    """The offsets of a TFRecord file: from its index where there is a valid one, or walked and kept."""
+    """Return the offsets of a TFRecord file, from a valid index or by reading all lengths and writing the index."""
     state = _stat(path)
-    places = _index_places(path)
-    for place in places:
-        index = _load_index(place, state)
-        if index is not None:
-            return index
-    _announce()
-    offsets = _walk(path, state[0])
-    for place in places:
-        fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex}")  # renamed into place, for others read it too
+    index_paths = _index_paths(path)
+    for index_path in index_paths:
+        offsets = _load_index(index_path, state)
+        if offsets is not None:
+            return offsets
+    _log_indexing()
+    offsets = _find_records(path, state[0])
+    for index_path in index_paths:
+        temporary = index_path.with_name(f"{index_path.name}.{uuid.uuid4().hex}")  # renamed for concurrent readers
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(struct.pack("<2q", *state) + offsets.tobytes())
-            fresh.replace(place)
+            index_path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(struct.pack("<2q", *state) + offsets.tobytes())
+            temporary.replace(index_path)
             break
-        except OSError:  # a folder that cannot be written; at worst the walk is done again next time
+        except OSError:  # the folder is not writable; without an index, the next start reads the lengths again
             with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
     return offsets
 
 
 @functools.cache
-def _announce() -> None:
-    """Says, once, what may take minutes on a slow disk."""
-    print("finding where the records of TFRecord files begin; kept for the next time", file=sys.stderr)
+def _log_indexing() -> None:
+    """Log once per process that records are searched, because it may take minutes on a slow disk."""
+    logger.info("finding the records of TFRecord files; their offsets are stored for the next start")
 
 
-def _load_index(place: Path, state: tuple[int, int]) -> np.ndarray | None:
-    """The offsets kept in an index, or None where there are none, or of another state of the file."""
+def _load_index(path: Path, state: tuple[int, int]) -> np.ndarray | None:
+    """Return the offsets stored in an index, or None if it is missing, damaged or of another state of the file."""
     try:
-        content = place.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
     if content[:16] != struct.pack("<2q", *state) or len(content) % 8:
         return None
     offsets = np.frombuffer(content, "<i8", offset=16)
-    lengths = np.diff(offsets) - (HEADER + FOOTER)  # differences that overflow come out negative
+    lengths = np.diff(offsets) - (HEADER + FOOTER)  # differences that overflow become negative
     valid = len(offsets) and offsets[0] == 0 and offsets[-1] == state[0]
-    return offsets if valid and bool(np.all((lengths >= 0) & (lengths <= MOST_BYTES))) else None
+    return offsets if valid and bool(np.all((lengths >= 0) & (lengths <= MAX_RECORD_BYTES))) else None
 
 
-def _index_places(path: str) -> list[Path]:
-    """Where the index of a file may lie, in order of preference."""
-    places = [] if "://" in path else [Path(f"{path}.offsets")]
-    with contextlib.suppress(RuntimeError):  # a user without a home
+def _index_paths(path: str) -> list[Path]:
+    """Return the possible paths of a file's index, in order of preference."""
+    paths = [] if "://" in path else [Path(f"{path}.offsets")]
+    with contextlib.suppress(RuntimeError):  # the user has no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
-        places.append(cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets")
-    return places
+        paths.append(cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets")
+    return paths
 
 
-def _walk(path: str, size: int) -> np.ndarray:
-    """The offsets of all records, from the chain of their lengths."""
+def _find_records(path: str, size: int) -> np.ndarray:
+    """Return the offsets of all records by following their lengths."""
     offsets = [0]
     with _open(path) as file:
-        if "://" not in path and hasattr(os, "posix_fadvise"):  # twelve bytes of each record are needed, no more
+        if "://" not in path and hasattr(os, "posix_fadvise"):  # avoid read-ahead: each record needs 12 bytes
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while offsets[-1] < size:
             file.seek(offsets[-1])
@@ -159,20 +175,22 @@ def _walk(path: str, size: int) -> np.ndarray:
             end = offsets[-1] + HEADER + length + FOOTER
             if end > size or header[8:] != _checksum(header[:8]):
                 raise InputError(f"{path} is damaged or cut off in record {len(offsets) - 1}")
-            if length > MOST_BYTES:
-                raise InputError(f"{path}: record {len(offsets) - 1} has {length:,} bytes, more than {MOST_BYTES:,}")
+            if length > MAX_RECORD_BYTES:
+                raise InputError(
+                    f"{path}: record {len(offsets) - 1} has {length:,} bytes, more than {MAX_RECORD_BYTES:,}"
+                )
             offsets.append(end)
     return np.array(offsets, "<i8")
 
 
 def _checksum(data: bytes) -> bytes:
-    """TFRecord's checksum: CRC-32C, turned by 15 bits and shifted by a constant, in 4 bytes."""
+    """Return TFRecord's checksum: the CRC-32C, rotated right by 15 bits, plus a constant, as 4 bytes."""
     crc = require("google_crc32c").value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _read(path: str, start: int, length: int) -> bytes:
-    """Bytes of a file, in one call that other threads need not wait for where the file is local."""
+    """Read a range of a file. Reading local files does not block other threads."""
     if "://" not in path:
         return _kept_open(path).read(start, length)
     with _open(path) as file:
@@ -181,7 +199,7 @@ def _read(path: str, start: int, length: int) -> bytes:
 
 
 class _LocalFile:
-    """A file for reading by position, closed when the last thread that uses it lets go of it."""
+    """An open file, read by position. It is closed when no thread refers to it any more."""
 
     def __init__(self, path: str):
         self.descriptor = -1
@@ -198,15 +216,14 @@ class _LocalFile:
             os.close(self.descriptor)
 
 
-_kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)  # until others have taken its place
+_kept_open = functools.lru_cache(maxsize=OPEN_FILES)(_LocalFile)
 
 
 def _open(path: str) -> BinaryIO:
-    """A file without read-ahead; remote ones through TensorFlow's file systems."""
+    """Open a file without read-ahead; remote files are opened by TensorFlow."""
     if "://" in path:
-        from input_pipeline.images.decode import tensorflow
-
-        return tensorflow().io.gfile.GFile(path, "rb")
+        remote: BinaryIO = tensorflow().io.gfile.GFile(path, "rb")
+        return remote
     try:
         return io.FileIO(path)
     except OSError as e:
@@ -214,10 +231,8 @@ def _open(path: str) -> BinaryIO:
 
 
 def _stat(path: str) -> tuple[int, int]:
-    """(size in bytes, time of the last change in ns) of a file."""
+    """Return (size in bytes, time of the last change in ns) of a file."""
     if "://" in path:
-        from input_pipeline.images.decode import tensorflow
-
         found = tensorflow().io.gfile.stat(path)
         return int(found.length), int(found.mtime_nsec)
     try:

@@ -26,6 +26,7 @@ from PIL import Image
 import input_pipeline as ip
 from input_pipeline import shuffle
 from input_pipeline.images import decode
+from input_pipeline.optional import tensorflow
 
 COMMON = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 WITHOUT = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON
@@ -86,7 +87,7 @@ def prepare(folder: str, count: int) -> ip.Source:
 
 def ceiling(source: ip.Source, threads: int) -> float:
     """Images/s of the decoder alone, in a loop on each thread, on the crops that training would cut."""
-    tf = decode.tensorflow()
+    tf = tensorflow()
     work = []
     for epoch, index in (shuffle.example_at(at, len(source), 0) for at in range(BATCH * BATCHES)):
         data = source[index]["image"]

@@ -30,7 +30,11 @@ IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_pe
 
 
 def batches(
-    source: input_pipeline.Source, pp: str, batch_size: int, mesh: Mesh, corrupt: input_pipeline.Corrupt | None = None
+    source: input_pipeline.Source,
+    pp: str,
+    batch_size: int,
+    mesh: Mesh,
+    corrupt: input_pipeline.CorruptPolicy | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's rows of `input_pipeline.eval_batches`, whose size is `rounded`."""
     size = rounded(batch_size, mesh)

@@ -50,11 +50,11 @@ class Evaluator:
           present_classes_only: choose among the classes that occur in the data, as ImageNet-A and -R, which have
             200 of ImageNet's 1000, are reported. The data's label is `label`.
           cache: keep the preprocessed batches in memory.
-          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.Corrupt`.
+          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.CorruptPolicy`.
         """
         self.source = input_pipeline.open_source(**data)
         self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
-        self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
+        self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
         self.present_classes_only = present_classes_only
         self.present: np.ndarray | None = None  # which classes may be chosen, known after the first batch
         self.cached: list[dict[str, np.ndarray]] | None = [] if cache else None

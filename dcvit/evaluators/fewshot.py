@@ -67,7 +67,7 @@ class Evaluator:
           representation: the intermediate that serves as features, "a/b" for b inside a; what has more axes than
             B D is flattened.
           batch_size: rounded up to a multiple of the device count.
-          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.Corrupt`.
+          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.CorruptPolicy`.
 
         Raises:
           ConfigError: a number that is too small.
@@ -81,7 +81,7 @@ class Evaluator:
             raise ConfigError("few-shot: data and test_data have other classes, or number them differently")
         self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
         self.shots, self.l2_reg, self.num_seeds = tuple(dict.fromkeys(shots)), float(l2_reg), num_seeds
-        self.corrupt = input_pipeline.Corrupt(corrupt, corrupt_max)
+        self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
         self.images_per_second = 0.0  # of the last run, compilation left out
 
         self.host_pp, to_numbers = pixels.split(pp)

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from dcvit.errors import MetricsError
 from dcvit.checkpoint.files import Folder, replace
+from dcvit.errors import MetricsError
 
 FILES = ("metrics.jsonl", "timing.jsonl")
 UPLOAD_SECONDS = 30
@@ -137,7 +137,7 @@ def _tensorboard(workdir: Folder) -> Any:
     """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
-    from input_pipeline.images.decode import tensorflow
+    from input_pipeline.optional import tensorflow
 
     tensorflow()  # before clu uses it: kept off the accelerators
     from clu import metric_writers

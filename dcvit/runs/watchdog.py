@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import input_pipeline
-from dcvit.parallel import multihost
 from dcvit.checkpoint.files import Folder
+from dcvit.parallel import multihost
 
 TELL_SECONDS = 10
 STALLED = 124  # the exit status, as of timeout(1)
@@ -71,6 +71,6 @@ def report(line: str) -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read()
-    reading = [f"  {work}" for work in input_pipeline.working()] or ["  nothing"]
+    reading = [f"  {work}" for work in input_pipeline.active_reads()] or ["  nothing"]
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line} (process {multihost.index()})"
     return "\n".join([head, "input workers read:", *reading, stacks])

@@ -38,7 +38,7 @@ class Images:
 
     rate = ("img/s", 1)
 
-    def __init__(self, config: ConfigDict, source: input_pipeline.Source, corrupt: input_pipeline.Corrupt):
+    def __init__(self, config: ConfigDict, source: input_pipeline.Source, corrupt: input_pipeline.CorruptPolicy):
         """Raises ConfigError where preprocessing, classes and loss do not fit."""
         self.config = config = with_classes(config, _num_classes(config, source.class_names))
         check_loss(config.loss, "config.loss")
@@ -73,7 +73,7 @@ class Images:
 class Tokens:
     """Language modelling: rows `tokens` B T+1, and `is_target`, which of them the loss counts."""
 
-    def __init__(self, config: ConfigDict, source: input_pipeline.Source, corrupt: input_pipeline.Corrupt):
+    def __init__(self, config: ConfigDict, source: input_pipeline.Source, corrupt: input_pipeline.CorruptPolicy):
         """Raises ConfigError where vocabulary and context do not fit, or for what only images have."""
         for key in ("label_smoothing", "mixup"):
             if config[key]:
@@ -141,7 +141,7 @@ class TrainingData:
                 f"config.input.batch_size={self.batch_size} is no multiple of grad_accum {config.grad_accum} × "
                 f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
             )
-        self.corrupt = input_pipeline.Corrupt(options["corrupt"], options["corrupt_max"])
+        self.corrupt = input_pipeline.CorruptPolicy(options["corrupt"], options["corrupt_max"])
         self.source = open_source(config.input.data, "config.input.data") if source is None else source
         if len(self.source) < self.batch_size:
             raise ConfigError(f"config.input: {len(self.source)} examples do not fill one batch of {self.batch_size}")
@@ -229,7 +229,7 @@ def image_example(
     pp: str,
     config: ConfigDict,
     what: str,
-    corrupt: input_pipeline.Corrupt,
+    corrupt: input_pipeline.CorruptPolicy,
     target: tuple[str, int] = ("labels", 1),
 ) -> jax.ShapeDtypeStruct:
     """A model input of one preprocessed image; checks that `pp` yields what the model and the loss take.
@@ -255,11 +255,11 @@ def image_example(
 
 
 def _check_predict(
-    pp: str, source: input_pipeline.Source, shape: tuple[int, ...], corrupt: input_pipeline.Corrupt
+    pp: str, source: input_pipeline.Source, shape: tuple[int, ...], corrupt: input_pipeline.CorruptPolicy
 ) -> None:
     """Raises ConfigError where `pp_predict` does not make a stored image what the model was trained on."""
     preprocess = input_pipeline.Preprocess(pp)
-    if not pp or corrupt.policy == "skip" or not isinstance(image := source[0]["image"], bytes):
+    if not pp or corrupt.action == "skip" or not isinstance(image := source[0]["image"], bytes):
         return
     found = preprocess({"image": image}, np.random.default_rng(0))["image"]
     if found.shape != shape or found.dtype != np.float32:

@@ -1,98 +1,112 @@
-"""Encoded bytes to pixels, and pixels to other sizes. JPEGs and resizing go through TensorFlow's kernels, so that
-pixels are big_vision's bit for bit; every other format goes through Pillow. `docs/data.md` has the table of what
-becomes of odd, damaged and hostile files.
+"""Decoding of image files to pixels, resizing, and random crop windows.
+
+JPEG decoding and resizing use TensorFlow's kernels, so that the pixels are bitwise equal to big_vision's. All other
+formats are decoded by Pillow. `docs/data.md` has a table of how unusual, damaged and hostile files are handled.
 """
 
 import contextlib
 import functools
 import io
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+import PIL
+from jaxtyping import Num, UInt8
 from PIL import Image, ImageOps
 
-from input_pipeline.errors import InputError, first_line, require
+from input_pipeline.errors import InputError, first_line
+from input_pipeline.optional import tensorflow
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # what `decode` reads; no format that runs a program
-MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest: TensorFlow's limit, and Pillow's by default
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # formats `decode` accepts; none runs an external program
+MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest; the limit of TensorFlow and Pillow
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
-FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers that begin a frame
-BARE = {0x01, *range(0xD0, 0xD8)}  # those that nothing belongs to, not even a length
+FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of frame headers
+MARKERS_WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD8)}  # JPEG markers that no length and no data follow
 ORIENTATION = 0x0112  # the EXIF tag
 CROP_ATTEMPTS = 100
 
 Window = tuple[int, int, int, int]  # top, left, height, width
-
-
-@functools.cache
-def tensorflow() -> Any:
-    """TensorFlow, kept off the accelerators and to one thread a kernel: the parallelism is over examples.
-
-    Raises:
-      InputError: it is not installed.
-    """
-    tf = require("tensorflow")
-    for kind in ("GPU", "TPU"):
-        tf.config.set_visible_devices([], kind)
-    with contextlib.suppress(RuntimeError):  # too late where another library has used TensorFlow already
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-    return tf
+Pixels = UInt8[np.ndarray, "height width channels"]
 
 
 def is_jpeg(data: bytes) -> bool:
+    """Return whether the bytes start like a JPEG file."""
     return data[:2] == b"\xff\xd8"
 
 
-def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool = False) -> np.ndarray:
-    """The pixels of an image file, uint8, height × width × channels.
+def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool = False) -> Pixels:
+    """Decode an image file.
+
+    Args:
+      data: the bytes of the file.
+      channels: 1 for grey or 3 for RGB.
+      precise: decode JPEGs with Pillow, which does not need TensorFlow.
+      exif: rotate and mirror the image as its EXIF orientation says.
 
     Raises:
-      InputError: what cannot or must not be decoded.
+      InputError: the file is not an image, is damaged, or has too many pixels.
     """
     if is_jpeg(data) and not precise:
-        jpeg_size(data)
-        return _upright(_jpeg(data, channels, None), _orientation(data) if exif else 1)
-    with _readable(data) as image:
+        jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
+        return _upright(_decode_jpeg(data, channels, None), _orientation(data) if exif else 1)
+    with _pillow_image(data) as image:
         if exif:
             image = ImageOps.exif_transpose(image)
         if image.mode in ("I", "F"):
-            raise InputError("32 bits a channel; expected 8 or 16")
+            raise InputError("the image has 32 bits a channel; expected 8 or 16")
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> np.ndarray:
-    """The RGB pixels of a window of a JPEG, of which no more is decoded than needed.
+def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
+    """Decode a window of a JPEG to RGB, without decoding the parts of the file that the window does not need.
 
-    With `exif` the window is one of the stored image, and what comes back stands upright.
+    With `exif`, the window refers to the stored image, and the result is rotated and mirrored afterwards.
+
+    Raises:
+      InputError: the file is damaged.
     """
-    return _upright(_jpeg(data, 3, window), _orientation(data) if exif else 1)
+    return _upright(_decode_jpeg(data, 3, window), _orientation(data) if exif else 1)
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
-    """(height, width) in a JPEG's frame header (ITU-T T.81, B.2.2), found without copying the file as TensorFlow does.
+    """Return (height, width) from a JPEG's frame header (ITU-T T.81, B.2.2).
+
+    The header is parsed here because TensorFlow's function for it copies the whole file.
 
     Raises:
-      InputError: there is none, or it announces too many pixels.
+      InputError: the file has no frame header, or the header announces too many pixels.
     """
     at, (height, width) = 2, (0, 0)
     while data[at : at + 1] == b"\xff" and len(data) >= at + 9:
         marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker in FRAMES:
+        if marker in FRAME_MARKERS:
             height, width = (int.from_bytes(data[i : i + 2], "big") for i in (at + 5, at + 7))
             break
-        at += 1 if marker == 0xFF else 2 + (0 if marker in BARE else length)  # 0xFF may fill the space before a marker
+        # 0xFF may pad the space before a marker.
+        at += 1 if marker == 0xFF else 2 + (0 if marker in MARKERS_WITHOUT_LENGTH else length)
     if not height * width:
         raise InputError("broken image: no JPEG header")
     _check_pixels(width, height)
     return height, width
 
 
-def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear", antialias: bool = False) -> np.ndarray:
-    """`tf.image.resize` to (height, width), with the result clipped and cut (not rounded) to the image's own dtype.
+def resize(
+    image: Num[np.ndarray, "height width channels"],
+    size: tuple[int, int],
+    method: str = "bilinear",
+    antialias: bool = False,
+) -> Num[np.ndarray, "new_height new_width channels"]:
+    """Resize an image with `tf.image.resize`; the result is clipped to the dtype and truncated, not rounded.
+
+    Args:
+      image: the pixels.
+      size: height and width of the result.
+      method: one of METHODS.
+      antialias: see `tf.image.resize`.
 
     Raises:
       InputError: the result would have more than MAX_PIXELS.
@@ -102,35 +116,38 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear", a
             f"resizing {image.shape[1]}x{image.shape[0]} to {size[1]}x{size[0]} exceeds {MAX_PIXELS} pixels"
         )
     tf = tensorflow()
-    if method == "bilinear" and not antialias:  # the kernel itself: its wrapper takes a third of the time
-        resized = tf.raw_ops.ResizeBilinear(images=image[None], size=_constant(size), half_pixel_centers=True)
-        pixels = np.asarray(resized)[0]
+    if method == "bilinear" and not antialias:  # call the kernel directly: its wrapper takes a third of the time
+        constant = _size_tensor(size)
+        pixels = np.asarray(tf.raw_ops.ResizeBilinear(images=image[None], size=constant, half_pixel_centers=True)[0])
     else:
         pixels = np.asarray(tf.image.resize(image, size, method=method, antialias=antialias))
-    if image.dtype == np.uint8 and method not in ("bilinear", "nearest", "area"):  # others overshoot
+    if image.dtype == np.uint8 and method not in ("bilinear", "nearest", "area"):  # the other methods overshoot
         pixels = np.clip(pixels, 0, 255)
     return pixels.astype(image.dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant(values: tuple[int, int]) -> Any:
-    """A tensor, made once: making one for each image takes as long as a tenth of resizing it."""
-    return tensorflow().constant(values)
+def _size_tensor(size: tuple[int, int]) -> object:
+    """Return a cached TensorFlow constant; creating one takes a tenth of the time of resizing an image."""
+    return tensorflow().constant(size)
 
 
 def sample_window(
     size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
 ) -> Window:
-    """An Inception-style crop (Szegedy et al., 2015), distributed as `tf.image.sample_distorted_bounding_box`'s.
+    """Draw an Inception-style crop (Szegedy et al., 2015) with the distribution of TensorFlow's implementation.
+
+    `tf.image.sample_distorted_bounding_box` is TensorFlow's implementation. The aspect ratio is drawn uniformly, then
+    the height uniformly among those with a valid area, then the position.
 
     Args:
       size: height and width of the image.
-      area: least and greatest share of the image's pixels.
-      ratio: least and greatest width / height.
-      rng: draws the ratio uniformly, then the height uniformly among those that keep to the area, then the place.
+      area: minimum and maximum fraction of the image's pixels.
+      ratio: minimum and maximum width / height.
+      rng: random number generator.
 
     Returns:
-      The window; the whole image where 100 draws found none that fits.
+      The window; the whole image if 100 draws found no valid window.
     """
     rows, columns = size
     least, most = (share * rows * columns for share in area)
@@ -151,8 +168,8 @@ def sample_window(
     return 0, 0, rows, columns
 
 
-def _jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
-    """TensorFlow's decoder, with its error in one line."""
+def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
+    """Decode a JPEG or a window of it with TensorFlow. Raises InputError with a one-line message."""
     tf = tensorflow()
     try:
         if window is None:
@@ -165,37 +182,37 @@ def _jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _readable(data: bytes) -> Any:
-    """The opened Pillow image, none of it decoded yet; whatever a decoder raises inside becomes an InputError."""
+def _pillow_image(data: bytes) -> Iterator[Image.Image]:
+    """Open an image with Pillow without decoding it; every error of a decoder in the block becomes an InputError."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_pixels(*image.size)  # Pillow's own check is gone where another library took its limit away
+            _check_pixels(*image.size)  # another library may have disabled Pillow's own check
             yield image
     except (InputError, MemoryError):
         raise
     except Image.DecompressionBombError as e:
         raise InputError(str(e)) from None
-    except Exception as e:  # decoders raise anything for a damaged file
-        reason = "not an image" if isinstance(e, Image.UnidentifiedImageError) else f"broken image: {e}"
+    except Exception as e:  # decoders raise any type of exception for damaged files
+        reason = "not an image" if isinstance(e, PIL.UnidentifiedImageError) else f"broken image: {e}"
         raise InputError(reason) from None
 
 
 def _check_pixels(width: int, height: int) -> None:
-    """Raises InputError for more pixels than are decoded."""
+    """Raise InputError if an image has more than MAX_PIXELS."""
     if width * height > MAX_PIXELS:
         raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
 
 
 def _orientation(data: bytes) -> int:
-    """The EXIF orientation, 1 (upright) to 8; 1 where there is none."""
+    """Return the EXIF orientation, 1 (upright) to 8, or 1 if the file has none."""
     if b"Exif\0" not in data[:65536]:
         return 1
-    with _readable(data) as image:
+    with _pillow_image(data) as image:
         return int(image.getexif().get(ORIENTATION, 1))
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turns and mirrors an image to what its EXIF orientation says."""
+    """Rotate and mirror an image according to its EXIF orientation."""
     if orientation in (2, 4, 5, 7):
         pixels = pixels[:, ::-1]
     quarter_turns = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)  # counterclockwise

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from input_pipeline.errors import InputError, MissingDataError, first_line, require
+from input_pipeline.errors import InputError, MissingDataError, first_line
+from input_pipeline.optional import require
 from input_pipeline.tfrecord import RecordFile, open_records
 
 NAME = re.compile(r"\w[\w-]*(/\w[\w.-]*)?")

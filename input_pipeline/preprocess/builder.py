@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from input_pipeline.errors import InputError, ReadingError, check_arguments, nearest, with_type
+from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
 
 LONGEST_SHOWN = 200  # characters of a string in a message
@@ -98,5 +98,5 @@ class Preprocess:
         except KeyError as e:
             raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
         except Exception as e:  # an op that meets what it was not made for, too little memory
-            raise ReadingError(f"preprocessing: {with_type(e)}") from e
+            raise ReadingError(f"preprocessing: {first_line_with_type(e)}") from e
         return example

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from input_pipeline import memory
-from input_pipeline.errors import InputError, MissingDataError, first_line, nearest, require
+from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
+from input_pipeline.optional import require
 from input_pipeline.text.tokenizer import Tokenizer
 
 LINES = (".jsonl", ".jsonl.zst")

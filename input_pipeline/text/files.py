@@ -1,6 +1,6 @@
 """Text files of one's own, tokenised when they are opened: .txt, .jsonl and .jsonl.zst."""
 
-import sys
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +12,8 @@ from input_pipeline.errors import InputError, nearest
 from input_pipeline.text import packing
 from input_pipeline.text.documents import Encoded, Files, encoded, find_files, held_out, read_documents
 from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
 MOST_BYTES = 1_000_000_000  # of files as they are stored; more is better tokenised once
@@ -120,5 +122,5 @@ def progress(documents: Iterator[Encoded], files: Files, path: str) -> Iterator[
     for document, tokens in documents:
         if time.monotonic() > shown + 10:
             shown = time.monotonic()
-            print(f"tokenising {path}: {document.read / 1e6:.0f} of {files.nbytes / 1e6:.0f} MB", file=sys.stderr)
+            logger.info("tokenising %s: %.0f of %.0f MB", path, document.read / 1e6, files.nbytes / 1e6)
         yield document, tokens

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from input_pipeline.errors import InputError, MissingDataError, first_line, nearest, require
+from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
+from input_pipeline.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256

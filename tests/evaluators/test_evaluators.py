@@ -37,7 +37,7 @@ def mesh_of(devices):
 
 @pytest.mark.parametrize(("batch", "devices", "size"), [(1, 1, 1), (7, 1, 7), (1, 8, 8), (9, 8, 16), (64, 8, 64)])
 def test_every_example_comes_once_in_batches_that_the_devices_divide(batch, devices, size):
-    corrupt = input_pipeline.Corrupt("skip")
+    corrupt = input_pipeline.CorruptPolicy("skip")
     found = list(evaluators.batches(Rows(), "", batch, mesh_of(devices), corrupt))
     assert {len(b["tokens"]) for b in found} == {size}
     real = np.concatenate([b["tokens"][b["_mask"] > 0, 0] for b in found])
@@ -54,7 +54,7 @@ def test_results_are_those_of_the_function_and_real_examples_count_for_the_speed
         return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params, 0), axis=-1) * scale
 
     timed = evaluators.Timed(targets, mesh, 8)
-    for batch in evaluators.batches(Rows(), "", 8, mesh, input_pipeline.Corrupt("skip")):
+    for batch in evaluators.batches(Rows(), "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
         found, kept = timed(jnp.int32(2), batch, jnp.int32(3))
         np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
         assert isinstance(found, np.ndarray)

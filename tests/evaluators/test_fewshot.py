@@ -126,13 +126,13 @@ def test_named_classes_without_examples_are_never_right_but_may_be_there(sources
     assert evaluate(shots=(5,))["5shot"] == pytest.approx(by_hand(5, 3, 2.0**10, classes=6)[0], abs=1e-12)
 
 
-def test_unreadable_examples_do_not_count(sources, capsys):
+def test_unreadable_examples_do_not_count(sources, caplog):
     sources["train"], sources["test"] = Fixed(TRAIN, corrupt=(0, 5)), Fixed([7, *TEST], corrupt=(0,))
     kept = [row for row in TRAIN if row not in (0, 5)]
     got = evaluate(shots=(10,), corrupt="skip")
     assert got["n"] == len(TEST)
     assert got["10shot"] == pytest.approx(by_hand(10, 3, 2.0**10, train=kept)[0], abs=1e-12)
-    assert "skipped example 5: bad bytes" in capsys.readouterr().err
+    assert "skipped example 5: bad bytes" in caplog.messages
 
 
 def test_a_nested_representation_is_flattened(sources):

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 import input_pipeline as ip
+from input_pipeline import optional
 from input_pipeline.images import decode as decoding
 
 ODD = datasets.odd_images()
@@ -150,11 +151,11 @@ def test_thirty_two_bits_are_refused():
 def test_without_tensorflow_the_message_says_what_to_install(monkeypatch):
     import sys
 
-    decoding.tensorflow.cache_clear()
+    optional.tensorflow.cache_clear()
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     try:
         with pytest.raises(ip.InputError, match=r"needs tensorflow, which is not installed: pip install"):
             decode(ODD["grey.jpg"])
         assert decode(ODD["grey.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
     finally:
-        decoding.tensorflow.cache_clear()
+        optional.tensorflow.cache_clear()

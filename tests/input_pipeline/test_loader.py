@@ -154,35 +154,35 @@ class TestCorrupt:
             with pytest.raises(ip.InputError, match="number 4: broken image"):
                 list(itertools.islice(batches, 9))
 
-    def test_skipping_puts_the_next_readable_one_in_its_place_and_counts(self, capsys):
-        skip = ip.Corrupt("skip", 3)
+    def test_skipping_puts_the_next_readable_one_in_its_place_and_counts(self, caplog):
+        skip = ip.CorruptPolicy("skip", 3)
         source, whole = Numbers(9, {3, 4, 8}), Numbers(9)
         got = list(itertools.islice(ip.train_batches(source, "", 4, seed=0, corrupt=skip), 9))
         expected = np.concatenate(take(ip.train_batches(whole, "", 4, seed=0), 9)).tolist()
         replaced = [{3: 5, 4: 5, 8: 0}.get(i, i) for i in expected]
         assert np.concatenate([b["image"] for b in got]).tolist() == replaced
         assert np.concatenate([b["_skipped"] for b in got]).tolist() == [{3: 2, 4: 1, 8: 1}.get(i, 0) for i in expected]
-        assert sorted(capsys.readouterr().err.splitlines()) == [f"skipped number {i}: broken image" for i in (3, 4, 8)]
+        assert sorted(caplog.messages) == [f"skipped number {i}: broken image" for i in (3, 4, 8)]
 
     def test_more_than_the_maximum_fail(self):
-        with pytest.raises(ip.InputError, match="more than corrupt_max=2 examples are corrupt, the last number"):
-            take(ip.train_batches(Numbers(9, {1, 2, 3}), "", 9, seed=0, corrupt=ip.Corrupt("skip", 2)), 2)
+        with pytest.raises(ip.InputError, match="more than corrupt_max=2 examples are corrupt, the last is number"):
+            take(ip.train_batches(Numbers(9, {1, 2, 3}), "", 9, seed=0, corrupt=ip.CorruptPolicy("skip", 2)), 2)
 
-    def test_evaluation_leaves_its_place_empty(self, capsys):
-        batches = list(ip.eval_batches(Numbers(5, {0, 3}), "", 2, corrupt=ip.Corrupt("skip")))
+    def test_evaluation_leaves_its_place_empty(self):
+        batches = list(ip.eval_batches(Numbers(5, {0, 3}), "", 2, corrupt=ip.CorruptPolicy("skip")))
         assert [b["image"].tolist() for b in batches] == [[0, 1], [2, 0], [4, 0]]
         assert [b["_mask"].tolist() for b in batches] == [[0, 1], [1, 0], [1, 0]]
 
     def test_nothing_readable_at_all_is_said(self):
         for batches in (ip.train_batches, ip.eval_batches):
             arguments = {"seed": 0} if batches is ip.train_batches else {}
-            with pytest.raises(ip.InputError, match="not one"):
-                next(batches(Numbers(3, {0, 1, 2}), "", 2, corrupt=ip.Corrupt("skip"), **arguments))
+            with pytest.raises(ip.InputError, match="none of the"):
+                next(batches(Numbers(3, {0, 1, 2}), "", 2, corrupt=ip.CorruptPolicy("skip"), **arguments))
 
     @pytest.mark.parametrize("arguments", [("ignore", 1), ("skip", -1)])
     def test_a_policy_that_does_not_exist_is_refused(self, arguments):
         with pytest.raises(ip.InputError, match="expected 'fail' or 'skip'"):
-            ip.Corrupt(*arguments)
+            ip.CorruptPolicy(*arguments)
 
 
 def test_examples_of_unequal_shapes_are_named():
@@ -191,7 +191,8 @@ def test_examples_of_unequal_shapes_are_named():
             return {"image": np.zeros((index + 1, 2))}
 
     with pytest.raises(
-        ip.InputError, match=r"'image' is float64 of \(1, 2\) in one example and float64 of \(2, 2\) in number 1"
+        ip.InputError,
+        match=r"'image' is float64 of shape \(1, 2\) in one example and float64 of shape \(2, 2\) in example 1",
     ):
         next(ip.eval_batches(Ragged(2), "", 2))
 
@@ -202,7 +203,7 @@ def test_examples_of_another_dtype_or_without_a_key_are_named(second):
         def __getitem__(self, index):
             return second if index else {"image": np.zeros(2)}
 
-    with pytest.raises(ip.InputError, match=r"'image' is float64 of \(2,\) in one example and .* in number 1"):
+    with pytest.raises(ip.InputError, match=r"'image' is float64 of shape \(2,\) in one example and .* in example 1"):
         next(ip.eval_batches(Mixed(2), "", 2))
 
 
@@ -211,7 +212,7 @@ def test_text_makes_no_batch_and_is_named():
         def __getitem__(self, index):
             return {"image": np.zeros(2), "file_name": b"a.jpg"}
 
-    with pytest.raises(ip.InputError, match="'file_name' is bytes"):
+    with pytest.raises(ip.InputError, match="'file_name' has dtype bytes"):
         next(ip.eval_batches(Named(2), "", 2))
 
 

@@ -93,10 +93,11 @@ class TestTfds:
             for key in got:
                 np.testing.assert_array_equal(got[key], expected[key])
 
-    def test_kept_in_memory_or_not_the_batches_are_the_same(self, prepared, capsys):
+    def test_kept_in_memory_or_not_the_batches_are_the_same(self, prepared, caplog):
+        caplog.set_level("INFO")
         root = prepared[0]["tfrecord"]
         source = opened(root, cache=True)
-        assert "keeping 0.0 GB of stored examples in memory" in capsys.readouterr().err
+        assert "keeping 0.0 GB of stored examples in memory" in caplog.text
         for one, other in itertools.islice(
             zip(ip.train_batches(source, PP, 200, 0), ip.train_batches(opened(root), PP, 200, 0), strict=True), 4
         ):
@@ -234,7 +235,7 @@ class TestTFRecordIndex:
     def test_it_is_kept_beside_the_file_and_used(self, path, monkeypatch):
         first = tfrecord.TFRecordFile(str(path)).offsets
         assert path.with_name(path.name + ".offsets").is_file()
-        monkeypatch.setattr(tfrecord, "_walk", None)
+        monkeypatch.setattr(tfrecord, "_find_records", None)
         np.testing.assert_array_equal(tfrecord.TFRecordFile(str(path)).offsets, first)
 
     def test_a_read_only_folder_has_its_index_in_the_cache(self, path, tmp_path, monkeypatch):
@@ -243,7 +244,7 @@ class TestTFRecordIndex:
         first = tfrecord.TFRecordFile(str(path)).offsets
         assert len(list((tmp_path / "cache/dcvit").glob("*.offsets"))) == 1
         assert not list(path.parent.glob("*.offsets.*"))
-        monkeypatch.setattr(tfrecord, "_walk", None)
+        monkeypatch.setattr(tfrecord, "_find_records", None)
         np.testing.assert_array_equal(tfrecord.TFRecordFile(str(path)).offsets, first)
 
     @pytest.mark.parametrize("harm", ["shorter", "touched", "damaged index", "empty index"])

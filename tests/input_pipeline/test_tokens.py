@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
+from input_pipeline import source as source_module
 from input_pipeline.text import documents, megatron, tokenizer
 from input_pipeline.text import files as text_kind
 
@@ -111,7 +112,7 @@ class TestForms:
 
     def test_wrapped_or_not_they_say_what_they_are(self, sources):
         for source in sources.values():
-            wrapped = ip.source._Cached(ip.source._First(source, 5))
+            wrapped = source_module._CachedSource(source_module._LimitedSource(source, 5))
             for name in ("context", "vocab_size", "end_of_text", "class_names"):
                 assert getattr(wrapped, name) == getattr(source, name)
             assert (len(wrapped), rows(wrapped)) == (5, rows(source)[:5])
@@ -339,13 +340,14 @@ class TestText:
         with pytest.raises(ip.InputError, match=r"python -m dcvit\.tokenize --data .* kind='megatron'"):
             self.open(corpora.write(tmp_path / "a.txt", b"x" * 11))
 
-    def test_progress_is_said_where_it_takes_long(self, tmp_path, monkeypatch, capsys):
+    def test_progress_is_said_where_it_takes_long(self, tmp_path, monkeypatch, caplog):
+        caplog.set_level("INFO")
         path = corpora.write(tmp_path / "a.txt", b"x" * 50)
         self.open(path)
-        assert not capsys.readouterr().err
+        assert not caplog.messages
         monkeypatch.setattr(text_kind, "SILENT_SECONDS", -1.0)
         self.open(path)
-        assert capsys.readouterr().err == f"tokenising {path}: 0 of 0 MB\n"
+        assert caplog.messages == [f"tokenising {path}: 0 of 0 MB"]
 
 
 def test_a_library_that_only_tokens_need_is_not_imported_for_others():

@@ -95,7 +95,7 @@ enter("libraries that are imported where they are used")
 import importlib.util
 
 if importlib.util.find_spec("clu") and importlib.util.find_spec("tensorflow"):  # for TensorBoard
-    from input_pipeline.images import tensorflow
+    from input_pipeline.optional import tensorflow
 
     tensorflow()
     import clu.metric_writers

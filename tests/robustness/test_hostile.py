@@ -379,15 +379,15 @@ class TestErrors:
     @pytest.mark.parametrize("policy", ["fail", "skip"])
     @pytest.mark.parametrize("told", ERRORS)
     def test_what_the_data_is_not_to_blame_for_names_the_example_and_is_never_skipped(self, told, policy, threads):
-        for stream in streams(Broken(ERRORS[told]), corrupt=ip.Corrupt(policy), threads=threads):
+        for stream in streams(Broken(ERRORS[told]), corrupt=ip.CorruptPolicy(policy), threads=threads):
             with pytest.raises(ip.ReadingError) as error:
                 stream()
             assert str(error.value) == f"/data/5.jpg: {told}"
 
-    def test_what_the_data_is_to_blame_for_is_skipped_as_before(self, capsys):
-        for stream in streams(Broken(ip.InputError("broken image")), corrupt=ip.Corrupt("skip")):
+    def test_what_the_data_is_to_blame_for_is_skipped_as_before(self, caplog):
+        for stream in streams(Broken(ip.InputError("broken image")), corrupt=ip.CorruptPolicy("skip")):
             assert 5 not in np.concatenate([batch["image"] for batch in stream()])
-        assert "skipped /data/5.jpg: broken image" in capsys.readouterr().err
+        assert "skipped /data/5.jpg: broken image" in caplog.text
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("threads", [0, 2])
@@ -401,21 +401,23 @@ class TestErrors:
         source = ip.open_source("folder", data_dir=str(tmp_path))
         gone = source.describe(7)
         Path(gone).unlink()
-        stream = ip.train_batches(source, "decode(precise=True)|resize_pillow(8)", 12, 0, corrupt=ip.Corrupt("skip"))
+        stream = ip.train_batches(
+            source, "decode(precise=True)|resize_pillow(8)", 12, 0, corrupt=ip.CorruptPolicy("skip")
+        )
         with pytest.raises(ip.ReadingError, match=f"{gone}: No such file"):
             next(stream)
 
-    def test_an_error_of_an_op_is_not_skipped_and_one_of_its_data_is(self, capsys):
+    def test_an_error_of_an_op_is_not_skipped_and_one_of_its_data_is(self, caplog):
         class Odd(Broken):
             def __getitem__(self, index):
                 return {"image": np.zeros((4, 4, 3), np.uint8) if index != self.bad else self.error}
 
-        corrupt = ip.Corrupt("skip")
+        corrupt = ip.CorruptPolicy("skip")
         with pytest.raises(ip.ReadingError, match=r"/data/5\.jpg: preprocessing: \w+Error: "):
             list(ip.eval_batches(Odd("text"), "resize_pillow(2)", 4, corrupt=corrupt))
         small = Odd(np.zeros((1, 1, 3), np.uint8))
         assert sum(batch["_mask"].sum() for batch in ip.eval_batches(small, "random_crop(2)", 4, corrupt=corrupt)) == 11
-        assert "skipped /data/5.jpg" in capsys.readouterr().err
+        assert "skipped /data/5.jpg" in caplog.text
 
     def test_memory_that_is_short_while_decoding_is_not_damage(self, monkeypatch):
         def short(*_, **__):
@@ -437,21 +439,21 @@ class TestWatching:
 
         arrived, going_on = threading.Semaphore(0), threading.Event()
         source = Stalled(None, bad=-1)
-        assert ip.working() == []
+        assert ip.active_reads() == []
         got = []
         consumer = threading.Thread(target=lambda: got.extend(ip.eval_batches(source, "", 4, threads=2)))
         consumer.start()
         try:
             assert arrived.acquire(timeout=30)
             assert arrived.acquire(timeout=30)
-            told = ip.working()
+            told = ip.active_reads()
         finally:
             going_on.set()
             consumer.join(30)
         assert [line.partition(": ")[0] for line in told] == ["input_0", "input_1"]
         assert sorted(line.partition(": ")[2] for line in told) == [f"/data/{i}.jpg (for 0 s)" for i in (3, 8)]
         assert len(got) == 3
-        assert ip.working() == []
+        assert ip.active_reads() == []
 
     def test_it_tells_for_how_long(self, monkeypatch):
         now = time.monotonic()
@@ -460,7 +462,7 @@ class TestWatching:
         class Slow(Broken):
             def __getitem__(self, index):
                 monkeypatch.setattr(time, "monotonic", lambda: now + 12)
-                told.extend(ip.working())
+                told.extend(ip.active_reads())
                 return super().__getitem__(index)
 
         monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -471,7 +473,7 @@ class TestWatching:
         for stream in streams(Broken(ValueError())):
             with pytest.raises(ip.InputError):
                 stream()
-        assert ip.working() == []
+        assert ip.active_reads() == []
 
     @pytest.mark.parametrize("step", [0, 1, 2, 7])
     def test_batch_ids_are_those_of_the_batch(self, step):
@@ -485,7 +487,7 @@ class TestWatching:
 
     @pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
     def test_a_batch_that_does_not_exist_has_none(self, size, step):
-        with pytest.raises(ip.InputError, match="there is no step"):
+        with pytest.raises(ip.InputError, match="no batch at step"):
             ip.batch_ids(Broken(None), size, 0, step)
 
 

@@ -12,7 +12,7 @@ from dcvit.runs.watchdog import LOG, STALLED, Watchdog
 
 
 def test_a_stall_is_reported_once_with_all_stacks_and_what_is_read(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("input_pipeline.working", lambda: ["input_0: /data/cat/1.jpg (for 12 s)"])
+    monkeypatch.setattr("input_pipeline.active_reads", lambda: ["input_0: /data/cat/1.jpg (for 12 s)"])
     holding, waiting = threading.Event(), threading.Event()
 
     def a_worker_that_hangs():

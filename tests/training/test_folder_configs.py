@@ -16,6 +16,7 @@ from dcvit import evaluate, predict, train
 from dcvit.checkpoint.checkpointer import load_params, saved_steps
 from dcvit.cli import run
 from dcvit.runs import metrics
+from input_pipeline import shuffle
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 SMALL = ["model.num_heads=4", "tensorboard=false", "log_steps=1"]
@@ -135,7 +136,7 @@ def test_a_damaged_image_stops_the_run_at_its_step_and_not_before(pets, tmp_path
     root = tmp_path / "pets"
     shutil.copytree(pets, root)
     source = input_pipeline.open_source("folder", data_dir=str(root))
-    third = input_pipeline.shuffle.example_at(2 * 8, len(source), 0)[1]
+    third = shuffle.example_at(2 * 8, len(source), 0)[1]
     damaged = Path(source.describe(third))
     damaged.write_bytes(b"")
     spec = f"configs/vit_folder.py:data_dir={root},variant=ViT-mu/16,res=32,batch_size=8"

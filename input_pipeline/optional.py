@@ -1,0 +1,41 @@
+"""Imports of optional libraries, with an error message that names the extra to install."""
+
+import contextlib
+import functools
+import importlib
+import types
+
+from input_pipeline.errors import ReadingError
+
+LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
+
+
+def require(module: str) -> types.ModuleType:
+    """Import a module of an optional library.
+
+    Raises:
+      ReadingError: the library is not installed; the message names the extra that contains it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
+        raise ReadingError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
+
+
+@functools.cache
+def tensorflow() -> types.ModuleType:
+    """Import TensorFlow for use on the CPU, with one thread per operation.
+
+    Accelerators are hidden from TensorFlow because JAX uses them. Operations are not parallel because the loader
+    already processes several examples at a time.
+
+    Raises:
+      ReadingError: TensorFlow is not installed.
+    """
+    tf = require("tensorflow")
+    for kind in ("GPU", "TPU"):
+        tf.config.set_visible_devices([], kind)
+    with contextlib.suppress(RuntimeError):  # TensorFlow is already initialised by another library
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+    return tf
