@@ -1,0 +1,145 @@
+"""Bad command lines: misspelt commands and options, missing ones, and values that are out of range."""
+
+from bad_data import NOT_UTF8
+from workspace import (
+    SEVEN,
+    Argv,
+    Word,
+    bad,
+    command,
+    evaluate,
+    file,
+    generate,
+    json_lines,
+    misspelt,
+    new,
+    predict,
+    train,
+    vit_run,
+)
+
+PROMPT = ("--prompt", "def")
+
+
+def generate_default(*options: Word) -> Argv:
+    return generate(*PROMPT, *options)
+
+
+def tokenize(data: Word, *options: Word) -> Argv:
+    return command("tokenize", "--data", data, "--out", lambda ws: ws.folder / "tokens", *options)
+
+
+TEXT = file("a.txt", "x")
+
+TRAIN = {
+    "train without options": bad(command("train"), "--config", "--workdir"),
+    "train without a workdir": bad(command("train", "--config", "vit_digits"), "--workdir"),
+    "train with an extra word": bad(train("vit_digits", "more"), "more"),
+    "train with an empty workdir": bad(train("vit_digits", workdir=""), "--workdir", "empty path"),
+    "workdir in an unsupported store": bad(train("vit_digits", workdir="s3://bucket/w"), "s3://bucket/w"),
+    "workdir in an unknown store": bad(train("vit_digits", workdir="zzz://bucket/w"), "zzz://bucket/w"),
+    "override without value": bad(train("vit_digits", "--config.lr"), "--config.KEY=VALUE"),
+    "accept without a key": bad(train("vit_digits", "--accept"), "--accept", "expected one argument"),
+    "cluster options that are incomplete": bad(
+        train("vit_digits", "--num_processes", 2), "--coordinator", "--process_id"
+    ),
+}
+
+EVALUATE = {
+    "evaluate without options": bad(command("evaluate"), "--workdir", "--config", "--checkpoint"),
+    "evaluate with an override but no config": bad(evaluate("--config.seed=1"), "--config.KEY=VALUE", "--config"),
+    "evaluate in an unknown format": bad(evaluate("--format", "xml"), "--format", "'xml'"),
+    "evaluate a workdir in an unknown store": bad(command("evaluate", "--workdir", "zzz://bucket/w"), "zzz://bucket/w"),
+    "table in a missing folder": bad(evaluate("--out", "no/such/table.csv"), "no/such/table.csv"),
+    "table of other columns": bad(evaluate("--out", file("t.csv", "a,b\n1,2\n")), "t.csv", "a,b"),
+}
+
+PREDICT = {
+    "predict without images": bad(predict(), "no image files"),
+    "predict a folder without images": bad(predict(lambda ws: ws.write("empty/a.md", "").parent), "no image files"),
+    "predict a missing image": bad(predict("no/such.png"), "no/such.png", status=1),
+    "predict a file that is not an image": bad(predict(file("a.png", "no image")), "a.png", status=1),
+    "predict a truncated image": bad(predict(file("a.png", SEVEN.read_bytes()[:60])), "a.png", status=1),
+    "predict an empty path": bad(predict(""), "empty path"),
+    "--topk 0": bad(predict(SEVEN, "--topk", 0), "--topk 0"),
+    "--topk all": bad(predict(SEVEN, "--topk", "all"), "--topk", "int", "'all'"),
+}
+
+GENERATE = {
+    "generate without a prompt": bad(generate(), "--prompt", "--prompt_file"),
+    "--tokens -5": bad(generate_default("--tokens", -5), "--tokens"),
+    "--tokens 0": bad(generate_default("--tokens", 0), "--tokens"),
+    "more tokens than the context": bad(generate_default("--tokens", 9999), "context"),
+    "prompt longer than the context": bad(generate("--prompt", "long " * 99), "context"),
+    "--temperature -1": bad(generate_default("--temperature", -1), "temperature"),
+    "--temperature nan": bad(generate_default("--temperature", "nan"), "temperature"),
+    "--temperature hot": bad(generate_default("--temperature", "hot"), "--temperature", "float", "'hot'"),
+    "--top_p 0": bad(generate_default("--top_p", 0), "top_p"),
+    "--top_p 1.5": bad(generate_default("--top_p", 1.5), "top_p"),
+    "--top_k -1": bad(generate_default("--top_k", -1), "top_k"),
+    "--seed -1": bad(generate_default("--seed", -1, "--tokens", 1), "seed"),
+    "--seed 2**70": bad(generate_default("--seed", 2**70, "--tokens", 1), "seed"),
+    "empty stop string": bad(generate_default("--stop", ""), "--stop", "empty"),
+    "missing prompt file": bad(generate("--prompt_file", "no/such.txt"), "no/such.txt"),
+    "prompt file that is not UTF-8": bad(generate("--prompt_file", file("p.txt", NOT_UTF8)), "p.txt", "not UTF-8"),
+    "generate in an unknown format": bad(generate_default("--format", "csv"), "--format", "'csv'"),
+    "missing tokenizer": bad(generate_default("--tokenizer", "no.json"), "no.json"),
+}
+
+PLOT = {
+    "plot without workdirs": bad(command("plot"), "workdirs"),
+    "plot a missing workdir": bad(command("plot", "no/such/run"), "no/such/run"),
+    "plot a workdir without metrics": bad(
+        command("plot", lambda ws: ws.folder, "--out", lambda ws: ws.folder / "c.png"), "metrics.jsonl"
+    ),
+    "plot as another kind of file": bad(command("plot", vit_run, "--out", "curves.doc"), "curves.doc", ".png"),
+    "plot into a missing folder": bad(
+        command("plot", vit_run, "--out", lambda ws: ws.folder / "no/such/c.png"), "no/such"
+    ),
+    "plot with an override": bad(command("plot", vit_run, "--config.lr=1"), "--config.lr=1"),
+}
+
+TOKENIZE = {
+    "tokenize without options": bad(command("tokenize"), "--data", "--out"),
+    "tokenize missing data": bad(tokenize(lambda ws: ws.folder / "none"), "no files at"),
+    "tokenize an empty path": bad(tokenize(""), "empty path"),
+    "tokenize text that is not UTF-8": bad(tokenize(file("a.txt", NOT_UTF8)), "a.txt:2: not UTF-8"),
+    "tokenize lines without the key": bad(tokenize(file("a.jsonl", json_lines(40)), "--key", "body"), "'body'"),
+    "tokenize into an existing file": bad(
+        command("tokenize", "--data", TEXT, "--out", lambda ws: ws.write("o.bin", "").with_suffix("")), "o.bin"
+    ),
+    "tokenize below a file": bad(
+        command("tokenize", "--data", TEXT, "--out", lambda ws: ws.write("f", "") / "o"), "cannot write"
+    ),
+    "tokenize with a missing tokenizer": bad(tokenize(TEXT, "--tokenizer", "no.json"), "no.json"),
+}
+
+MISSPELT = {
+    "trian": misspelt(command("trian"), "train"),
+    "evalute": misspelt(command("evalute"), "evaluate"),
+    "pridict": misspelt(command("pridict"), "predict"),
+    "genrate": misspelt(command("genrate"), "generate"),
+    "tokenise": misspelt(command("tokenise"), "tokenize"),
+    "--wrokdir": misspelt(command("train", "--config", "vit_digits", "--wrokdir", "w"), "--workdir"),
+    "--confg": misspelt(command("train", "--confg", "vit_digits", "--workdir", new), "--config"),
+    "--confg.lr": misspelt(train("vit_digits", "--confg.lr=1"), "--config"),
+    "--acept": misspelt(train("vit_digits", "--acept", "lr"), "--accept"),
+    "--accept sede": misspelt(train("vit_digits", "--accept", "sede"), "seed"),
+    "--accept optax_nam": misspelt(train("vit_digits", "--accept", "optax_nam"), "optax_name"),
+    "--num_proceses": misspelt(train("vit_digits", "--num_proceses", "2"), "--num_processes"),
+    "evaluate --chekpoint": misspelt(command("evaluate", "--workdir", "w", "--chekpoint", "c"), "--checkpoint"),
+    "evaluate --format tabel": misspelt(command("evaluate", "--workdir", "w", "--format", "tabel"), "'table'"),
+    "predict --topK": misspelt(command("predict", "--workdir", "w", "a.png", "--topK", "3"), "--topk"),
+    "predict --top": misspelt(command("predict", "--workdir", "w", "a.png", "--top", "3"), "--topk"),
+    "predict --formt": misspelt(command("predict", "--workdir", "w", "a.png", "--formt", "csv"), "--format"),
+    "generate --temprature": misspelt(command("generate", "--workdir", "w", "--temprature", "1"), "--temperature"),
+    "generate --promt": misspelt(command("generate", "--workdir", "w", "--promt", "x"), "--prompt"),
+    "generate --max_tokens": misspelt(command("generate", "--workdir", "w", "--max_tokens", "3"), "--tokens"),
+    "plot --ouput": misspelt(command("plot", "w", "--ouput", "c.png"), "--out"),
+    "tokenize --tokenzier": misspelt(
+        command("tokenize", "--data", "d", "--out", "o", "--tokenzier", "t"), "--tokenizer"
+    ),
+    "tokenize --keys": misspelt(command("tokenize", "--data", "d", "--out", "o", "--keys", "text"), "--key"),
+}
+
+BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | PLOT | TOKENIZE | MISSPELT
