@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from input_pipeline import InputError
 
 CACHE_BYTES = 10**10
 FORMATS = ("table", "csv", "json")
+LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,9 +99,43 @@ def keep_compiled() -> None:
         jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
+@contextlib.contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
+
+    Records do not reach the root logger, where absl may have installed a handler that would print them again. A live
+    progress bar replaces the handlers of these loggers while it is shown.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    previous = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, previous, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
 def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """The exit status of `main`: its own; 2, with one line on stderr, for an expected error; 130 for Ctrl-C."""
+    """Run a command and return its exit status.
+
+    An expected error is printed as one line on stderr and gives status 2. Ctrl-C gives status 130. Any other exception
+    is a bug and propagates, except in a run of several processes, where the other processes are informed first.
+    """
     keep_compiled()
+    with log_to_stderr():
+        return _status(main, argv)
+
+
+def _status(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    """Call `main` and convert exceptions to exit statuses."""
     try:
         return main(argv)
     except (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError) as e:
