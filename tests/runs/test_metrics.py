@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from dcvit import plot
-from dcvit import errors
-from dcvit.runs import metrics
+from dcvit import errors, plot
 from dcvit.cli import run
+from dcvit.runs import metrics
 
 
 def test_a_row_is_never_written_twice_and_a_lost_stretch_is_dropped(tmp_path):

@@ -10,9 +10,8 @@ import time
 import pytest
 from conftest import TINY
 
-from dcvit.runs import metrics
-from dcvit.runs import preemption
 from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
+from dcvit.runs import metrics, preemption
 
 # A run whose main thread, at a given moment, says so and then
 #   stays      never comes back to Python: it waits for a mutex that it holds, in C, which no signal interrupts

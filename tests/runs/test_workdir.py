@@ -8,10 +8,9 @@ import pytest
 from test_train import same
 
 from dcvit import config as configs
-from dcvit.training import trainer
-from dcvit.runs import lock, metrics
-from dcvit.runs import workdir
 from dcvit.checkpoint.checkpointer import load_params, saved_steps
+from dcvit.runs import lock, metrics, workdir
+from dcvit.training import trainer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

@@ -1,0 +1,257 @@
+"""Hostile files are refused with a one-line error before memory is allocated for the sizes that they announce."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import corpora
+import datasets
+import numpy as np
+import pytest
+from hostile_files import BOMBS, refused, write_tfrecord, zstd_frame
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline import memory, tfrecord
+from input_pipeline.images import decode, folder, tfds
+from input_pipeline.text import documents, megatron, tokenizer
+
+MEASURE_PEAK = """
+import pathlib, resource, sys
+import input_pipeline
+from input_pipeline.images import decode as images
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before = peak()
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    for precise in (True, False):
+        try:
+            images.decode(path.read_bytes(), precise=precise)
+        except input_pipeline.InputError as e:
+            print(path.name, peak() - before, len(str(e).splitlines()))
+"""
+
+
+def open_text(path, kind="text", **options):
+    return ip.open_source(kind, path=str(path), context=8, **options)
+
+
+class TestImages:
+    def test_small_file_of_gigapixels_takes_no_memory(self, tmp_path):
+        """Checks Pillow's readers and the checks before TensorFlow's, in a process that does nothing else."""
+        small = {name: data for name, data in BOMBS.items() if name != "masked jpeg"}
+        for name, data in small.items():
+            assert len(data) < 3000
+            (tmp_path / name).write_bytes(data)
+        process = subprocess.run([sys.executable, "-c", MEASURE_PEAK, str(tmp_path)], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        lines = [line.rsplit(" ", 2) for line in process.stdout.splitlines()]
+        assert [name for name, _, _ in lines] == [name for name in sorted(small) for _ in range(2)]
+        assert max(int(megabytes) for _, megabytes, _ in lines) < 64
+        assert {lines_of_error for _, _, lines_of_error in lines} == {"1"}
+        assert "tensorflow" not in process.stderr
+
+    @pytest.mark.parametrize(
+        "spec",
+        ["decode", "decode(precise=True)", "decode(exif=True)", "decode(1)", "decode_jpeg_and_inception_crop(8)"],
+    )
+    @pytest.mark.parametrize("name", BOMBS)
+    def test_every_decoder_refuses_gigapixels(self, name, spec):
+        with pytest.raises(ip.InputError, match=r"exceeds limit|broken image|not an image") as error:
+            ip.Preprocess(spec)({"image": BOMBS[name]}, np.random.default_rng(0))
+        assert len(str(error.value).splitlines()) == 1
+
+    @pytest.mark.parametrize("name", ["png", "gif", "gif of a larger frame", "bmp", "tiff", "jpeg"])
+    def test_limit_holds_after_another_library_removed_pillows_limit(self, name, monkeypatch):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+        with refused("exceeds limit of 178956970"):
+            decode.decode(BOMBS[name], precise=True)
+
+    def test_frame_header_after_a_marker_without_length_is_found(self):
+        with refused("65000x65000"):
+            decode.jpeg_size(BOMBS["masked jpeg"])
+
+    def test_largest_image_of_imagenet_is_accepted(self):
+        data = datasets.bomb_jpeg(1)
+        offset = data.index(b"\xff\xc0") + 5
+        assert decode.jpeg_size(data[:offset] + struct.pack(">HH", 9331, 6530) + data[offset + 4 :]) == (9331, 6530)
+
+    def test_file_too_large_for_an_image_is_not_read(self, tmp_path):
+        datasets.image_folder(tmp_path, train=2, val=1)
+        source = ip.open_source("folder", data_dir=str(tmp_path))
+        os.truncate(source.describe(0), folder.MOST_BYTES + 1)  # a sparse file: it takes no space on the disk
+        with refused("1,073,741,825 bytes", most_bytes=1 << 20):
+            source[0]
+
+
+class TestText:
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+    def test_line_longer_than_the_limit_is_refused(self, tmp_path, monkeypatch, name):
+        monkeypatch.setattr(documents, "LONGEST", 1 << 21)
+        line = b"x" * (1 << 20)
+        content = zstd_frame(b"\n") + zstd_frame(line, 2048) if name.endswith("zst") else b"\n" + line * 8
+        (tmp_path / name).write_bytes(content)
+        with refused(f"{name}:2:", "2,097,152 bytes", most_bytes=128 << 20):
+            open_text(tmp_path / name)
+
+    def test_zstd_of_the_best_ratio_is_decompressed_piecewise(self, tmp_path):
+        """Every block of four bytes unpacks to 128 KiB of one repeated byte, 6.5 GB in all."""
+        pytest.importorskip("zstandard")
+        block = (0b010 | (128 << 10) << 3).to_bytes(3, "little") + b"x"
+        (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\x38" + block * 50_000)
+        with refused("a.jsonl.zst:1:", "134,217,728 bytes", most_bytes=documents.LONGEST + (128 << 20)):
+            open_text(tmp_path / "a.jsonl.zst")
+
+    def test_zstd_window_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch):
+        (tmp_path / "a.jsonl.zst").write_bytes(zstd_frame(b'{"text": "some words of text"}\n', window_log=27))
+        assert len(open_text(tmp_path / "a.jsonl.zst"))
+        monkeypatch.setattr(memory, "available", lambda: 64 << 20)
+        with refused("a.jsonl.zst", "window", "33,554,432"):
+            open_text(tmp_path / "a.jsonl.zst")
+
+    @pytest.mark.parametrize(
+        ("kind", "line"), [("text", b'{"text": "some words"}\n'), ("spans", b'{"inputs": "a", "targets": "b"}\n')]
+    )
+    def test_short_lines_that_decompress_beyond_the_free_memory_are_refused(self, tmp_path, monkeypatch, kind, line):
+        (tmp_path / "a.jsonl.zst").write_bytes(zstd_frame(line * 1000, 20))
+        assert len(open_text(tmp_path / "a.jsonl.zst", kind))
+        monkeypatch.setattr(memory, "available", lambda: 300_000)
+        with refused("a.jsonl.zst", "tokens"):
+            open_text(tmp_path / "a.jsonl.zst", kind)
+
+    def test_empty_documents_are_tokenized_in_bounded_batches(self):
+        read = 0
+
+        def endless():
+            nonlocal read
+            while True:
+                read += 1
+                yield documents.Document(("", ""), "a.jsonl:1", "a.jsonl:1", 0)
+
+        next(documents.encoded(endless(), tokenizer.ByteTokenizer()))
+        assert read <= documents.BATCH
+
+    def test_text_file_larger_than_the_free_memory_is_not_read(self, tmp_path, monkeypatch):
+        (tmp_path / "a.txt").write_bytes(b"x" * 1000)
+        monkeypatch.setattr(memory, "available", lambda: 1999)
+        with refused("a.txt", "one document"):
+            open_text(tmp_path / "a.txt")
+
+    @pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "[" * 100_000, '{"text": ' + "9" * 10_000])
+    def test_json_beyond_the_limits_of_pythons_parser_is_refused(self, tmp_path, line):
+        (tmp_path / "a.jsonl").write_text(line)
+        with refused("a.jsonl:1: not JSON"):
+            open_text(tmp_path / "a.jsonl")
+
+
+class TestTokens:
+    @pytest.mark.parametrize("counts", [(1 << 63, 1 << 63), (2**64 - 1, 0), (1 << 40, 1), (0, 1 << 50)])
+    def test_index_that_announces_more_sequences_than_it_holds_is_refused(self, tmp_path, counts):
+        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
+        content = prefix.with_suffix(".idx").read_bytes()
+        prefix.with_suffix(".idx").write_bytes(content[:18] + struct.pack("<QQ", *counts) + content[34:])
+        with refused("a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
+            megatron.read_index(str(prefix))
+
+    def test_file_size_that_is_not_a_multiple_of_the_token_size_is_refused(self, tmp_path):
+        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 1, 0, 1, 2)
+        (tmp_path / "a.idx").write_bytes(index)
+        (tmp_path / "a.bin").write_bytes(bytes(11))
+        with refused("a.bin", "11 bytes", "2 bytes"):
+            open_text(tmp_path / "a", "megatron")
+
+    @pytest.mark.parametrize(
+        ("description", "fact"),
+        [
+            ("[" * 100_000, "a.json"),
+            ('{"vocab_size": %s}' % ("9" * 5000), "a.json"),
+            ('{"vocab_size": 1000000000000000}', "1,000,000,000,000,000 tokens"),
+            ('{"vocab_size": -1}', "-1 tokens"),
+        ],
+    )
+    def test_invalid_description_of_a_token_file_is_refused(self, tmp_path, description, fact):
+        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
+        prefix.with_suffix(".json").write_text(description)
+        with refused(fact):
+            open_text(prefix, "megatron")
+
+    def test_tokenizer_with_a_huge_token_number_is_refused(self, tmp_path):
+        pytest.importorskip("tokenizers")
+        file = corpora.train_tokenizer(tmp_path / "tokenizer.json")
+        content = json.loads(file.read_text())
+        content["model"]["vocab"]["absurd"] = 2**32 - 1
+        file.write_text(json.dumps(content))
+        with refused("tokenizer.json", "4,294,967,295"):
+            tokenizer.open_tokenizer(str(file))
+
+    def test_error_of_a_tokenizer_names_its_file(self, tmp_path):
+        pytest.importorskip("tokenizers")
+        file = corpora.train_tokenizer(tmp_path / "tokenizer.json", "words")
+        content = json.loads(file.read_text())
+        content["model"]["unk_token"] = "absent"
+        file.write_text(json.dumps(content))
+        (tmp_path / "a.txt").write_text("unheard of")
+        with refused("tokenizer.json cannot tokeni"):
+            open_text(tmp_path / "a.txt", tokenizer=str(file))
+
+
+class TestRecords:
+    @pytest.fixture(autouse=True)
+    def _checksums(self):
+        pytest.importorskip("google_crc32c")
+
+    @pytest.mark.parametrize("length", [2**64 - 1, 1 << 63, 1 << 50, 100])
+    def test_record_longer_than_its_file_is_refused(self, tmp_path, length):
+        with refused("a.tfrecord", "record 0"):
+            tfrecord.TFRecordFile(str(write_tfrecord(tmp_path / "a.tfrecord", length, b"some")))
+
+    def test_record_of_a_terabyte_in_a_sparse_file_is_refused(self, tmp_path):
+        path = write_tfrecord(tmp_path / "a.tfrecord", 1 << 40)
+        try:
+            os.truncate(path, (1 << 40) + 16)
+        except OSError:
+            pytest.skip("the file system has no sparse files of this size")
+        with refused("record 0", "1,099,511,627,776 bytes"):
+            tfrecord.TFRecordFile(str(path))
+
+    @pytest.mark.parametrize("middle", [1, 30, -(1 << 62), 1 << 62])
+    def test_saved_offsets_that_contradict_the_file_are_not_used(self, tmp_path, middle):
+        path = write_tfrecord(tmp_path / "a.tfrecord", 16, b"sixteen of bytes")
+        path.write_bytes(path.read_bytes() + tfrecord._checksum(b"sixteen of bytes"))
+        state = tfrecord._stat(str(path))
+        offsets = struct.pack("<2q", *state) + np.array([0, middle, state[0]], "<i8").tobytes()
+        (tmp_path / "a.tfrecord.offsets").write_bytes(offsets)
+        file = tfrecord.TFRecordFile(str(path))
+        assert (len(file), file.read(0)) == (1, b"sixteen of bytes")
+
+    @pytest.mark.parametrize("key", ["pythonClassName", "type"])
+    def test_prepared_data_set_cannot_import_a_module(self, tmp_path, monkeypatch, key):
+        pytest.importorskip("tensorflow_datasets")
+        folder = tmp_path / "pets/1.0.0"
+        folder.mkdir(parents=True)
+        (tmp_path / "hostile_features.py").write_text("raise SystemExit('executed')")
+        monkeypatch.syspath_prepend(tmp_path)
+        (folder / "dataset_info.json").write_text('{"name": "pets", "version": "1.0.0"}')
+        features = {
+            "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
+            "featuresDict": {"features": {"image": {key: "hostile_features.Image"}}},
+        }
+        (folder / "features.json").write_text(json.dumps(features))
+        with refused("hostile_features.Image"):
+            tfds.Source("pets", "train", str(tmp_path))
+
+
+def test_free_memory_is_that_of_the_container_and_counts_the_file_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CONTAINER", tmp_path)
+    machine = memory.available()
+    assert machine is None or 0 < machine < 1 << 50
+    for name, content in {"max": "1000\n", "current": "700\n", "stat": "anon 500\ninactive_file 150\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert memory.available() == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    without_limit = memory.available()
+    assert (without_limit is None) == (machine is None)
+    assert without_limit is None or without_limit > 1 << 20
+    monkeypatch.setattr(memory, "MACHINE", tmp_path / "none")
+    assert memory.available() is None

@@ -1,0 +1,171 @@
+"""Errors while examples are read: which are skipped, which end the run, and the report of active reads."""
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+import input_pipeline as ip
+from input_pipeline.images import decode
+
+
+class BrokenSource:
+    """A source whose example `bad` raises an error; every other example is its index."""
+
+    class_names = None
+
+    def __init__(self, error, bad=5, size=12):
+        self.error, self.bad, self.size = error, bad, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise self.error
+        return {"image": np.int64(index)}
+
+    def describe(self, index):
+        return f"/data/{index}.jpg"
+
+    def nbytes(self):
+        return 0
+
+
+def streams(source, **options):
+    """Functions that read all batches of training and of evaluation."""
+    yield lambda: [b for _, b in zip(range(4), ip.train_batches(source, "", 4, seed=0, **options), strict=False)]
+    yield lambda: list(ip.eval_batches(source, "", 4, **options))
+
+
+ERRORS = {
+    "MemoryError": MemoryError(),
+    "OSError: [Errno 5] Input/output error": OSError(5, "Input/output error"),
+    "ValueError: the first line": ValueError("the first line\nand another"),
+    "RuntimeError": RuntimeError(),
+    "StopIteration": StopIteration(),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize("threads", [0, 1, 3])
+    @pytest.mark.parametrize("policy", ["fail", "skip"])
+    @pytest.mark.parametrize("message", ERRORS)
+    def test_errors_that_are_not_of_the_data_name_the_example_and_are_never_skipped(self, message, policy, threads):
+        for stream in streams(BrokenSource(ERRORS[message]), corrupt=ip.CorruptPolicy(policy), threads=threads):
+            with pytest.raises(ip.ReadingError) as error:
+                stream()
+            assert str(error.value) == f"/data/5.jpg: {message}"
+
+    def test_errors_of_the_data_are_skipped(self, caplog):
+        for stream in streams(BrokenSource(ip.InputError("broken image")), corrupt=ip.CorruptPolicy("skip")):
+            assert 5 not in np.concatenate([batch["image"] for batch in stream()])
+        assert "skipped /data/5.jpg: broken image" in caplog.text
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+    @pytest.mark.parametrize("threads", [0, 2])
+    def test_interrupts_pass_through(self, error, threads):
+        for stream in streams(BrokenSource(error()), threads=threads):
+            with pytest.raises(error):
+                stream()
+
+    def test_missing_file_is_not_skipped(self, tmp_path):
+        datasets.image_folder(tmp_path, train=4, val=1)
+        source = ip.open_source("folder", data_dir=str(tmp_path))
+        missing = source.describe(7)
+        Path(missing).unlink()
+        stream = ip.train_batches(
+            source, "decode(precise=True)|resize_pillow(8)", 12, 0, corrupt=ip.CorruptPolicy("skip")
+        )
+        with pytest.raises(ip.ReadingError, match=f"{missing}: No such file"):
+            next(stream)
+
+    def test_error_of_an_op_is_skipped_only_if_its_data_is_invalid(self, caplog):
+        class OddSource(BrokenSource):
+            def __getitem__(self, index):
+                return {"image": np.zeros((4, 4, 3), np.uint8) if index != self.bad else self.error}
+
+        corrupt = ip.CorruptPolicy("skip")
+        with pytest.raises(ip.ReadingError, match=r"/data/5\.jpg: preprocessing: \w+Error: "):
+            list(ip.eval_batches(OddSource("text"), "resize_pillow(2)", 4, corrupt=corrupt))
+        small = OddSource(np.zeros((1, 1, 3), np.uint8))
+        assert sum(batch["_mask"].sum() for batch in ip.eval_batches(small, "random_crop(2)", 4, corrupt=corrupt)) == 11
+        assert "skipped /data/5.jpg" in caplog.text
+
+    def test_memory_error_in_the_decoder_is_not_an_error_of_the_data(self, monkeypatch):
+        def fail(*_, **__):
+            raise MemoryError
+
+        monkeypatch.setattr(Image.Image, "convert", fail)
+        with pytest.raises(MemoryError):
+            decode.decode(datasets.jpeg(0), precise=True)
+
+
+class TestActiveReads:
+    def test_reads_of_all_threads_are_reported(self):
+        class StalledSource(BrokenSource):
+            def __getitem__(self, index):
+                if index in (3, 8):
+                    arrived.release()
+                    assert resumed.wait(300)
+                return super().__getitem__(index)
+
+        arrived, resumed = threading.Semaphore(0), threading.Event()
+        source = StalledSource(None, bad=-1)
+        assert ip.active_reads() == []
+        batches = []
+        consumer = threading.Thread(target=lambda: batches.extend(ip.eval_batches(source, "", 4, threads=2)))
+        consumer.start()
+        try:
+            assert arrived.acquire(timeout=300)
+            assert arrived.acquire(timeout=300)
+            reads = ip.active_reads()
+        finally:
+            resumed.set()
+            consumer.join(300)
+        assert [line.partition(": ")[0] for line in reads] == ["input_0", "input_1"]
+        examples = [re.sub(r"\(for \d+ s\)$", "", line.partition(": ")[2]) for line in reads]
+        assert sorted(examples) == ["/data/3.jpg ", "/data/8.jpg "]
+        assert len(batches) == 3
+        assert ip.active_reads() == []
+
+    def test_duration_of_a_read_is_reported(self, monkeypatch):
+        now = time.monotonic()
+        reads = []
+
+        class SlowSource(BrokenSource):
+            def __getitem__(self, index):
+                monkeypatch.setattr(time, "monotonic", lambda: now + 12)
+                reads.extend(ip.active_reads())
+                return super().__getitem__(index)
+
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        next(ip.eval_batches(SlowSource(None, bad=-1), "", 1, threads=0))
+        assert reads[0] == "MainThread: /data/0.jpg (for 12 s)"
+
+    def test_failed_read_is_no_longer_reported(self):
+        for stream in streams(BrokenSource(ValueError())):
+            with pytest.raises(ip.InputError):
+                stream()
+        assert ip.active_reads() == []
+
+    @pytest.mark.parametrize("step", [0, 1, 2, 7])
+    def test_batch_ids_are_those_of_the_batch(self, step):
+        source = BrokenSource(None, bad=-1, size=10)
+        batch = next(ip.train_batches(source, "", 4, seed=3, start_step=step))
+        rows = ip.batch_ids(source, 4, 3, step)
+        assert [row["index"] for row in rows] == batch["image"].tolist()
+        assert [row["id"] for row in rows] == [f"/data/{index}.jpg" for index in batch["image"]]
+        assert [(row["row"], row["epoch"]) for row in rows] == [(i, (step * 4 + i) // 10) for i in range(4)]
+        json.dumps(rows)
+
+    @pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
+    def test_batch_ids_of_a_missing_batch_are_an_error(self, size, step):
+        with pytest.raises(ip.InputError, match=f"step {step}"):
+            ip.batch_ids(BrokenSource(None), size, 0, step)
