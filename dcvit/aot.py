@@ -8,7 +8,6 @@ every config's models on the slices that the config recommends. Nothing is execu
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit import cli
@@ -29,41 +27,10 @@ from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
-from dcvit.training import setup
+from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
-from dcvit.training.tasks import TrainingData
 
 GIB = topologies.GIB
-EXAMPLES = 1_000_000  # of a data set that is not there
-
-
-class StandIn:
-    """Examples of the shapes that a config's data has, where the data is not on this host."""
-
-    class_names, token_bytes = None, None
-
-    def __init__(self, config: ConfigDict):
-        self.config, self.vocab_size, self.end_of_text = config, config.vocab_size, 0
-        self.context = config.model.get("context") or config.input.data.get("context")
-
-    def __len__(self) -> int:
-        return EXAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.config.model_name == "lm":
-            row = np.zeros(self.context + 1, np.int32)
-            return {"tokens": row, "is_target": np.ones_like(row, bool)}
-        from PIL import Image
-
-        encoded = io.BytesIO()
-        Image.new("RGB", (500, 375)).save(encoded, "JPEG")
-        return {"image": encoded.getvalue(), "label": 0}
-
-    def describe(self, index: int) -> str:
-        return f"stand-in {index}"
-
-    def nbytes(self) -> int:
-        return 0
 
 
 class Step(NamedTuple):
@@ -76,46 +43,34 @@ class Step(NamedTuple):
     flops: float | None  # of a step, by formula
 
 
-def lower(config: ConfigDict, devices: Sequence[Any]) -> Step:
-    """The training step of a config on a mesh over the given devices.
-
-    Raises:
-      ConfigError: the mesh does not fit the devices, the model or the batch, or another fault of the config.
-    """
-    mesh = setup.mesh(config, devices)
-    try:
-        data = TrainingData(config, mesh)
-    except input_pipeline.MissingDataError:
-        data = TrainingData(config, mesh, StandIn(config))
-    config = data.config
-    net: Any = setup.model(config)
-    example = data.task.example
-    with jax.set_mesh(mesh):  # whose devices say which implementations of attention there are
-        shapes = setup.param_shapes(net, example)
-    tx, schedule = setup.optimiser(config, shapes, data)
-    first = next(input_pipeline.train_batches(data.source, data.task.pp, 1, 0, threads=0))
+def lower(setup: Setup) -> Step:
+    """Lowers the training step of a run for the devices of its mesh."""
+    data, example = setup.data, setup.task.example
+    first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
     batch = {
-        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(mesh))
+        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(setup.mesh))
         for key, value in first.items()
     }
-    with jax.set_mesh(mesh):
-        state = state_shapes(config, net, tx, example, mesh)
-        lowered = jit_update(net, data.task, tx, schedule, state, mesh).lower(state, batch)
-    each = training_flops(net, example)
-    size = data.batch_size // config.grad_accum
+    with jax.set_mesh(setup.mesh):
+        state = state_shapes(setup)
+        lowered = jit_update(setup, state).lower(state, batch)
+    flops = training_flops(setup.model, example)
+    size = data.batch_size // setup.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    kernels = (net.implementation or "").startswith("pallas_")  # they keep what the choice on a CPU does
-    kept = _kept(data, net.clone(implementation=None) if kernels else net, state.params, part)
-    return Step(lowered, mesh, state, kept // batch_shards(mesh), each and float(each) * data.batch_size)
+    kept = _residual_bytes(setup, state.params, part) // batch_shards(setup.mesh)
+    return Step(lowered, setup.mesh, state, kept, flops and float(flops) * data.batch_size)
 
 
-def _kept(data: TrainingData, net: Any, params: Any, batch: Any) -> int:
-    """Bytes that a forward pass of the whole batch keeps for the backward pass, beside parameters."""
+def _residual_bytes(setup: Setup, params: Any, batch: Any) -> int:
+    """Returns the bytes that a forward pass of the whole batch keeps for the backward pass, without the parameters."""
+    model: Any = setup.model
+    if (model.implementation or "").startswith("pallas_"):
+        model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def backward(params: Any, batch: Any, key: Any) -> Any:
-        prepared = data.task.prepare(batch, key)
-        return jax.vjp(lambda p: data.task.loss(net)(p, prepared, key), params)[1]
+        prepared = setup.task.prepare(batch, key)
+        return jax.vjp(lambda p: setup.task.loss(model)(p, prepared, key), params)[1]
 
     residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, params, batch, key)) if hasattr(x, "dtype")]
     known = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
@@ -128,7 +83,7 @@ def _kept(data: TrainingData, net: Any, params: Any, batch: Any) -> int:
     return total
 
 
-def compile_for(config: ConfigDict, topology: str) -> dict[str, Any]:
+def compile_for(spec: str, overrides: Sequence[str], topology: str) -> dict[str, Any]:
     """What the TPU compiler says of a config's training step on a slice, as one row.
 
     Bytes are of one chip, in GiB: `params`; `optimiser`, its state and averaged parameters; `activations`, what a
@@ -140,7 +95,7 @@ def compile_for(config: ConfigDict, topology: str) -> dict[str, Any]:
       ConfigError: an unknown topology, no libtpu, or a config that does not fit it; nothing was compiled then.
     """
     chip, devices = topology_devices(topology)
-    step = lower(config, devices)
+    step = lower(load_setup(spec, overrides, devices=devices, stand_in=True))
     row: dict[str, Any] = {
         "topology": topology, "chips": len(devices),
         "mesh": " ".join(f"{name}={size}" for name, size in step.mesh.shape.items() if size > 1) or "1",
@@ -254,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_enable_compilation_cache", False)  # the time of a compilation is one of the results
     rows = []
     for spec, topology in configs.recommended() if args.all else [(args.config, args.topology)]:
-        row = {"config": spec, **compile_for(configs.load(spec, overrides), topology)}
+        row = {"config": spec, **compile_for(spec, overrides, topology)}
         if args.format == "table":
             cli.show(lines(row), "table")
         rows.append(row)

@@ -15,23 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from dcvit import cli
-from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params, step_folder
 from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import shardings
-from dcvit.training import setup
-from dcvit.training.tasks import with_text
+from dcvit.training.trained import TrainedModel, open_trained
 
 COLUMNS = ("evaluation", "model", "step", "parameters")  # of every row, before its evaluator's own
 
 
-def evaluate(config: ConfigDict, checkpoint: Folder, out: Path | None = None) -> list[dict[str, Any]]:
+def evaluate(trained: TrainedModel, out: Path | None = None) -> list[dict[str, Any]]:
     """The rows of each evaluator of the config, all with the same keys: COLUMNS and those of the evaluators.
 
     `step` is None for a checkpoint that knows none, and so is what an evaluator does not say. `out` is the CSV file
@@ -40,9 +36,8 @@ def evaluate(config: ConfigDict, checkpoint: Folder, out: Path | None = None) ->
     Raises:
       ConfigError, InputError, CheckpointError: see `dcvit.training.setup`, `dcvit.checkpoint` and `append_csv`.
     """
-    mesh, strategy = setup.evaluation_mesh(config)
-    net = setup.model(config)
-    evaluators = setup.evaluators(config, setup.predictor(net), mesh)
+    mesh, strategy, evaluators = trained.evaluators()
+    checkpoint = trained.checkpoint
     if not evaluators:
         raise ConfigError("config.evals names no evaluator whose data is there")
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
@@ -51,15 +46,15 @@ def evaluate(config: ConfigDict, checkpoint: Folder, out: Path | None = None) ->
         append_csv(out, columns)
     params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
     for evaluator in evaluators.values():
-        check_tree(shapes_of(params), shapes_of(setup.param_shapes(net, evaluator.example)), str(checkpoint))
+        trained.check_params(params, evaluator.example, str(checkpoint))
     about = {
-        "model": config.model.get(setup.MODELS[config.model_name][1]) or config.model_name,
+        "model": trained.label,
         "step": None if checkpoint.is_file() else _step(checkpoint),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
     rows: list[dict[str, Any]] = []
     for name, evaluator in evaluators.items():
-        rows += [about | row for row in evaluator.rows(name, evaluator.run(params), net)]
+        rows += [about | row for row in evaluator.rows(name, evaluator.run(params), trained.model)]
     return [{key: row.get(key) for key in columns} for row in rows]
 
 
@@ -93,38 +88,6 @@ def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, A
         writer.writerows(rows)
 
 
-def run_config(args: Any, overrides: Sequence[str]) -> tuple[ConfigDict, Folder]:
-    """The config and the checkpoint that `--workdir`, `--config` and `--checkpoint` name together."""
-    if args.workdir is None and (args.config is None or args.checkpoint is None):
-        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
-    if args.workdir is not None and not args.workdir.is_dir():
-        raise ConfigError(f"no workdir {args.workdir}")
-    if args.config:
-        config = configs.load(args.config, overrides)
-    elif overrides:
-        raise ConfigError("--config.KEY=VALUE needs --config: a workdir's own config is used as it is")
-    else:
-        config = configs.read_json(args.workdir / "config.json")
-    own = configs.read_json(args.workdir / "config.json") if args.workdir else ConfigDict()
-    return _sized(config, own), args.checkpoint or args.workdir
-
-
-def _sized(config: ConfigDict, own: ConfigDict) -> ConfigDict:
-    """The config with what a training run took from its data, read from the run's own config where it is missing.
-
-    Raises:
-      ConfigError: the number of classes, or of tokens, is in neither.
-    """
-    if config.model_name == "lm":
-        model, data = own.get("model", {}), config.input.get("data", {})
-        context = model.get("context", data.get("context"))
-        return with_text(config, own.get("vocab_size"), context, model.get("end_of_text"))
-    classes = own.get("num_classes") if config.num_classes is None else config.num_classes
-    if classes is None:
-        raise ConfigError("config.num_classes=None: give --workdir of the training run, or --config.num_classes=NUMBER")
-    return configs.with_classes(config, classes)
-
-
 def add_options(parser: cli.Parser) -> None:
     """The options that say which model."""
     parser.add_argument("--workdir", type=cli.folder, help="folder of a training run")
@@ -143,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
     multihost.initialize(args)
-    rows = evaluate(*run_config(args, overrides), args.out)
+    rows = evaluate(open_trained(args.workdir, args.config, args.checkpoint, overrides), args.out)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():
         append_csv(args.out, list(rows[0]), rows)

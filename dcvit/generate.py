@@ -16,9 +16,9 @@ from typing import Any
 
 from dcvit import cli
 from dcvit.errors import ConfigError
-from dcvit.evaluate import add_options, run_config
+from dcvit.evaluate import add_options
 from dcvit.inference.generation import Sampling, TextStream, generate
-from dcvit.training import setup
+from dcvit.training.trained import open_trained
 from input_pipeline import InputError
 
 TOKENS = 200
@@ -134,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not all(args.stop):
         raise ConfigError("--stop: an empty text would end everything before it begins")
     prompts = read_prompts(args.prompt, args.prompt_file)
-    config, checkpoint = run_config(args, overrides)
-    tokenizer = setup.tokenizer(config, args.tokenizer)
-    net, params = setup.language_model(config, checkpoint)
+    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
+    tokenizer = trained.tokenizer(args.tokenizer)
+    net, params = trained.language_model()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal that is not Unicode
     live = len(prompts) == 1 and args.format == "text"

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dcvit import cli
-from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, first_line
-from dcvit.evaluate import add_options, run_config
-from dcvit.training import setup
+from dcvit.evaluate import add_options
+from dcvit.training.trained import TrainedModel, open_trained
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
@@ -233,19 +232,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--tasks names no task")
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
-    config, checkpoint = run_config(args, overrides)
+    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
     if args.out:
         args.out.open("a").close()  # what is wrong with the file is said now, not after the work
     prepare(args.online)
-    results = evaluate_tasks(args, names, config, checkpoint)
-    results["config"]["model"] = str(checkpoint)
+    results = evaluate_tasks(args, names, trained)
+    results["config"]["model"] = str(trained.checkpoint)
     if args.out:
         args.out.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     cli.show(rows_of(results), args.format)
     return 0
 
 
-def evaluate_tasks(args: Any, names: Sequence[str], config: Any, checkpoint: Folder) -> Any:
+def evaluate_tasks(args: Any, names: Sequence[str], trained: TrainedModel) -> Any:
     """The results of the command's tasks on its model."""
     guarded = args.include_path is not None and not args.allow_code
     if guarded:
@@ -258,8 +257,8 @@ def evaluate_tasks(args: Any, names: Sequence[str], config: Any, checkpoint: Fol
     try:
         with sandboxed_templates() if guarded else contextlib.nullcontext():
             tasks = load_tasks(TaskManager(include_path=args.include_path and str(args.include_path)), names)
-            net, params = setup.language_model(config, checkpoint)
-            tokenizer = setup.tokenizer(config, args.tokenizer)
+            net, params = trained.language_model()
+            tokenizer = trained.tokenizer(args.tokenizer)
             model = HarnessModel(net, params, tokenizer, batch_size=args.batch_size)
             return run(model, tasks, num_fewshot=args.num_fewshot, limit=args.limit)
     except TemplateError as e:

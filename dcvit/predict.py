@@ -15,15 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from dcvit import cli
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import ConfigError
-from dcvit.evaluate import add_options, run_config
+from dcvit.evaluate import add_options
 from dcvit.training import setup
+from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline import InputError, Preprocess
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -75,26 +74,26 @@ def read_images(files: Sequence[Path], pp: str, failed: list[str]) -> Iterator[t
 
 
 def predict(
-    config: ConfigDict, checkpoint: Folder, files: Sequence[Path], class_names: Sequence[str], topk: int
+    trained: TrainedModel, files: Sequence[Path], class_names: Sequence[str], topk: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of file, rank, label and probability, and a line for each file that could not be read.
 
     Probabilities are a softmax over the classes, or a sigmoid each where the model trained with sigmoid_xent.
     """
-    if not config.pp_predict:
+    if not trained.pp_predict:
         raise ConfigError("config.pp_predict is empty: it says how an image file becomes the model's input")
-    net = setup.model(config)
+    checkpoint = trained.checkpoint
     params = load_params(checkpoint)
-    predictor = setup.predictor(net)
+    predictor = setup.predictor(trained.model)
     logits = jax.jit(lambda params, images: predictor(params, images)[0])
-    normalise = jax.nn.sigmoid if config.loss == "sigmoid_xent" else jax.nn.softmax
+    normalise = jax.nn.sigmoid if trained.is_multilabel else jax.nn.softmax
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
-    for names, images in read_images(files, config.pp_predict, failed):
+    for names, images in read_images(files, trained.pp_predict, failed):
         if not rows:
             what = f"{checkpoint}, with images of {images.shape[1:]} from config.pp_predict,"
             example = jax.ShapeDtypeStruct((1, *images.shape[1:]), np.float32)
-            check_tree(shapes_of(params), shapes_of(setup.param_shapes(net, example)), what)
+            trained.check_params(params, example, what)
         padded = np.pad(images, [(0, BATCH - len(images)), (0, 0), (0, 0), (0, 0)])
         scores = np.asarray(normalise(logits(params, jnp.asarray(padded))))
         for name, score in zip(names, scores, strict=False):
@@ -127,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.topk < 1:
         raise ConfigError(f"--topk {args.topk}: show at least one class")
-    config, checkpoint = run_config(args, overrides)
+    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
     files = find_images(args.images)
-    rows, failed = predict(config, checkpoint, files, read_class_names(args.workdir, config.num_classes), args.topk)
+    rows, failed = predict(trained, files, read_class_names(args.workdir, trained.num_outputs), args.topk)
     cli.show(rows if args.format != "table" else one_row_each(rows), args.format)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from dcvit import config as configs
 from dcvit.parallel import multihost
@@ -97,7 +96,7 @@ def existing(workdir: Folder) -> dict[str, Any]:
 
 
 def check_same_run(
-    workdir: Folder, theirs: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], accept: Sequence[str] = ()
+    workdir: Folder, theirs: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any], accept: Sequence[str] = ()
 ) -> list[str]:
     """The differences between this run and the one of `existing`, or of a checkpoint's `about`, that `accept` names.
 
@@ -106,7 +105,7 @@ def check_same_run(
     """
     differing: dict[str, str] = {}
     if "config" in theirs:
-        mine = json.loads(config.to_json())
+        mine = config
         free = {key for key in {*theirs["config"], *mine} if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
         for key in sorted({*theirs["config"], *mine} - free):
             differing |= _differences(f"config.{key}", theirs["config"].get(key), mine.get(key))
@@ -122,9 +121,9 @@ def check_same_run(
     return [f"{what} ({differing[what]})" for what in allowed]
 
 
-def record(workdir: Folder, config: ConfigDict, data: Mapping[str, Any]) -> None:
+def record(workdir: Folder, config: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Writes `config.json` and `data.json`."""
-    for name, content in (("data.json", dict(data)), ("config.json", json.loads(config.to_json()))):
+    for name, content in (("data.json", dict(data)), ("config.json", dict(config))):
         replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 

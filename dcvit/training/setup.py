@@ -1,238 +1,301 @@
-"""From a checked config to the objects it names: model, optimiser, data, evaluators. What does not fit
-together is a ConfigError here, before anything compiles.
+"""Setup of a run: from a checked config to the objects it names, built once.
+
+`make_setup` returns a frozen `Setup`; training reads nothing else. Objects that do not fit each other raise ConfigError
+here, before anything compiles.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
-import sys
+import json
+import logging
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.config import UNITS, is_duration
+from dcvit.config import UNITS, Options, duration, is_duration, load
 from dcvit.errors import ConfigError, check_call, first_line, nearest
-from dcvit.models import lm
-from dcvit.parallel import multihost
-from dcvit.parallel.sharding import DeviceCountError, check_model, check_strategy, make_mesh
+from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.training import optim
-from dcvit.training.tasks import TrainingData, check_data, check_loss, image_example, text_example
-from input_pipeline.text import megatron
-from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer
+from dcvit.training.inputs import TrainingData, check_data, open_source, read_input
+from dcvit.training.tasks import Task, check_loss, task_class
 
-# For each model the config's key of its number of outputs, and the argument of Model that names a variant.
-MODELS = {"vit": ("num_classes", "variant"), "lm": ("vocab_size", "preset")}
-EVALUATORS = {"vit": ("classification", "fewshot"), "lm": ("perplexity",)}
+LOG = logging.getLogger(__name__)
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
+Params = Mapping[str, Any]
+Predict = Callable[..., tuple[jax.Array, dict[str, Any]]]
 
 
-def model_module(config: ConfigDict) -> Any:
-    """The module `dcvit.models.<model_name>`."""
-    if config.model_name not in MODELS:
-        raise ConfigError(f"config.model_name={config.model_name!r}; {nearest(config.model_name, MODELS)}")
-    return importlib.import_module(f"dcvit.models.{config.model_name}")
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """Intervals between repeated work, in steps; 0 or None: never."""
+
+    log: int | None
+    ckpt: int | None
+    keep_ckpt: int | None
+    evals: Mapping[str, int | None]  # by the evaluator's name
 
 
-def model(config: ConfigDict) -> nn.Module:
-    """The linen module of `config.model`, with one output where the config leaves their number to the data."""
-    module = model_module(config)
-    size, named = MODELS[config.model_name]
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.KEYS`."""
+
+    ckpt_keep: int
+    ckpt_best: Sequence[str]
+    on_corrupt: str
+    nonfinite_skip: int
+    watchdog_seconds: float
+    watchdog_exit: bool
+    tensorboard: bool
+    profile: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All objects of a training run; `make_setup` builds them from a config."""
+
+    record: Mapping[str, Any]  # the complete config as JSON data, as written to config.json
+    seed: int
+    mesh: Mesh
+    sharding_strategy: Strategy
+    model: nn.Module
+    load_initial: Callable[[Params], Params] | None  # from parameter shapes to the parameters of `config.model_init`
+    task: Task
+    data: TrainingData
+    total_steps: int
+    lr: float
+    schedule: optim.Schedule
+    optimizer: optax.GradientTransformation
+    grad_accum: int
+    ema_decay: float
+    evaluators: Mapping[str, Any]
+    intervals: Intervals
+    options: RunOptions
+
+
+def make_setup(
+    config: ConfigDict,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    source: input_pipeline.Source | None = None,
+    evaluate: bool = True,
+) -> Setup:
+    """Builds the objects of a training run.
+
+    Args:
+      config: a config of `dcvit.config.load`.
+      devices: the devices of the mesh; by default all.
+      source: the training data; by default that of `config.input.data`.
+      evaluate: also build the evaluators.
+
+    Raises:
+      ConfigError: a value is invalid, or parts of the config do not fit each other.
+      InputError: the data is missing or unusable.
+    """
+    model = make_model(config)
+    mesh = _make_mesh(config, model, devices)
+    batch_size, corrupt = read_input(config, mesh)
+    source = open_source(config.input.data, "config.input.data") if source is None else source
+    if len(source) < batch_size:
+        raise ConfigError(f"config.input: {len(source)} examples do not fill one batch of {batch_size}")
+    task, config = task_class(config).create(config, source, corrupt)
+    model = model.clone(**task.model_fields)
+    data = TrainingData(source, task.pp, batch_size, config.seed, corrupt)
+    total_steps = duration(config, "total", batch_size=batch_size, examples=len(source))
+    if not total_steps:
+        raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
+    in_steps = functools.partial(duration, batch_size=batch_size, examples=len(source), total_steps=total_steps)
+    with jax.set_mesh(mesh):  # whose devices determine the implementations of attention
+        shapes = param_shapes(model, task.example)
+    optimizer, schedule = make_optimizer(config, shapes, total_steps, in_steps)
+    evaluators = make_evaluators(config, predictor(model), mesh, task, source) if evaluate else {}
+    for example in {evaluator.example for evaluator in evaluators.values()} - {task.example}:
+        param_shapes(model, example)  # rows may be longer than those of training, or too long
+    options = RunOptions(**{field.name: config[field.name] for field in dataclasses.fields(RunOptions)})
+    _check_options(options, evaluators, total_steps)
+    return Setup(
+        record=json.loads(config.to_json()), seed=config.seed, mesh=mesh, sharding_strategy=config.sharding_strategy,
+        model=model, load_initial=_make_loader(config, shapes), task=task, data=data, total_steps=total_steps,
+        lr=config.lr, schedule=schedule, optimizer=optimizer, grad_accum=config.grad_accum, ema_decay=config.ema_decay,
+        evaluators=evaluators, intervals=_make_intervals(config, evaluators, total_steps, in_steps), options=options,
+    )  # fmt: skip
+
+
+def load_setup(
+    spec: str, overrides: Sequence[str] = (), *, devices: Sequence[jax.Device] | None = None, stand_in: bool = False
+) -> Setup:
+    """Loads a config, see `dcvit.config.load`, and builds its setup without evaluators.
+
+    Args:
+      spec: "NAME[:key=value,…]".
+      overrides: "a.b=value" for single keys.
+      devices: the devices of the mesh; by default all.
+      stand_in: use stand-in examples if the training data is missing.
+    """
+    config = load(spec, overrides)
+    try:
+        return make_setup(config, devices=devices, evaluate=False)
+    except input_pipeline.MissingDataError:
+        if not stand_in:
+            raise
+        return make_setup(config, devices=devices, source=task_class(config).stand_in(config), evaluate=False)
+
+
+def make_model(config: ConfigDict) -> nn.Module:
+    """Builds the linen module of `config.model`, with one output if the config leaves their number to the data.
+
+    Raises:
+      ConfigError: an unknown model, variant or field, or a value of the wrong type.
+    """
+    task = task_class(config)
+    module = importlib.import_module(f"dcvit.models.{config.model_name}")
     fields = config.model.to_dict()
-    variant = fields.pop(named, None)
-    for key in (size, "name", "parent"):
+    variant = fields.pop(task.variant_key, None)
+    for key in (task.outputs_key, "name", "parent"):
         if key in fields:
-            raise ConfigError(f"config.model.{key} is not for a config to set; the number of outputs is config.{size}")
-    outputs = 1 if config[size] is None else config[size]
+            raise ConfigError(
+                f"config.model.{key} cannot be set in a config; the number of outputs is config.{task.outputs_key}"
+            )
+    outputs = 1 if config[task.outputs_key] is None else config[task.outputs_key]
     check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
     try:
-        built: nn.Module = module.Model(outputs, **{named: variant}, **fields)
+        model: nn.Module = module.Model(outputs, **{task.variant_key: variant}, **fields)
     except (ValueError, AttributeError) as e:
-        raise ConfigError(f"config.model.{named}: {e}") from None
-    return built
+        raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
+    return model
 
 
-def mesh(config: ConfigDict, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config.mesh` over all devices, or over the given ones; strategy and model fit it."""
-    made = make_mesh(config.mesh, devices)
-    check_strategy(made, config.mesh, config.sharding_strategy)
-    check_model(made, model(config))
-    return made
+def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strategy]:
+    """Returns the config's mesh and sharding strategy, for evaluation on this host's devices.
 
-
-def evaluation_mesh(config: ConfigDict) -> tuple[Mesh, Any]:
-    """The config's mesh and sharding strategy; where it is for another number of devices, all of them along "fsdp",
-    with that strategy, and said so on stderr."""
+    If the mesh is for another number of devices, all devices form the axis "fsdp", and a warning is logged.
+    """
     try:
-        return mesh(config), config.sharding_strategy
+        return _make_mesh(config, model), config.sharding_strategy
     except DeviceCountError as e:
-        made = make_mesh([("fsdp", -1)])
-        if multihost.is_first():
-            print(f"{e}: evaluating with fsdp {made.size} instead", file=sys.stderr)
-        return made, "fsdp"
+        mesh = make_mesh([("fsdp", -1)])
+        LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
+        return mesh, "fsdp"
 
 
-def param_shapes(net: nn.Module, example: jax.ShapeDtypeStruct) -> Any:
-    """The tree of parameter shapes, for model inputs like `example`."""
+def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
+    """Returns the tree of parameter shapes for model inputs like `example`.
+
+    Raises:
+      ConfigError: the model's fields do not fit each other or the input.
+    """
     try:
-        return jax.eval_shape(lambda x: net.init(jax.random.key(0), x), example)["params"]
+        shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e
+    return shapes
 
 
-def predictor(net: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, Any]]]:
-    """(params, model inputs) -> logits and the model's named intermediates, without dropout."""
+def predictor(model: nn.Module) -> Predict:
+    """Returns the function (params, model inputs) -> (logits, named intermediates), without dropout."""
 
-    def predict(params: Any, inputs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        return net.apply({"params": params}, inputs, train=False)  # type: ignore[return-value]
+    def predict(params: Params, inputs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        outputs: tuple[jax.Array, dict[str, Any]] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
+        return outputs
 
     return predict
 
 
-def trained_params(net: nn.Module, example: jax.ShapeDtypeStruct, checkpoint: Folder) -> Any:
-    """The parameters of a checkpoint. Raises CheckpointError where they are not those of `net` for such inputs."""
-    params = load_params(checkpoint)
-    check_tree(shapes_of(params), shapes_of(param_shapes(net, example)), str(checkpoint))
-    return params
+def make_optimizer(
+    config: ConfigDict, params: Params, total_steps: int, in_steps: Callable[..., int | None]
+) -> tuple[optax.GradientTransformation, optim.Schedule]:
+    """Builds the gradient transformation of a config and its learning-rate schedule.
 
-
-def language_model(config: ConfigDict, checkpoint: Folder) -> tuple[lm.LM, Any]:
-    """A trained language model and its parameters.
-
-    Raises:
-      ConfigError: the config is of another kind of model.
-      CheckpointError: see `trained_params`.
-    """
-    _check_language_model(config)
-    net: Any = model(config)
-    return net, trained_params(net, jax.ShapeDtypeStruct((1, 1), jnp.int32), checkpoint)
-
-
-def _check_language_model(config: ConfigDict) -> None:
-    if config.model_name != "lm":
-        raise ConfigError(f"config.model_name={config.model_name!r}: this needs a language model, 'lm'")
-
-
-def tokenizer(config: ConfigDict, given: str | None = None) -> Tokenizer:
-    """The tokenizer at the path `given`, or else that of the training data; of bytes, where text was read as such.
+    Args:
+      config: the config.
+      params: the parameters, or their shapes.
+      total_steps: the length of training.
+      in_steps: `dcvit.config.duration` for this run.
 
     Raises:
-      ConfigError: the training data was tokens already and none is given, or it has more tokens than the model.
+      ConfigError: an unknown transformation or schedule, or an argument that does not fit.
     """
-    _check_language_model(config)
-    known = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
-    about: dict[str, Any] = {}
-    if known.get("kind") == "megatron":
-        with contextlib.suppress(input_pipeline.MissingDataError):
-            about = megatron.about(known["path"])
-    known = {**about, **known}
-    path = given or known.get("tokenizer")
-    if path is None and known.get("kind") in ("megatron", "input_ids") and "tokenizer" not in about:
-        raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
-    ends = known.get("end_of_text", END_OF_TEXT)
-    try:
-        found = open_tokenizer(path, ends if isinstance(ends, str) else None)
-    except input_pipeline.InputError:
-        if "end_of_text" in known:
-            raise
-        found = open_tokenizer(path, None)  # one whose texts end otherwise, where nothing says how
-    if isinstance(found, FileTokenizer) and isinstance(ends, int):  # tokens' data gives the number, not the name
-        found.end_of_text = ends
-    if found.vocab_size > config.vocab_size:
-        raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {config.vocab_size}")
-    return found
-
-
-def optimiser(config: ConfigDict, params: Any, data: TrainingData) -> tuple[optax.GradientTransformation, Any]:
-    """The gradient transformation of a config and its schedule."""
     known = [name for name in dir(optax) if name.startswith("scale_by_") or name == "trace"]
     if config.optax_name not in known:
         close = difflib.get_close_matches(config.optax_name, known, n=1, cutoff=0.0)
         raise ConfigError(
-            f"config.optax_name={config.optax_name!r} is no scale_by_… or trace of optax; nearest: {close[0]}"
+            f"config.optax_name={config.optax_name!r} is not a scale_by_… or trace of optax; nearest: {close[0]}"
         )
     check_call(getattr(optax, config.optax_name), config.optax.to_dict(), "config.optax")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
-        steps = data.duration(schedule, name, "config.schedule", default=0)
+        steps = in_steps(schedule, name, what="config.schedule", default=0)
         for unit in ("epochs", "examples", "percent"):
             schedule.pop(f"{name}_{unit}", None)
         schedule[f"{name}_steps"] = steps
-    check_call(optim.schedule, schedule, "config.schedule", args=(data.total_steps,))
+    check_call(optim.schedule, schedule, "config.schedule", args=(total_steps,))
     try:
-        tx, factor = optim.make(
-            params, total_steps=data.total_steps, optax_name=config.optax_name, optax_args=config.optax.to_dict(),
+        optimizer, factor = optim.make(
+            params, total_steps=total_steps, optax_name=config.optax_name, optax_args=config.optax.to_dict(),
             lr=config.lr, schedule_args=schedule, wd=config.wd, wd_times_lr=config.wd_times_lr,
             wd_mults=config.wd_mults, lr_mults=config.lr_mults, frozen=config.frozen,
             grad_clip_norm=config.grad_clip_norm,
         )  # fmt: skip
-        jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config: {first_line(e)}") from None
-    return tx, factor
+    return optimizer, factor
 
 
-def evaluators(
-    config: ConfigDict, predict: Callable[..., Any], mesh: Mesh, data: TrainingData | None = None
+def make_evaluators(
+    config: ConfigDict,
+    predict: Predict,
+    mesh: Mesh,
+    task: Task | None = None,
+    source: input_pipeline.Source | None = None,
 ) -> dict[str, Any]:
-    """Each evaluator of `config.evals` by name, with an `example` of its model input; they must fit `data`, if given.
+    """Builds the evaluators of `config.evals`, by name; each has an `example` of its model input.
 
-    An evaluator with `optional=True` whose data is missing is left out, and said so on stderr.
+    An evaluator with `optional=True` whose data is missing is skipped with a warning.
+
+    Args:
+      config: the config.
+      predict: a function of `predictor`.
+      mesh: the devices that share a batch.
+      task, source: the task and data of training; if given, evaluators are checked against them.
+
+    Raises:
+      ConfigError: an unknown type or option, or data that does not fit the model.
+      MissingDataError: the data of an evaluator that is not optional is missing.
     """
-    built = {}
+    evaluators = {}
     for name, options in config.evals.items():
         what = f"config.evals.{name}"
         if not isinstance(options, ConfigDict):
             raise ConfigError(f"{what}={options!r} should be a dict with type, data and pp")
         try:
-            built[name] = _evaluator(config, options, what, predict, mesh)
+            evaluators[name] = _make_evaluator(config, options, what, predict, mesh)
         except input_pipeline.MissingDataError as e:
             if not options.get("optional"):
                 raise
-            if multihost.is_first():
-                print(f"left out: evaluation {name!r}: {e}", file=sys.stderr)
+            LOG.warning("skipped evaluation %r: %s", name, e)
             continue
-        if data:
-            _check_fit(built[name], data, what)
-    return built
+        if task and source:
+            task.check_evaluator(evaluators[name], source, what)
+    return evaluators
 
 
-def _check_fit(evaluator: Any, data: TrainingData, what: str) -> None:
-    """Raises ConfigError where an evaluator's images have another shape than those of training, or its labels
-    another numbering: class names that are partly the same and not all; or where its texts end otherwise."""
-    if data.config.model_name == "lm":
-        ends = data.source.end_of_text, evaluator.source.end_of_text  # type: ignore[attr-defined]
-        if None not in ends and ends[0] != ends[1]:
-            raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
-        return
-    shape, expected = evaluator.example.shape[1:], data.task.example.shape[1:]
-    if shape != expected:
-        raise ConfigError(f"{what}.pp yields images of {shape}, training of {expected}")
-    ours, theirs = data.source.class_names or (), evaluator.source.class_names or ()
-    if evaluator.target[1] and ours != theirs and set(ours) & set(theirs):
-        differing = sorted(set(ours) ^ set(theirs)) or ["their order"]
-        raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
-
-
-def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Callable[..., Any], mesh: Mesh) -> Any:
-    """One evaluator, its arguments and its first example checked."""
-    kind = options.get("type")
-    known = EVALUATORS[config.model_name]
-    if kind not in known:
-        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), known)}")
+def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:
+    """Builds one evaluator, and checks its arguments and its first example."""
+    task, kind = task_class(config), options.get("type")
+    if kind not in task.evaluator_types:
+        raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), task.evaluator_types)}")
     kwargs = {
         k: v for k, v in options.to_dict().items() if k not in ("type", "optional") and not is_duration(k, ("log",))
     }
@@ -246,8 +309,55 @@ def _evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Call
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(evaluator, kwargs, what, args=(predict, mesh), also=[f"log_{unit}" for unit in UNITS])
     built = evaluator(predict, mesh, **kwargs)
-    if config.model_name == "lm":
-        built.example = text_example(built.source, config, f"{what}.data")
-    else:
-        built.example = image_example(built.source, built.pp, config, f"{what}.pp", built.corrupt, evaluator.target)
+    built.example = task.evaluator_example(built, config, what)
     return built
+
+
+def _make_mesh(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh of `config.mesh`, and checks that the sharding strategy and the model fit it."""
+    mesh = make_mesh(config.mesh, devices)
+    check_strategy(mesh, config.mesh, config.sharding_strategy)
+    check_model(mesh, model)
+    return mesh
+
+
+def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Params] | None:
+    """Returns the function that loads the parameters of `config.model_init`, or None if training starts fresh.
+
+    Its result has None for each parameter that is not loaded.
+    """
+    if not config.model_init:
+        return None
+    load_params = importlib.import_module(f"dcvit.models.{config.model_name}").load
+    options, fields = config.model_load.to_dict(), config.model.to_dict()
+    check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
+
+    def load_initial(shapes: Params) -> Params:
+        loaded = load_params(shapes, config.model_init, fields, **options)
+        params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
+        return params
+
+    return load_initial
+
+
+def _make_intervals(
+    config: ConfigDict, evaluators: Mapping[str, Any], total_steps: int, in_steps: Callable[..., int | None]
+) -> Intervals:
+    def interval(options: Options, name: str, default: int | None, what: str = "config") -> int | None:
+        return in_steps(options, name, default=default, what=what)
+
+    return Intervals(
+        log=interval(config, "log", 50),
+        ckpt=interval(config, "ckpt", total_steps),
+        keep_ckpt=interval(config, "keep_ckpt", None),
+        evals={n: interval(config.evals[n], "log", total_steps, f"config.evals.{n}") for n in evaluators},
+    )
+
+
+def _check_options(options: RunOptions, evaluators: Mapping[str, Any], total_steps: int) -> None:
+    """Raises ConfigError if `ckpt_best` names no metric of an evaluator, or `profile` no step of the run."""
+    known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
+    if options.ckpt_best and (metric := options.ckpt_best[0]) not in known:
+        raise ConfigError(f"config.ckpt_best: no evaluation yields {metric!r}; {nearest(metric, known)}")
+    if options.profile and options.profile[0] > total_steps:
+        raise ConfigError(f"config.profile={tuple(options.profile)}: the run has {total_steps} steps")

@@ -1,8 +1,8 @@
-"""The training step: what it changes, what it computes, and where its arrays live."""
+"""Training step: its state, its computation, and the placement of its arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -10,94 +10,100 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from dcvit.parallel.sharding import replicated, shardings
-from dcvit.training.tasks import Task
+from dcvit.training.setup import Params, Setup
+
+Metrics = dict[str, jax.Array]
+Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
+ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """All that a step changes. `ema` is None where weights are not averaged."""
+    """The state that a training step changes.
 
-    step: Any  # int32 scalar, the number of steps done
+    The fields are typed Any because the same tree also holds shapes, shardings and gradients.
+    """
+
+    step: Any  # number of completed steps, int32
     params: Any
     opt_state: Any
-    ema: Any
-    skipped: Any  # int32 scalar, corrupt examples passed over so far
-    nonfinite: Any  # int32 scalar, steps passed over because their loss or gradient was not finite
+    ema: Any  # averaged parameters; None if weights are not averaged
+    skipped: Any  # number of damaged examples skipped so far, int32
+    nonfinite: Any  # number of steps skipped because their loss or gradient was not finite, int32
 
     def items(self) -> dict[str, Any]:
-        """As the items of a checkpoint."""
+        """Returns the items of a checkpoint: `params`, `ema` if present, and `rest`."""
         averaged = {} if self.ema is None else {"ema": self.ema}
         counts = {"step": self.step, "skipped": self.skipped, "nonfinite": self.nonfinite}
         rest = {**counts, "opt_state": self.opt_state}
         return {"params": self.params, **averaged, "rest": rest}
 
     @property
-    def best(self) -> Any:
-        """The parameters to evaluate: the averaged ones where there are any."""
+    def best(self) -> Params:
+        """The parameters to evaluate: the averaged ones if present."""
         return self.params if self.ema is None else self.ema
 
 
-def initial_state(config: ConfigDict, params: Any, tx: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+def initial_state(setup: Setup, params: Params) -> TrainState:
+    """Returns the state before the first step."""
+    ema = jax.tree.map(jnp.copy, params) if setup.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
-    return TrainState(params=params, opt_state=tx.init(params), ema=ema, **counts)
+    return TrainState(params=params, opt_state=setup.optimizer.init(params), ema=ema, **counts)
 
 
-def state_shapes(
-    config: ConfigDict, net: Any, tx: optax.GradientTransformation, example: jax.ShapeDtypeStruct, mesh: Mesh
-) -> TrainState:
-    """The state's shapes, each with its sharding on the mesh as `config.sharding_strategy` says."""
+def init_params(setup: Setup, key: jax.Array) -> Params:
+    """Returns the initial parameters of the model."""
+    example = setup.task.example
+    params: Params = setup.model.init(key, jnp.zeros(example.shape, example.dtype))["params"]
+    return params
 
-    def fresh() -> TrainState:
-        params = net.init(jax.random.key(0), jnp.zeros(example.shape, example.dtype))["params"]
-        return initial_state(config, params, tx)
 
-    shapes = jax.eval_shape(fresh)
+def state_shapes(setup: Setup) -> TrainState:
+    """Returns the shapes of the state, each with its sharding on the mesh."""
+    shapes = jax.eval_shape(lambda: initial_state(setup, init_params(setup, jax.random.key(0))))
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        shapes, shardings(shapes, mesh, config.sharding_strategy),
+        shapes, shardings(shapes, setup.mesh, setup.sharding_strategy),
     )  # fmt: skip
     return placed
 
 
-def jit_update(
-    net: Any, task: Task, tx: optax.GradientTransformation, schedule: Any, shapes: TrainState, mesh: Mesh
-) -> Any:
-    """`make_update`, jitted for a state placed like `shapes`, whose memory it uses again."""
+def jit_update(setup: Setup, shapes: TrainState) -> Any:
+    """Returns `make_update`, jitted for a state placed like `shapes`, whose memory it donates."""
     places = jax.tree.map(lambda s: s.sharding, shapes)
-    update = make_update(net, task, tx, schedule, places.params)
-    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(mesh)))
+    update = make_update(setup, places.params)
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.mesh)))
 
 
-def make_update(
-    net: Any, task: Task, tx: optax.GradientTransformation, schedule: Any, places: Any = None
-) -> Callable[..., Any]:
-    """The training step: (state, batch) -> (state, metrics `loss`, `lr`, `grad_norm`, of all parameters and before
-    clipping, `nonfinite`, and `skipped` where corrupt examples may be).
+def make_update(setup: Setup, places: Any = None) -> Update:
+    """Returns the training step: (state, batch) -> (state, metrics).
 
-    Where loss or gradient is not finite, the step counts in `nonfinite` and changes no parameter, average or optimiser
-    state. `places` are the shardings of gradients, where given.
+    The metrics are `loss`; `lr`; `grad_norm`, over all parameters and before clipping; `nonfinite`, the number of
+    skipped steps; and `skipped`, if damaged examples may be skipped. A step with a non-finite loss or gradient
+    changes no parameter, average or optimizer state.
+
+    Args:
+      setup: the run.
+      places: the shardings of the gradients, if given.
     """
-    config, loss_of = task.config, task.loss(net)
+    loss_of = setup.task.loss(setup.model)
 
-    def value_and_grad(*args: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(*args)
+    def value_and_grad(params: Params, batch: Mapping[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Params]:
+        loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
-    def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
         prepare_key, dropout_key = jax.random.split(key)
-        prepared = task.prepare(batch, prepare_key)
-        loss, grads = accumulate(value_and_grad, state.params, prepared, dropout_key, config.grad_accum)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        prepared = setup.task.prepare(batch, prepare_key)
+        loss, grads = accumulate(value_and_grad, state.params, prepared, dropout_key, setup.grad_accum)
+        updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
-        if config.ema_decay:
-            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": config.lr * schedule(state.step)}
+        if setup.ema_decay:
+            ema = optax.incremental_update(params, ema, 1 - setup.ema_decay)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": setup.lr * setup.schedule(state.step)}
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         params, opt_state, ema = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
@@ -105,7 +111,7 @@ def make_update(
         )  # fmt: skip
         skipped = state.skipped + jnp.sum(batch["_skipped"])
         metrics["nonfinite"] = state.nonfinite + jnp.where(finite, 0, 1)
-        if config.input.get("corrupt") == "skip":
+        if setup.data.corrupt.action == "skip":
             metrics["skipped"] = skipped
         counts = {"step": state.step + 1, "skipped": skipped, "nonfinite": metrics["nonfinite"]}
         return TrainState(params=params, opt_state=opt_state, ema=ema, **counts), metrics
@@ -114,16 +120,16 @@ def make_update(
 
 
 def accumulate(
-    value_and_grad: Callable[..., Any], params: Any, batch: dict[str, jax.Array], key: jax.Array, parts: int
-) -> Any:
-    """Loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
+    value_and_grad: ValueAndGrad, params: Params, batch: dict[str, jax.Array], key: jax.Array, parts: int
+) -> tuple[jax.Array, Params]:
+    """Returns loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
-    Every device's examples are dealt out over all parts, so that each part keeps all devices busy.
+    Each part holds examples of every device, so that all devices work on each part.
     """
     if parts == 1:
         return value_and_grad(params, batch, key)
 
-    def deal(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
 
     def add(total: Any, numbered: Any) -> tuple[Any, None]:
@@ -132,16 +138,17 @@ def accumulate(
         return jax.tree.map(jnp.add, total, result), None
 
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), jax.tree.map(deal, batch)))
-    return jax.tree.map(lambda x: x / parts, total)
+    total, _ = jax.lax.scan(add, zeros, (jnp.arange(parts), jax.tree.map(split, batch)))
+    loss, grads = jax.tree.map(lambda x: x / parts, total)
+    return loss, grads
 
 
-def not_finite(tree: Any) -> list[str]:
-    """The names of the arrays of a tree that hold a NaN or Inf in what this process has of them.
+def non_finite_arrays(tree: Any) -> list[str]:
+    """Returns the names of the arrays of a tree that contain NaN or Inf in this process's shards.
 
-    No device waits for another, so that any thread may ask at any time.
+    The check involves no communication between devices, so any thread may call it at any time.
     """
-    by_device: dict[Any, dict[str, jax.Array]] = {}
+    by_device: dict[jax.Device, dict[str, jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -150,9 +157,9 @@ def not_finite(tree: Any) -> list[str]:
                     by_device.setdefault(shard.device, {})[name] = shard.data
     checked = []
     for device, arrays in by_device.items():
-        with jax.set_mesh(Mesh([device], ("own",))):  # in place of that of the training
+        with jax.set_mesh(Mesh([device], ("own",))):  # replaces the mesh of training
             checked.append(_all_finite(arrays))
-    return sorted({name for finite in jax.device_get(checked) for name, well in finite.items() if not well})
+    return sorted({name for finite in jax.device_get(checked) for name, ok in finite.items() if not ok})
 
 
 @jax.jit

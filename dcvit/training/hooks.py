@@ -1,0 +1,287 @@
+"""Hooks of the training loop: the non-finite guard, metrics and evaluations, checkpoints, and the profiler.
+
+The trainer calls `before_step` and `after_step` of each hook, in the order of the list, at every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+import input_pipeline
+from dcvit.checkpoint.files import replace
+from dcvit.errors import first_line
+from dcvit.models.flops import training_flops
+from dcvit.parallel import multihost, topologies
+from dcvit.training.resume import Run
+from dcvit.training.step import Metrics, TrainState, non_finite_arrays
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class StepResult:
+    """The state after a step, and the step's metrics, which may still be being computed."""
+
+    step: int
+    state: TrainState
+    metrics: Metrics
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, Any]:
+        """The metrics as Python numbers; waits for the devices."""
+        return {name: value.item() for name, value in jax.device_get(dict(self.metrics)).items()}
+
+
+class Hook:
+    """Work between the steps; a subclass overrides one method or both."""
+
+    def before_step(self, step: int) -> None:
+        """Runs before the data of a step is read."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Runs after a step was started on the devices, and the step before it was checked."""
+
+
+class StepClock:
+    """Mean wall time of a step, without the pauses for evaluation and saving."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Starts a new measurement."""
+        self.since, self.steps = time.perf_counter(), 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes the time spent in the body."""
+        paused_at = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - paused_at
+
+    def elapsed_per_step(self) -> float:
+        """Returns the seconds per step since the last call, and starts a new measurement."""
+        seconds = (time.perf_counter() - self.since) / max(1, self.steps)
+        self.start()
+        return seconds
+
+
+class NonFiniteGuard:
+    """Raises FloatingPointError once more than `config.nonfinite_skip` steps had a non-finite loss or gradient."""
+
+    def __init__(self, run: Run):
+        self.run, self.limit = run, run.setup.options.nonfinite_skip
+        self.lock = threading.Lock()  # `check` is also called by the thread that saves a stopped run
+        self.messages: dict[int, str] = {}  # by step
+
+    def check(self, result: StepResult) -> None:
+        """Reports a step that was not finite, once. Raises FloatingPointError if there were too many up to this one."""
+        numbers = result.numbers
+        names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))]
+        count = numbers.get("nonfinite", 0)
+        with self.lock:
+            if names and result.step not in self.messages:
+                message = f"step {result.step}: the {names[0]} is {numbers[names[0]]}"
+                where = self._write_examples(result.step, names)
+                if count <= self.limit:
+                    LOG.warning("%s; skipped, %d of at most %d, %s", message, count, self.limit, where)
+                after = f" after {self.limit} skipped steps" if self.limit else ""
+                self.messages[result.step] = f"{message}; stopped{after}, {where}"
+        if count > self.limit:
+            text = self.messages.get(result.step, f"step {result.step}: {count} steps so far were not finite; stopped")
+            raise FloatingPointError(f"{text}, earlier checkpoints are kept")
+
+    def _write_examples(self, step: int, names: Sequence[str]) -> str:
+        """Writes the examples of a step to a file, in the first process, and returns a description of the result."""
+        path, outcome = self.run.workdir / f"nonfinite-{step}.json", "its examples are in"
+        data = self.run.setup.data
+        if multihost.is_first():
+            try:
+                ids = input_pipeline.batch_ids(data.source, data.batch_size, data.seed, step - 1)
+                replace(path, json.dumps({"step": step, "not finite": names, "examples": ids}, indent=1) + "\n")
+            except (OSError, ValueError) as e:
+                outcome = f"its examples could not be written ({first_line(e)}) to"
+        with contextlib.suppress(Exception):  # other processes would end the first one before it has written
+            multihost.gather(f"nonfinite/{step}", True, multihost.EXIT_SECONDS)
+        return f"{outcome} {path}"
+
+
+class BestCheckpoint:
+    """The best step so far by the metric of `config.ckpt_best`."""
+
+    def __init__(self, ckpt_best: Sequence[str]):
+        self.metric: str | None = ckpt_best[0] if ckpt_best else None
+        self.sign = -1 if ckpt_best and ckpt_best[1] == "min" else 1
+        self.value: float | None = None
+        self.step: int | None = None
+
+    def update(self, step: int, row: Mapping[str, Any]) -> None:
+        """Takes a row of metrics into account."""
+        value = row.get(self.metric) if self.metric and step else None
+        if value is None or not math.isfinite(value):
+            return
+        if self.value is None or self.sign * (value - self.value) > 0:
+            self.value, self.step = value, step
+
+
+class MetricsHook(Hook):
+    """Records and shows metrics and evaluations when they are due."""
+
+    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, clock: StepClock):
+        self.run, self.guard, self.best, self.clock = run, guard, best, clock
+        self.intervals, self.total_steps = run.setup.intervals, run.setup.total_steps
+        self.peak = peak_examples_per_second(run.setup.model, run.setup.task.example, jax.devices())
+        self.row: dict[str, Any] = {}  # the last row of metrics
+
+    def after_step(self, result: StepResult) -> None:
+        """Writes the row of a step that logs or evaluates."""
+        evaluators, logs = self._due(result.step)
+        if not evaluators and not logs:
+            return
+        self.guard.check(result)
+        timing = self._timing() if logs else {}
+        with self.clock.paused():
+            self._record(result.step, result.state, result.numbers, evaluators, timing)
+
+    def first_row(self, state: TrainState) -> None:
+        """Records the number of parameters and every evaluation before the first step."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        self.run.progress.line(f"{count:,} parameters, {self.total_steps} steps")
+        self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
+
+    def catch_up(self, state: TrainState) -> None:
+        """Records the row of the checkpoint's step if the run stopped before it could; recalls the best step."""
+        run, start = self.run, self.run.start
+        history = run.writer.metrics.rows if run.writer and self.best.metric else []
+        for row in multihost.gather("history", history)[0]:
+            if row["step"] <= start:
+                self.best.update(row["step"], row)
+        last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
+        evaluators, logs = self._due(start)
+        if last < start and (evaluators or logs):
+            self._record(start, state, run.resumed["row"], evaluators, {})
+
+    def _due(self, step: int) -> tuple[list[str], bool]:
+        """Returns the evaluators that are due after a step, and True if it logs. The last step evaluates everything."""
+        last = step == self.total_steps
+        evaluators = [name for name, interval in self.intervals.evals.items() if last or is_due(interval, step)]
+        return evaluators, bool(self.intervals.log) and (last or is_due(self.intervals.log, step))
+
+    def _timing(self) -> dict[str, float]:
+        seconds = self.clock.elapsed_per_step()
+        timing = {"step_seconds": seconds, "examples_per_second": self.run.setup.data.batch_size / seconds}
+        if self.peak:
+            timing["mfu"] = timing["examples_per_second"] / self.peak
+        timing["seconds"] = self.run.seconds
+        return timing
+
+    def _record(
+        self,
+        step: int,
+        state: TrainState,
+        numbers: Mapping[str, Any],
+        evaluators: Iterable[str],
+        timing: dict[str, float],
+    ) -> None:
+        row = {name: value for name, value in numbers.items() if name != "nonfinite" or self.guard.limit}
+        for name in evaluators:
+            self.run.watchdog(f"evaluating {name} after step {step}")
+            row |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
+        self.best.update(step, row)
+        if self.run.writer:
+            self.run.writer.write(step, row, timing)
+        self.run.progress.report(step, row, timing)
+        self.row = row
+
+
+class CheckpointHook(Hook):
+    """Saves checkpoints when they are due, and the best one."""
+
+    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, clock: StepClock):
+        self.run, self.guard, self.best, self.clock = run, guard, best, clock
+        self.interval, self.total_steps = run.setup.intervals.ckpt, run.setup.total_steps
+        self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
+
+    def after_step(self, result: StepResult) -> None:
+        """Saves a step that is due, or the best one so far."""
+        due = bool(self.interval) and (result.step == self.total_steps or is_due(self.interval, result.step))
+        if not due and self.best.step != result.step:
+            return
+        self.guard.check(result)  # waits for the steps under way, which are not part of the pause
+        with self.clock.paused():
+            self.run.watchdog(f"saving step {result.step}")
+            self.save(result)
+
+    def save(self, result: StepResult) -> None:
+        """Starts to save a step, unless it is the newest one saved.
+
+        Raises:
+          FloatingPointError: the state contains NaN or Inf.
+          CheckpointError: this save could not start, or the last one failed.
+        """
+        run, data = self.run, self.run.setup.data
+        with self.lock:
+            if run.checkpointer.saved == result.step:
+                return
+            self.guard.check(result)
+            gathered = multihost.gather(f"finite/{result.step}", non_finite_arrays(result.state.items()))
+            if names := sorted({name for found in gathered for name in found}):
+                more = f" and {len(names) - 1} more arrays are" if len(names) > 1 else " is"
+                raise FloatingPointError(
+                    f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
+                )
+            position = {"seed": data.seed, "next example": result.step * data.batch_size}
+            about = {**run.about, "position": position, "row": result.numbers, "seconds": run.seconds}
+            if run.writer:
+                run.writer.flush()
+            run.checkpointer.save(result.step, result.state.items(), about, best=self.best.step)
+
+
+class ProfilerHook(Hook):
+    """Records a JAX profiler trace of the steps of `config.profile` in `<workdir>/profile`."""
+
+    def __init__(self, run: Run):
+        self.folder, (self.first, self.last) = str(run.workdir / "profile"), run.setup.options.profile
+        self.last = min(self.last, run.setup.total_steps)
+        self.recording = False
+
+    def before_step(self, step: int) -> None:
+        """Starts the trace at the first step of the window, or in the window if the run resumes there."""
+        if not self.recording and self.first <= step <= self.last:
+            jax.profiler.start_trace(self.folder)
+            self.recording = True
+
+    def after_step(self, result: StepResult) -> None:
+        """Ends the trace after the last step of the window."""
+        if self.recording and result.step == self.last:
+            jax.block_until_ready(result.state)
+            jax.profiler.stop_trace()
+            self.recording = False
+
+
+def is_due(interval: int | None, step: int) -> bool:
+    """Returns True if a step ends an interval; an interval of 0 or None never ends."""
+    return bool(interval) and step % (interval or 1) == 0
+
+
+def peak_examples_per_second(
+    model: nn.Module, example: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]
+) -> float | None:
+    """Returns the examples per second of devices that execute the model's matrix products at their peak rate.
+
+    Model FLOPs utilization (MFU) is measured against it. None for devices that are not in `dcvit.parallel.topologies`.
+    """
+    chip, flops = topologies.chip(devices[0].device_kind), training_flops(model, example)
+    return chip.peak * len(devices) / flops if chip and flops else None

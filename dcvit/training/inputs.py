@@ -1,0 +1,155 @@
+"""Data sources of a config, checked against its preprocessing and its model before training starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import input_pipeline
+from dcvit.config import INPUT_KEYS, Options
+from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.parallel.mesh import BATCH
+from dcvit.parallel.sharding import batch_shards
+from input_pipeline import CorruptPolicy, Source
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """The training stream: an endless sequence of batches, a function of the seed and the step."""
+
+    source: Source
+    pp: str
+    batch_size: int
+    seed: int
+    corrupt: CorruptPolicy
+
+    def batches(
+        self, start_step: int, rows: Sequence[int] | None = None
+    ) -> Generator[dict[str, np.ndarray], None, None]:
+        """Yields the batches from a step on; `rows` selects the rows of each batch that this process prepares."""
+        return input_pipeline.train_batches(
+            self.source, self.pp, self.batch_size, self.seed, start_step, rows=rows, corrupt=self.corrupt
+        )
+
+
+def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
+    """Returns the batch size and the policy for damaged examples of `config.input`.
+
+    Raises:
+      ConfigError: an unknown key, a value of the wrong type, or a batch that the mesh does not divide.
+    """
+    for key in config.input:
+        if key not in INPUT_KEYS:
+            raise ConfigError(f"config.input has no key {key!r}; {nearest(key, INPUT_KEYS)}")
+    options = {name: key.default for name, key in INPUT_KEYS.items()} | config.input.to_dict()
+    for name, key in INPUT_KEYS.items():
+        value = options[name]
+        if not isinstance(value, key.type) or isinstance(value, bool):
+            raise ConfigError(f"config.input.{name}={value!r} should be of type {key.type.__name__}")
+    batch_size = options["batch_size"]
+    if batch_size < 1:
+        raise ConfigError(f"config.input.batch_size={batch_size} should be 1 or more")
+    if batch_size % (config.grad_accum * batch_shards(mesh)):
+        raise ConfigError(
+            f"config.input.batch_size={batch_size} is not a multiple of grad_accum {config.grad_accum} × "
+            f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
+        )
+    return batch_size, CorruptPolicy(options["corrupt"], options["corrupt_max"])
+
+
+def open_source(data: Options, what: str) -> Source:
+    """Opens a config's `data`; `what` is its name in error messages."""
+    check_data(data, what)
+    return input_pipeline.open_source(**dict(data))
+
+
+def check_data(data: object, what: str) -> None:
+    """Raises ConfigError if `data` names no kind, or if an option common to all kinds has the wrong type."""
+    if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
+        raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
+    common = {key: data[key] for key in ("kind", "limit", "cache") if key in data}
+    check_call(input_pipeline.open_source, common, what)
+
+
+def given(value: T | None, key: str) -> T:
+    """Returns a value of the config that may also come from the data or from a workdir.
+
+    Raises:
+      ConfigError: the value is None.
+    """
+    if value is None:
+        raise ConfigError(f"config.{key} is not known: set it, or give the data or the --workdir that determines it")
+    return value
+
+
+def text_example(source: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
+    """Returns the shape of one row of tokens as a model input, (1, T) int32.
+
+    Raises:
+      ConfigError: the source holds no text, or more tokens than the model's vocabulary.
+    """
+    if not hasattr(source, "context"):
+        raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
+    if source.vocab_size is None:
+        raise ConfigError(f"{what} does not state its vocabulary size: give {what}.vocab_size")
+    if config.vocab_size is not None and source.vocab_size > config.vocab_size:
+        raise ConfigError(f"{what} has {source.vocab_size} tokens, config.vocab_size={config.vocab_size}")
+    return jax.ShapeDtypeStruct((1, source.context), np.int32)
+
+
+def image_example(
+    source: Source,
+    pp: str,
+    config: ConfigDict,
+    what: str,
+    corrupt: CorruptPolicy,
+    target: tuple[str, int] = ("labels", 1),
+) -> jax.ShapeDtypeStruct:
+    """Returns the shape of one preprocessed image as a model input, (1, height, width, channels) float32.
+
+    Args:
+      source: the images; the first readable one is preprocessed.
+      pp: the preprocessing string.
+      config: the config, for its number of classes.
+      what: the name of `pp` in error messages.
+      corrupt: the policy for damaged examples.
+      target: name and rank of the label: ("labels", 1) for a vector over the classes, ("label", 0) for an index.
+
+    Raises:
+      ConfigError: `pp` does not yield a float32 image and the target.
+    """
+    batches = input_pipeline.eval_batches(source, pp, 1, corrupt=corrupt, threads=0)
+    example = next(({k: v[0] for k, v in batch.items()} for batch in batches if batch["_mask"][0]), {})
+    for key, ndim in (("image", 3), target):
+        if key not in example or example[key].ndim != ndim:
+            raise ConfigError(
+                f"{what} yields {', '.join(k for k in example if k != '_mask')}; expected image (height, width, "
+                f"channels) and {target[0]}"
+            )
+    if example["image"].dtype != np.float32:
+        raise ConfigError(f"{what} yields {example['image'].dtype} images; add value_range(-1, 1)")
+    classes = len(example["labels"]) if target[1] else config.num_classes
+    if classes != config.num_classes:
+        raise ConfigError(f"{what} yields {classes} classes, config.num_classes={config.num_classes}")
+    if target[1] and len(source.class_names or ()) > classes:
+        raise ConfigError(f"{what}: the data has {len(source.class_names or ())} classes, config.num_classes={classes}")
+    return jax.ShapeDtypeStruct((1, *example["image"].shape), np.float32)
+
+
+def check_predict(pp: str, source: Source, shape: tuple[int, ...], corrupt: CorruptPolicy) -> None:
+    """Raises ConfigError if `config.pp_predict` does not turn an encoded training image into a model input."""
+    preprocess = input_pipeline.Preprocess(pp)
+    if not pp or corrupt.action == "skip" or not isinstance(image := source[0]["image"], bytes):
+        return
+    found = preprocess({"image": image}, np.random.default_rng(0))["image"]
+    if found.shape != shape or found.dtype != np.float32:
+        expected = f"config.input.pp float32 of {shape}"
+        raise ConfigError(f"config.pp_predict yields {found.dtype} of {found.shape}, {expected}")

@@ -1,0 +1,146 @@
+"""Start of a run in its workdir: checks, locks and claims it, and finds the checkpoint to resume from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
+from dcvit.checkpoint.files import Folder
+from dcvit.errors import ConfigError
+from dcvit.parallel import multihost
+from dcvit.runs import metrics, workdir
+from dcvit.runs.lock import WorkdirLock
+from dcvit.runs.progress import RunProgress
+from dcvit.runs.watchdog import Watchdog
+from dcvit.training.setup import Params, Setup
+from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in its workdir: where it resumes, and what its hooks write to."""
+
+    setup: Setup
+    workdir: Folder
+    start: int  # the step to resume from, 0 for a new run
+    resumed: Mapping[str, Any]  # the `about` of the checkpoint to resume from; empty for a new run
+    about: Mapping[str, Any]  # description of the run, part of every checkpoint
+    shapes: TrainState  # shapes and shardings of the state
+    initial: Params  # loaded parameters of a new run; None for each parameter to initialize
+    checkpointer: Checkpointer
+    watchdog: Watchdog
+    progress: RunProgress
+    writer: metrics.MetricWriter | None  # None in all processes but the first
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.started -= self.resumed.get("seconds", 0)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, earlier parts included."""
+        return time.perf_counter() - self.started
+
+    def start_state(self) -> TrainState:
+        """Returns the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
+        if self.start:
+            items = self.checkpointer.restore(self.start, self.shapes.items())
+            return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
+
+        def fresh(loaded: Params) -> TrainState:
+            params = init_params(self.setup, jax.random.key(self.setup.seed))
+            params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=_is_none)
+            return initial_state(self.setup, params)
+
+        places = jax.tree.map(lambda s: s.sharding, self.shapes)
+        loaded = jax.tree.map(
+            lambda x, place: None if x is None else jax.device_put(np.asarray(x), place),
+            self.initial, places.params, is_leaf=_is_none,
+        )  # fmt: skip
+        state: TrainState = jax.jit(fresh, out_shardings=places)(loaded)
+        return state
+
+
+@contextlib.contextmanager
+def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterator[Run]:
+    """Opens a workdir for a new run, or to resume the run that it holds; on exit it is unlocked.
+
+    Everything that can be invalid is checked before the first file is written.
+
+    Args:
+      setup: the run.
+      folder: the workdir.
+      accept: config keys, or "data", that may differ from those of the run in the workdir.
+
+    Raises:
+      ConfigError: the workdir is in use, cannot be written, or holds another run.
+      CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
+    """
+    workdir.check_accepted(accept)
+    if setup.options.profile and not isinstance(folder, Path):
+        raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
+    data = workdir.data_identity(setup.data.source)
+    saved = saved_steps(folder)
+    sizes = {"data": data, "steps": setup.total_steps, "evaluations": list(setup.evaluators)}
+    multihost.agree({**setup.record, **sizes, "saved steps": saved})
+    shapes = state_shapes(setup)
+    initial = jax.tree.map(lambda _: None, shapes.params)
+    if setup.load_initial and not saved:
+        initial = setup.load_initial(shapes.params)
+    with contextlib.ExitStack() as stack:
+        existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
+        accepted = workdir.check_same_run(folder, existing, setup.record, data, accept)
+        if multihost.is_first():
+            stack.enter_context(WorkdirLock(folder))
+        multihost.wait_for_all("workdir locked")
+        checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
+        start, resumed = _find_start(setup, folder, checkpointer, shapes)
+        missing = {key: value for key, value in resumed.items() if key in ("config", "data") and key not in existing}
+        accepted += workdir.check_same_run(folder, missing, setup.record, data, accept)
+        for name in metrics.FILES:
+            metrics.read(folder / name)  # raises if the file is damaged
+        about = {
+            "config": setup.record, "data": data, "software": workdir.software(), "devices": workdir.devices(),
+        }  # fmt: skip
+        for line in [*(f"accepted: {line}" for line in accepted), *workdir.resume_warnings(resumed, about)]:
+            LOG.warning(line)
+        if multihost.is_first():
+            workdir.record(folder, setup.record, data)
+        multihost.wait_for_all("workdir claimed")
+        workdir.check_shared(folder)
+        writer = None
+        if multihost.is_first():
+            writer = metrics.MetricWriter(folder, resume_step=start or None, tensorboard=setup.options.tensorboard)
+            stack.callback(writer.close)
+        watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
+        stack.callback(watchdog.close)
+        progress = stack.enter_context(RunProgress(folder.name, setup.total_steps, start, setup.task.rate))
+        yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer)
+
+
+def _find_start(
+    setup: Setup, folder: Folder, checkpointer: Checkpointer, shapes: TrainState
+) -> tuple[int, Mapping[str, Any]]:
+    """Returns the step to resume from and the `about` of its checkpoint; (0, {}) for a new run."""
+    start = checkpointer.latest(setup.options.on_corrupt)
+    if not start:
+        return 0, {}
+    if start > setup.total_steps:
+        raise ConfigError(f"{folder} is at step {start}, beyond the {setup.total_steps} steps of this config")
+    checkpointer.check_compatible(start, shapes.items())
+    return start, checkpointer.about(start)
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None

@@ -1,0 +1,148 @@
+"""Trained models: the model of a config, with the checkpoint of its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import input_pipeline
+from dcvit import config as configs
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.errors import ConfigError
+from dcvit.models.lm import LM
+from dcvit.parallel.sharding import Strategy
+from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
+from dcvit.training.tasks import task_class
+from input_pipeline.text import megatron
+from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer
+
+
+class TrainedModel:
+    """A model as its config describes it, and the checkpoint of its parameters; `open_trained` finds both."""
+
+    def __init__(self, config: ConfigDict, checkpoint: Folder):
+        """`config` must be complete: see `complete` of the tasks."""
+        self._config, self._task = config, task_class(config)
+        self.checkpoint = checkpoint
+        self.num_outputs: int = config[self._task.outputs_key]
+        self.pp_predict: str = config.pp_predict
+        self.is_multilabel = config.loss == "sigmoid_xent"
+
+    @property
+    def label(self) -> str:
+        """The variant or preset of the model, or else the kind of model."""
+        return str(self._config.model.get(self._task.variant_key) or self._config.model_name)
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The linen module."""
+        return make_model(self._config)
+
+    def params(self, example: jax.ShapeDtypeStruct) -> Params:
+        """Loads the parameters, for model inputs like `example`.
+
+        Raises:
+          CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
+        """
+        params = load_params(self.checkpoint)
+        self.check_params(params, example, str(self.checkpoint))
+        return params
+
+    def check_params(self, params: Params, example: jax.ShapeDtypeStruct, what: str) -> None:
+        """Raises CheckpointError if the parameters are not those of the model for inputs like `example`."""
+        check_tree(shapes_of(params), shapes_of(param_shapes(self.model, example)), what)
+
+    def language_model(self) -> tuple[LM, Params]:
+        """Returns the module and the parameters of a language model.
+
+        Raises:
+          ConfigError: the config is of another kind of model.
+          CheckpointError: see `params`.
+        """
+        self._check_language_model()
+        model: Any = self.model
+        return model, self.params(jax.ShapeDtypeStruct((1, 1), jnp.int32))
+
+    def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
+        """Returns the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
+        mesh, strategy = evaluation_mesh(self._config, self.model)
+        return mesh, strategy, make_evaluators(self._config, predictor(self.model), mesh)
+
+    def tokenizer(self, path: str | None = None) -> Tokenizer:
+        """Opens the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
+
+        Raises:
+          ConfigError: the training data was tokens and no path is given, or the tokenizer has more tokens than the
+            model.
+        """
+        self._check_language_model()
+        options = _text_options(self._config)
+        path = path or options.get("tokenizer")
+        if path is None and options.get("kind") in ("megatron", "input_ids") and "tokenizer" not in options:
+            raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
+        end_of_text = options.get("end_of_text", END_OF_TEXT)
+        try:
+            found = open_tokenizer(path, end_of_text if isinstance(end_of_text, str) else None)
+        except input_pipeline.InputError:
+            if "end_of_text" in options:
+                raise
+            found = open_tokenizer(path, None)  # the tokenizer has no END_OF_TEXT, and nothing names another one
+        if isinstance(found, FileTokenizer) and isinstance(end_of_text, int):  # data of tokens states the number only
+            found.end_of_text = end_of_text
+        if found.vocab_size > self.num_outputs:
+            raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {self.num_outputs}")
+        return found
+
+    def _check_language_model(self) -> None:
+        if self._config.model_name != "lm":
+            raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
+
+
+def open_trained(
+    workdir: Folder | None, config: str | None, checkpoint: Folder | None, overrides: Sequence[str] = ()
+) -> TrainedModel:
+    """Opens the model that the options `--workdir`, `--config` and `--checkpoint` name together.
+
+    Args:
+      workdir: the folder of a training run; its config and its latest checkpoint are the defaults.
+      config: "NAME[:key=value,…]", instead of the workdir's config.
+      checkpoint: a checkpoint folder, a workdir or a .npz file, instead of the workdir's.
+      overrides: "a.b=value" for `config`.
+
+    Raises:
+      ConfigError: too few options, or a config that is invalid or incomplete.
+    """
+    if workdir is None and (config is None or checkpoint is None):
+        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
+    if workdir is not None and not workdir.is_dir():
+        raise ConfigError(f"no workdir {workdir}")
+    run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
+    if config:
+        found = configs.load(config, overrides)
+    elif overrides:
+        raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
+    else:
+        found = run
+    folder = checkpoint or workdir
+    assert folder is not None
+    return TrainedModel(task_class(found).complete(found, run), folder)
+
+
+def _text_options(config: ConfigDict) -> Mapping[str, Any]:
+    """Returns the options of the training data, with those that a Megatron pair of files states itself."""
+    options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
+    stated: dict[str, Any] = {}
+    if options.get("kind") == "megatron":
+        with contextlib.suppress(input_pipeline.MissingDataError):
+            stated = megatron.about(options["path"])
+    return {**stated, **options}
