@@ -16,12 +16,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 
 from dcvit import config as configs
-from dcvit import train
-from dcvit.training.trainer import Loop
+from dcvit.training import trainer
+from dcvit.training.hooks import CheckpointHook, StepResult
+from dcvit.training.setup import make_setup
 
 BLOCK = 10  # steps
 PP = "resize_pillow(224)|value_range(-1, 1)|onehot(10)|keep('image', 'labels')"
@@ -37,22 +39,24 @@ MODELS = {
 }
 
 
-class Measured(Loop):
-    """Times blocks of steps, every other one of which begins with a save."""
+class TimedCheckpointHook(CheckpointHook):
+    """Times blocks of steps; every other block starts with a save."""
 
-    blocks: dict[bool, list[float]]  # seconds, by whether the block began with a save
+    blocks: ClassVar[dict[bool, list[float]]] = {True: [], False: []}  # seconds, by whether the block saves
+    block_start = 0.0
 
-    def _between(self, step, state):
-        if step % BLOCK == 0:
-            jax.block_until_ready(state)
-            self.checkpoints.wait()
-            now, number = time.perf_counter(), step // BLOCK
-            if number > 2:  # the first block compiles, the second is the first that follows
-                self.blocks[number % 2 == 0].append(now - self.block_begun)
-            self.block_begun = time.perf_counter()
-            if number % 2 == 1:
-                self._save(self.done)
-        return {}
+    def after_step(self, result: StepResult) -> None:
+        """Ends a block after `BLOCK` steps and starts the next one."""
+        if result.step % BLOCK:
+            return
+        jax.block_until_ready(result.state)
+        self.run.checkpointer.wait()
+        now, number = time.perf_counter(), result.step // BLOCK
+        if number > 2:  # the first block compiles
+            self.blocks[number % 2 == 0].append(now - self.block_start)
+        self.block_start = time.perf_counter()
+        if number % 2 == 1:
+            self.save(result)
 
 
 def main() -> None:
@@ -64,14 +68,14 @@ def main() -> None:
     steps = BLOCK * (2 * args.rounds + 2)
     words = {"total_steps": steps, "tensorboard": False, "evals": {}, "ckpt_keep": 1, **options}
     config = configs.load(name, [f"{key}={value}" for key, value in words.items()])
-    Measured.blocks, train.Loop = {True: [], False: []}, Measured
+    trainer.CheckpointHook = TimedCheckpointHook  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="dcvit-save-") as folder, contextlib.redirect_stdout(io.StringIO()):
-        train.train(config, Path(folder))
+        trainer.train(make_setup(config), Path(folder))
         saved = max(Path(folder).glob("checkpoints/*"), key=lambda path: path.stat().st_mtime)
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     rows = {
-        "with a save": Measured.blocks[True],
-        "without": Measured.blocks[False],
+        "with a save": TimedCheckpointHook.blocks[True],
+        "without": TimedCheckpointHook.blocks[False],
     }
     machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}"
     print(

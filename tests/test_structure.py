@@ -17,8 +17,6 @@ TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {
-    "dcvit/train.py::train": "to be split into a trainer and hooks",
-    "dcvit/training/trainer.py::Loop": "to be split into a trainer and hooks",
     "dcvit/models/attention.py::Attention": "to be split from its composition fields",
     "dcvit/models/attention.py::__call__": "to be split from its composition fields",
     "dcvit/models/lm.py::LM": "to be split from its composition fields",

@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dcvit.parallel import multihost
 from dcvit.errors import first_line
+from dcvit.parallel import multihost
 
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
 INTERRUPTED, KILLED = 130, 143  # as the shell says of SIGINT and SIGTERM

@@ -8,17 +8,15 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from dcvit import config as configs
-from dcvit.parallel import multihost
-from dcvit.runs import metrics
-from dcvit.errors import ConfigError, first_line, nearest
 from dcvit.checkpoint.files import Folder, replace
+from dcvit.errors import ConfigError, first_line, nearest
+from dcvit.runs import metrics
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
 
@@ -96,7 +94,11 @@ def existing(workdir: Folder) -> dict[str, Any]:
 
 
 def check_same_run(
-    workdir: Folder, theirs: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any], accept: Sequence[str] = ()
+    workdir: Folder,
+    theirs: Mapping[str, Any],
+    config: Mapping[str, Any],
+    data: Mapping[str, Any],
+    accept: Sequence[str] = (),
 ) -> list[str]:
     """The differences between this run and the one of `existing`, or of a checkpoint's `about`, that `accept` names.
 

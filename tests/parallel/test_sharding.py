@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit import cli, train
+from dcvit import cli
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding
-from dcvit.training import setup, step
-from dcvit.training.tasks import TrainingData
+from dcvit.training import hooks, setup, step
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -52,23 +51,20 @@ def configured(model, **overrides):
 
 def five_steps(config, devices=None):
     """The losses, and the state after each step, of a config on the first devices, on the host."""
-    mesh = setup.mesh(config, jax.devices()[:devices])
-    data = TrainingData(config, mesh)
-    net = setup.model(data.config)
-    tx, schedule = setup.optimiser(config, setup.param_shapes(net, data.task.example), data)
-    placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
-    update = step.jit_update(net, data.task, tx, schedule, placed, mesh)
+    run = setup.make_setup(config, devices=jax.devices()[:devices], evaluate=False)
+    mesh, placed = run.mesh, step.state_shapes(run)
+    update = step.jit_update(run, placed)
 
     def fresh():  # heads start at zero, and then nothing else has a gradient
-        params = net.init(jax.random.key(0), jnp.zeros(data.task.example.shape, data.task.example.dtype))["params"]
+        params = step.init_params(run, jax.random.key(0))
         params = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
-        return step.initial_state(data.config, params, tx)
+        return step.initial_state(run, params)
 
     losses, states = [], []
     with jax.set_mesh(mesh):
         state = jax.jit(fresh, out_shardings=jax.tree.map(lambda s: s.sharding, placed))()
-        for batch, _ in zip(data.batches(0), range(5), strict=False):
-            state, metrics = update(state, sharding.put_batch(batch, mesh, data.batch_size))
+        for batch, _ in zip(run.data.batches(0), range(5), strict=False):
+            state, metrics = update(state, sharding.put_batch(batch, mesh, run.data.batch_size))
             losses.append(float(metrics["loss"]))
             states.append(jax.device_get(state))
     return losses, states, state
@@ -262,11 +258,8 @@ def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_fou
     checkpoints.close()
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
     other = configured("vit", **ATTENTION["groups"], **axes)
-    mesh = setup.mesh(other, jax.devices()[:4])
-    data = TrainingData(other, mesh)
-    net = setup.model(data.config)
-    tx, _ = setup.optimiser(other, setup.param_shapes(net, data.task.example), data)
-    placed = step.state_shapes(data.config, net, tx, data.task.example, mesh)
+    run = setup.make_setup(other, devices=jax.devices()[:4], evaluate=False)
+    mesh, placed = run.mesh, step.state_shapes(run)
     restored = Checkpointer(tmp_path).restore(5, placed.items())
     found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
@@ -276,20 +269,21 @@ def test_a_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_fou
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
 
 
-def test_evaluation_on_other_devices_than_those_of_training_says_so(digits_run, capsys):
+def test_evaluation_on_other_devices_than_those_of_training_says_so(caplog):
     """A config's mesh for sixteen devices, on eight."""
-    mesh, strategy = setup.evaluation_mesh(configured("vit", mesh=[("data", 16)]))
+    config = configured("vit", mesh=[("data", 16)])
+    mesh, strategy = setup.evaluation_mesh(config, setup.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
-    assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in capsys.readouterr().err
+    assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in caplog.text
 
 
 def test_speed_is_held_against_the_peak_of_known_devices():
     net, example = vit.Model(10, variant="S/16"), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 
     devices = [types.SimpleNamespace(device_kind="TPU v5 lite")] * 4
-    flops = train.training_flops(net, example)
-    assert train.peak_examples(net, example, devices) == pytest.approx(4 * 197e12 / flops)
-    assert train.peak_examples(net, example, jax.devices()) is None  # CPUs
+    flops = hooks.training_flops(net, example)
+    assert hooks.peak_examples_per_second(net, example, devices) == pytest.approx(4 * 197e12 / flops)
+    assert hooks.peak_examples_per_second(net, example, jax.devices()) is None  # CPUs
 
 
 def test_compiled_programs_are_kept_by_default_and_where_jax_is_told(monkeypatch, tmp_path):

@@ -36,18 +36,19 @@ def stick(*_, **__):
 if then != "stays":
     save = Checkpointer.save
     Checkpointer.save = lambda *args, **kwargs: (time.sleep(2), save(*args, **kwargs))
-real_run, real = loop.Loop.run, loop.Loop._evaluations
+from dcvit.training import hooks
+real_run, real = loop.Trainer.run_steps, hooks.MetricsHook._record
 def start(self, *args):
     global run
     run = self
     return real_run(self, *args)
-loop.Loop.run = start
+loop.Trainer.run_steps = start
 if moment == "evaluating":
-    def evaluations(self, step, *rest):
+    def record(self, step, *rest):
         if step == 3:
             stick()
         return real(self, step, *rest)
-    loop.Loop._evaluations = evaluations
+    hooks.MetricsHook._record = record
 elif moment == "waiting for data":
     prefetch = loop.prefetch
     def slow(*args):
@@ -57,9 +58,9 @@ elif moment == "waiting for data":
             yield batch
     loop.prefetch = slow
 elif moment == "compiling":
-    train.jit_update = lambda *_: type("Update", (), {"lower": stick})()
+    loop.jit_update = lambda *_: type("Update", (), {"lower": stick})()
 elif moment == "in a step":
-    jit_update = train.jit_update
+    jit_update = loop.jit_update
     def failing(*args):
         update = jit_update(*args)
         def lower(*shapes):
@@ -70,14 +71,14 @@ elif moment == "in a step":
                 return compiled(state, batch)
             return type("Lowered", (), {"compile": lambda self: step})()
         return type("Update", (), {"lower": staticmethod(lower)})()
-    train.jit_update = failing
+    loop.jit_update = failing
 elif moment == "ending":
-    ended = loop.Loop.run
+    ended = loop.Trainer.run_steps
     def end(self, *args):
         row = ended(self, *args)
         stick()
         return row
-    loop.Loop.run = end
+    loop.Trainer.run_steps = end
 sys.exit(cli.run(train.main, argv))
 """
 
@@ -128,7 +129,7 @@ def test_a_stop_saves_and_exits_with_75_whatever_the_main_thread_does(tmp_path, 
     assert process.returncode == preemption.SAVED, err
     assert saved_steps(workdir) == ([saved] if saved else [])
     assert Checkpointer(workdir).latest() == saved
-    assert (f"step {saved} is saved" if saved else "no step was done") in err
+    assert (f"step {saved} is saved" if saved else "no step was completed") in err
     assert "Traceback" not in err
 
 
@@ -152,7 +153,7 @@ def test_nobody_need_read_what_it_says(tmp_path):
 def test_the_impatient_end_it_at_once_and_keep_the_last_checkpoint(tmp_path, sent, status):
     """A save that never ends stands in for a slow disk."""
     code = (
-        "from dcvit.training import trainer as loop; import time; loop.Loop.stop = lambda self: time.sleep(60);"
+        "from dcvit.training import trainer as loop; import time; loop.Trainer.stop = lambda self: time.sleep(60);"
         + textwrap.dedent(STUCK)
     )
     workdir = tmp_path / "run"

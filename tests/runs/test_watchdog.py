@@ -59,14 +59,14 @@ def test_progress_is_no_stall(tmp_path):
 HANG = """
 import time
 from dcvit import cli, train
-from dcvit.training import tasks
-real = tasks.TrainingData.batches
+from dcvit.training import inputs
+real = inputs.TrainingData.batches
 def batches(self, *args):
     for number, batch in enumerate(real(self, *args)):
         if number == 2:
             time.sleep(600)
         yield batch
-tasks.TrainingData.batches = batches
+inputs.TrainingData.batches = batches
 import sys
 sys.exit(cli.run(train.main, sys.argv[1:]))
 """

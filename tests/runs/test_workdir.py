@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from test_train import same
+from training_runs import same
 
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params, saved_steps
@@ -81,7 +81,7 @@ def test_where_the_config_is_gone_the_checkpoint_says_what_the_run_is(digits_run
 def test_a_start_that_got_nowhere_claims_nothing(digits_run, monkeypatch):
     """As of one whose batch was too large for the memory: the next command need not name what it mended."""
     with monkeypatch.context() as broken:
-        broken.setattr(trainer.Loop, "_advance", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
+        broken.setattr(trainer.Trainer, "_advance", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
         assert digits_run(seed=1)[0] == 2
     status, folder = digits_run()
     assert (status, configs.read_json(folder / "config.json").seed) == (0, 0)

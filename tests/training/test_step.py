@@ -1,0 +1,143 @@
+"""The training step: loss, gradients, accumulation, averages, randomness and non-finite values."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from training_runs import make_step, perturbed_params, same, shared_step, small_lm_setup, small_setup
+
+from dcvit.parallel import sharding
+from dcvit.training import step
+from dcvit.training.step import non_finite_arrays
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+# Plain gradient descent: Adam would amplify rounding errors of near-zero gradients to full steps.
+DESCENT = {
+    "optax_name": "scale_by_learning_rate", "optax": {"learning_rate": -1.0}, "lr": 0.1,
+    "schedule": {"decay_type": "constant"},
+}  # fmt: skip
+
+
+def assert_same_step(got, expected):
+    """Compares (state, metrics) up to rounding."""
+    for name in ("loss", "grad_norm"):
+        assert float(got[1][name]) == pytest.approx(float(expected[1][name]), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got[0].params, expected[0].params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "mixup"), [(2, 0.2), (8, 0.0)])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(parts, mixup):
+    state, batch, update = make_step(small_setup(**DESCENT, mixup=mixup))
+    _, _, accumulated = make_step(small_setup(**DESCENT, mixup=mixup, grad_accum=parts))
+    expected = update(state, batch)
+    assert_same_step(accumulated(state, batch), expected)
+    assert not same(expected[0].params, state.params)
+
+
+def test_averaged_weights_follow_their_definition():
+    _, state, batch, update = shared_step()
+    expected = state.params
+    for _ in range(3):
+        state, _ = update(state, batch)
+        expected = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, expected, state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.ema, expected)
+    assert state.best is state.ema
+
+
+def test_loss_and_gradient_equal_those_of_the_model_written_out():
+    setup, state, batch, update = shared_step()
+
+    def loss(params):
+        images = batch["image"].astype(jnp.float32) / 127.5 - 1
+        log_p = nn.log_softmax(setup.model.apply({"params": params}, images)[0])
+        return -jnp.mean(jnp.sum((0.9 * batch["labels"] + 0.01) * log_p, axis=-1))  # label smoothing 0.1
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    _, metrics = update(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+    assert float(metrics["lr"]) == 0  # the first step of the warm-up
+
+
+def test_sigmoid_loss_is_used_when_the_config_names_it():
+    setup = small_setup(loss="sigmoid_xent")
+    state, batch, update = make_step(setup)
+    logits = setup.model.apply({"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1)[0]
+    labels = 0.9 * batch["labels"] + 0.01
+    expected = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
+    assert float(update(state, batch)[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_loss_of_a_language_model_is_the_mean_over_targets_also_in_parts(chunk):
+    found = []
+    for parts in (1, 4):
+        setup = small_lm_setup(**DESCENT, wd=0.0, loss_chunk=chunk, grad_accum=parts, **{"input.batch_size": 32})
+        params = perturbed_params(setup)
+        batch = next(setup.data.batches(0))
+        batch["is_target"][3, 7:] = False  # as in the last row of a text, which is padded
+        batch["is_target"][9:] = False
+        update = jax.jit(step.make_update(setup))
+        found.append(update(step.initial_state(setup, params), jax.tree.map(jnp.asarray, batch)))
+    tokens = batch["tokens"]
+    logits = np.asarray(setup.model.apply({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    nats = log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    expected = nats[batch["is_target"][:, 1:]].mean()
+    for _, metrics in found:
+        assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(found[1][1]["grad_norm"]) == pytest.approx(float(found[0][1]["grad_norm"]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_eight_devices_train_as_one():
+    _, state, batch, update = shared_step()
+    mesh = sharding.data_mesh()
+    assert mesh.size == 8
+    replicated = jax.device_put(state, sharding.replicated(mesh))
+    sharded = sharding.put_batch({k: np.asarray(v) for k, v in batch.items()}, mesh, len(batch["image"]))
+    one, many = update(state, batch), update(replicated, sharded)
+    for name in ("loss", "grad_norm"):
+        assert float(many[1][name]) == pytest.approx(float(one[1][name]), rel=1e-5)
+    assert sharded["image"].sharding.shard_shape(sharded["image"].shape)[0] == 8
+    assert jax.tree.structure(one[0]) == jax.tree.structure(many[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "random", [{"model.dropout": 0.5, "model.stochastic_depth": 0.9, "model.depth": 2}, {"mixup": 0.5}]
+)
+def test_random_choices_depend_on_the_step_and_nothing_else(random):
+    state, batch, update = make_step(small_setup(**random))
+    losses = [float(update(state.replace(step=jnp.int32(number)), batch)[1]["loss"]) for number in (0, 1, 1, 2)]
+    assert losses[1] == losses[2]
+    assert len(set(losses)) == 3
+
+
+def test_non_finite_step_changes_nothing_but_the_counts():
+    _, state, batch, update = shared_step()
+    state, _ = update(state, batch)  # the learning rate of the first step is zero
+    after, metrics = update(state, batch | {"labels": batch["labels"] * np.nan})
+    assert not np.isfinite(metrics["loss"])
+    for name in ("params", "opt_state", "ema"):
+        assert same(getattr(state, name), getattr(after, name))
+    assert (after.step, after.nonfinite, metrics["nonfinite"]) == (2, 1, 1)
+    finite, _ = update(after, batch)
+    assert not same(finite.params, state.params)
+    assert (finite.step, finite.nonfinite) == (3, 1)
+
+
+def test_non_finite_arrays_are_found_on_every_device():
+    mesh = jax.make_mesh((8,), ("x",))
+    tree = {name: np.zeros((16, 2), np.float32) for name in "abc"} | {"n": np.int32(3)}
+    tree["b"][15, 1] = np.nan
+    tree["c"][0, 0] = -np.inf
+    split = jax.NamedSharding(mesh, jax.P("x"))
+    placed = {k: jax.device_put(v, split if v.ndim else jax.NamedSharding(mesh, jax.P())) for k, v in tree.items()}
+    with jax.set_mesh(mesh):
+        assert non_finite_arrays(placed) == ["b", "c"]

@@ -1,0 +1,78 @@
+"""Tiny training set-ups and runs that several test files share."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit import cli, train
+from dcvit import config as configs
+from dcvit.training import hooks, step
+from dcvit.training.setup import make_setup
+
+LM_TINY = {
+    "tensorboard": False, "total_steps": 6, "log_steps": 2, "ckpt_steps": 3,
+    "input.data.context": 24, "input.data.limit": 400,
+    "model.width": 16, "model.depth": 2, "model.num_heads": 2, "model.mlp_dim": 16,
+    "evals.validation.data.context": 24, "evals.validation.data.limit": 21, "evals.validation.log_steps": 3,
+}  # fmt: skip
+
+
+def same(a, b):
+    """Returns True if two trees of arrays are equal bit for bit."""
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def small_setup(**overrides):
+    """Returns the setup of a small image model with plain attention, which compiles fastest."""
+    options = {"total_steps": 10, "model.width": 16, "model.depth": 1, "model.compose": None, **overrides}
+    return make_setup(configs.load("vit_digits", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
+
+
+def small_lm_setup(**overrides):
+    """Returns the setup of a small language model."""
+    options = LM_TINY | overrides
+    return make_setup(configs.load("lm_stdlib", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
+
+
+def perturbed_params(setup):
+    """Returns initial parameters plus a pattern, so that no layer is zero."""
+    params = step.init_params(setup, jax.random.key(0))
+    return jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
+
+
+def make_step(setup):
+    """Returns a state, a batch and the jitted step of a setup."""
+    batch = {k: jnp.asarray(v) for k, v in next(setup.data.batches(0)).items()}
+    return step.initial_state(setup, perturbed_params(setup)), batch, jax.jit(step.make_update(setup))
+
+
+@functools.cache
+def shared_step():
+    """Returns setup, state, batch and jitted step of the default small model, compiled once."""
+    with jax.numpy_dtype_promotion("standard"):
+        setup = small_setup(ema_decay=0.8)
+        return setup, *make_step(setup)
+
+
+def lm_command(workdir, *words, **overrides):
+    """Trains a tiny language model as the command does; returns the exit status."""
+    options = [f"--config.{key}={value}" for key, value in {**LM_TINY, **overrides}.items()]
+    return cli.run(train.main, ["--config", "lm_stdlib", "--workdir", str(workdir), *options, *words])
+
+
+@contextlib.contextmanager
+def interrupted_before(monkeypatch, number):
+    """Raises KeyboardInterrupt before a step; yields the list of steps that were started or interrupted."""
+    steps = []
+
+    def before_step(self, step):
+        steps.append(step)
+        if step == number:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks.MetricsHook, "before_step", before_step)
+        yield steps
