@@ -73,9 +73,13 @@ class Store:
 
     def about(self, address: str) -> dict[str, Any]:
         bucket, name = address.removeprefix("gs://").split("/", 1)
-        size, generation = str(len(self.objects[address])), str(self.generations.setdefault(address, 1))
-        known = {"kind": "storage#object", "bucket": bucket, "name": name, "size": size, "metageneration": "1"}
-        return known | {"generation": generation, "contentType": "application/octet-stream"}
+        known = {"kind": "storage#object", "bucket": bucket, "name": name, "size": str(len(self.objects[address]))}
+        known |= {"generation": self.generation(address), "metageneration": "1"}
+        return known | {"contentType": "application/octet-stream"}
+
+    def generation(self, address: str) -> str:
+        """The number that changes with each content of an object."""
+        return str(self.generations.setdefault(address, 1))
 
     def check(self, address: str, query: Query, unchanged: int = 412) -> None:
         """Raises RefusedError where a precondition does not hold. Generation 0 is that of what is not there."""
@@ -146,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.upload(bucket, query, body)
         if not name:
             return 200, {}, store.list(bucket, query)
-        if address not in store.objects:
+        if address not in store.objects or query.get("generation", "0") not in ("0", store.generation(address)):
             raise RefusedError(404, f"No such object: {bucket}/{name}")
         if match["verb"]:
             into = f"gs://{unquote(match['into'] or bucket)}/{unquote(match['to'])}"
