@@ -17,7 +17,7 @@ def test_workdir_in_use_is_refused_before_anything_is_written(digits_run, capsys
     with lock.WorkdirLock(tmp_path / "run"):
         status, folder = digits_run()
     assert status == 2
-    assert capsys.readouterr().err.startswith(f"error: workdir {folder} is in use by process {os.getpid()} on ")
+    assert f"error: workdir {folder} is in use by process {os.getpid()} on " in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == [lock.LOCK]
 
 
