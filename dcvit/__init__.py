@@ -1,3 +1,3 @@
-"""DCViT: Vision Transformers whose attention heads compose dynamically."""
+"""Vision transformers and language models with Dynamically Composable Multi-Head Attention, in JAX."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,6 @@
-"""`dcvit COMMAND …`, the same as `python -m dcvit.COMMAND …`."""
+"""Entry point `dcvit COMMAND …`, equivalent to `python -m dcvit.COMMAND …`."""
+
+from __future__ import annotations
 
 import importlib
 import sys
@@ -8,23 +10,27 @@ from dcvit import cli
 from dcvit.errors import ConfigError, nearest
 
 COMMANDS = {
-    "train": "train a model as a config says",
-    "evaluate": "run a config's evaluators on a checkpoint",
+    "train": "train a model from a config",
+    "evaluate": "run the evaluators of a config on a checkpoint",
     "predict": "classify image files with a trained model",
     "generate": "continue text with a trained language model",
     "lm_eval": "run tasks of lm-evaluation-harness on a language model",
-    "tokenize": "turn text files into files of tokens, once",
-    "aot": "compile a config's training step for a TPU slice",
+    "tokenize": "convert text files to token files",
+    "aot": "compile the training step of a config for a TPU slice",
     "plot": "draw the training curves of one or more runs",
 }
 
 
 def dispatch(argv: Sequence[str] | None) -> int:
-    """Runs the command named first."""
+    """Run the command named by the first word and return its exit status.
+
+    Raises:
+      ConfigError: there is no such command.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print("usage: dcvit COMMAND [options]\n")
-        print("\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:10}{description}" for name, description in COMMANDS.items()))
         return 0 if words else 2
     if words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
@@ -32,7 +38,7 @@ def dispatch(argv: Sequence[str] | None) -> int:
 
 
 def main() -> int:
-    """Entry point of the `dcvit` command."""
+    """Run the `dcvit` command line."""
     return cli.run(dispatch)
 
 

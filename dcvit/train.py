@@ -13,7 +13,7 @@ import jax
 
 from dcvit import cli
 from dcvit import config as configs
-from dcvit.parallel import multihost
+from dcvit.parallel import multihost, runtime
 from dcvit.runs.preemption import Preemption
 from dcvit.training.setup import make_setup
 from dcvit.training.trainer import train
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
+    runtime.configure()
     config = configs.load(args.config, overrides)
     multihost.initialize(args)
     with Preemption() as preemption:

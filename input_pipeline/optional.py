@@ -6,6 +6,7 @@ import importlib
 import types
 
 from input_pipeline.errors import ReadingError
+from input_pipeline.stderr_filter import hide_start_up_messages
 
 LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
 
@@ -33,9 +34,10 @@ def tensorflow() -> types.ModuleType:
     Raises:
       ReadingError: TensorFlow is not installed.
     """
-    tf = require("tensorflow")
-    for kind in ("GPU", "TPU"):
-        tf.config.set_visible_devices([], kind)
+    with hide_start_up_messages():
+        tf = require("tensorflow")
+        for kind in ("GPU", "TPU"):
+            tf.config.set_visible_devices([], kind)
     with contextlib.suppress(RuntimeError):  # TensorFlow is already initialised by another library
         tf.config.threading.set_intra_op_parallelism_threads(1)
     return tf

@@ -30,6 +30,7 @@ from tpu_bundles import bundles
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import platform as backend
 from dcvit.dcmha.dispatch import refusal
+from dcvit.parallel import runtime
 
 
 class Shape(NamedTuple):
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where the picture of --lengths goes")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     device = jax.devices()[0].device_kind
     machine = f"{os.cpu_count()} cores, {device}, {platform.machine()}, jax {jax.__version__}"
     print(machine)

@@ -21,6 +21,7 @@ from typing import ClassVar
 import jax
 
 from dcvit import config as configs
+from dcvit.parallel import runtime
 from dcvit.training import trainer
 from dcvit.training.hooks import CheckpointHook, StepResult
 from dcvit.training.setup import make_setup
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="dcvit_s16")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each kind")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     name, options = MODELS[args.model]
     steps = BLOCK * (2 * args.rounds + 2)
     words = {"total_steps": steps, "tensorboard": False, "evals": {}, "ckpt_keep": 1, **options}

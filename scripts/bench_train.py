@@ -25,6 +25,7 @@ import optax
 
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
+from dcvit.parallel import runtime
 
 CONTEXT = 2048
 ROWS = {"plain, XLA": (False, "reference"), "plain, best": (False, None), "DC, best": (True, None)}
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.model == "vit_s16":
         build = vision(args.batch, dtype)

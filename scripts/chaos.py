@@ -28,6 +28,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from dcvit.parallel import runtime
+
 INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
 AIMS = ("starting", "compiling", "a step", "saving", "evaluating")
 SAVED = 75  # the status of a run that SIGTERM stopped
@@ -185,6 +187,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for both runs, which is kept")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     draw, steps = random.Random(args.seed), 8 * (args.kills + args.terms) + 2 * INTERVAL
     out = args.out or Path(tempfile.mkdtemp(prefix="dcvit-chaos-"))
     out.mkdir(parents=True, exist_ok=True)

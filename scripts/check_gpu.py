@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dcvit.dcmha import ComposeWeights, reference
 from dcvit.dcmha.pallas_gpu import api
+from dcvit.parallel import runtime
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--time", action="store_true", help="also measure milliseconds")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the random inputs (default: the clock)")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     if jax.default_backend() != "gpu":
         print(f"no GPU: JAX's backend is {jax.default_backend()}", file=sys.stderr)
         return 2

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit import cli
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
@@ -284,17 +283,3 @@ def test_speed_is_held_against_the_peak_of_known_devices():
     flops = hooks.training_flops(net, example)
     assert hooks.peak_examples_per_second(net, example, devices) == pytest.approx(4 * 197e12 / flops)
     assert hooks.peak_examples_per_second(net, example, jax.devices()) is None  # CPUs
-
-
-def test_compiled_programs_are_kept_by_default_and_where_jax_is_told(monkeypatch, tmp_path):
-    was = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        cli.keep_compiled()
-        assert jax.config.jax_compilation_cache_dir == was
-        jax.config.update("jax_compilation_cache_dir", None)
-        cli.keep_compiled()
-        assert jax.config.jax_compilation_cache_dir.startswith(f"{tmp_path}/dcvit/")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", was)
-        jax.config.update("jax_compilation_cache_max_size", -1)

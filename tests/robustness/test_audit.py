@@ -106,6 +106,7 @@ import jax
 import numpy as np
 
 from dcvit import cli
+from dcvit.parallel import runtime
 from dcvit.__main__ import dispatch
 from dcvit.checkpoint import load_params
 
@@ -154,7 +155,7 @@ call("train", "--config", "vit_digits", "--workdir", folder / "more", *VIT, *sta
 
 enter("a cache of compiled programs")
 jax.config.update("jax_compilation_cache_dir", None)  # as where nothing says where
-cli.keep_compiled()
+runtime.keep_compiled()
 
 (folder / "found.json").write_text(json.dumps(found))
 '''

@@ -1,0 +1,63 @@
+"""Process-wide settings of JAX that every command makes before it uses a device."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+CACHE_BYTES = 10**10  # limit of the compilation cache
+TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
+
+
+def configure() -> None:
+    """Keep compiled programs on disk, and do not load libtpu on a machine without TPU."""
+    keep_compiled()
+    skip_absent_tpu()
+
+
+def keep_compiled() -> None:
+    """Keep compiled programs in JAX's persistent cache, up to `CACHE_BYTES`, unless JAX's settings name a folder.
+
+    The folder is `~/.cache/dcvit` (or $XDG_CACHE_HOME/dcvit), with one subfolder for each kind of processor, because
+    different machines can share a home folder.
+    """
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - never raises
+        info = Path("/proc/cpuinfo")
+        flags = re.search(r"^flags.*$", info.read_text(), re.MULTILINE) if info.is_file() else None
+        kind = hashlib.sha256((flags[0] if flags else platform.processor()).encode()).hexdigest()[:8]
+        jax.config.update("jax_compilation_cache_dir", str(base / "dcvit" / f"{platform.machine()}-{kind}"))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
+def has_tpu() -> bool:
+    """Return whether this machine shows any sign of a TPU; asks no backend."""
+    from jax._src import cloud_tpu_init  # JAX's own PCI check, which has no public name
+
+    if cloud_tpu_init.running_in_cloud_tpu_vm or any(name in os.environ for name in TPU_VARIABLES):
+        return True
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def skip_absent_tpu() -> None:
+    """Make JAX treat the TPU backend as unavailable on a machine without TPU, without loading libtpu.
+
+    An installed libtpu prints errors where it finds no TPU. JAX then uses the next backend, as without this function.
+    Compilation for a TPU topology still works. Does nothing if JAX_PLATFORMS names the backends to use.
+    """
+    # The public setting, jax_platforms, cannot exclude one platform: it lists platforms that must all be available.
+    from jax._src import xla_bridge
+
+    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if not chosen and not has_tpu() and not xla_bridge.backends_are_initialized():
+        xla_bridge.register_backend_factory("tpu", _no_tpu, priority=300, fail_quietly=True)
+
+
+def _no_tpu() -> NoReturn:
+    raise RuntimeError("this machine has no TPU")

@@ -1,0 +1,42 @@
+"""TensorFlow's start-up messages are removed from stderr, and nothing else is."""
+
+import os
+
+import pytest
+
+from input_pipeline.stderr_filter import hide_start_up_messages
+
+NOISE = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795325675.727208    7350 port.cc:153] oneDNN custom operations are on. You may see slightly different
+I0000 00:00:1795325675.727587    7350 cudart_stub.cc:31] Could not find cuda drivers on your machine.
+E0000 00:00:1795325685.311717    7350 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error
+"""
+ERRORS = """\
+E0000 00:00:1795325685.311717    7350 file_system.cc:52] no space left on device
+ImportError: libtensorflow_framework.so.2: cannot open shared object file
+"""
+
+
+def test_only_start_up_messages_are_removed(capfd):
+    with hide_start_up_messages():
+        os.write(2, (NOISE + ERRORS).encode())
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == ERRORS + "after\n"
+
+
+def test_errors_are_written_where_the_context_fails(capfd):
+    with pytest.raises(ImportError, match="broken"), hide_start_up_messages():
+        os.write(2, (NOISE + ERRORS).encode())
+        raise ImportError("broken")
+    assert capfd.readouterr().err == ERRORS
+
+
+def test_nothing_is_redirected_without_stderr(monkeypatch):
+    def closed(descriptor):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(os, "dup", closed)
+    before = os.fstat(2)
+    with hide_start_up_messages():
+        assert os.path.samestat(os.fstat(2), before)
