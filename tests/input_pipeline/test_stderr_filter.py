@@ -26,9 +26,12 @@ def test_only_start_up_messages_are_removed(capfd):
 
 
 def test_errors_are_written_where_the_context_fails(capfd):
-    with pytest.raises(ImportError, match="broken"), hide_start_up_messages():
+    def import_tensorflow():
         os.write(2, (NOISE + ERRORS).encode())
         raise ImportError("broken")
+
+    with pytest.raises(ImportError, match="broken"), hide_start_up_messages():
+        import_tensorflow()
     assert capfd.readouterr().err == ERRORS
 
 
