@@ -24,8 +24,8 @@ Where the released training configuration and the paper's text differ:
                         neither the text nor its parameter count mentions: 22,705,480 parameters instead of 22,703,080
 
 The data: tensorflow-datasets' imagenet2012, and for evaluation imagenet2012_real and imagenet_v2, imagenet_a,
-imagenet_r, imagenet_sketch where they are there; the README says how they are prepared. Raw examples stay in memory
-with --config.input.data.cache=true (about 140 GB).
+imagenet_r, imagenet_sketch if they exist; docs/tutorials/imagenet.md explains how to prepare them. Raw examples stay
+in memory with --config.input.data.cache=true (about 140 GB).
 """
 
 from ml_collections import ConfigDict

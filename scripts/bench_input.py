@@ -155,7 +155,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The numbers as they stand in the README."""
+    """The results as Markdown, as docs/tutorials/imagenet.md shows them."""
     found = [
         f"Measured on {result['machine']}; medians of {result['rounds']} interleaved rounds, min–max:",
         "",
@@ -171,8 +171,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [
         *found,
         "",
-        f"Of a run that resumes among {SIZE:,} examples, the first batch comes after {early:.3f} s at step 1 and after",
-        f"{late:.3f} s at step 100,000. The process holds {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches,",
+        f"A run that resumes among {SIZE:,} examples has its first batch after {early:.3f} s at step 1 and after",
+        f"{late:.3f} s at step 100,000. The process uses {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches and",
         f"{memory[-1][1]:.0f} MB after {int(memory[-1][0]):,}.",
     ]
 

@@ -1,0 +1,69 @@
+"""Sphinx configuration. `bash scripts/docs.sh` builds the site with warnings as errors."""
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import reference_pages  # noqa: E402 - found beside this file
+
+import dcvit  # noqa: E402
+
+project = "dcvit"
+author = "the dcvit authors"
+copyright = author
+version = release = dcvit.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "dcvit"
+html_show_copyright = False
+myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "ignore-module-all": True}
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_custom_sections = [("Fields", "params_style")]
+
+SECTION = re.compile(r"\s*(Args|Fields|Raises|Returns|Yields):$")
+
+
+def markdown_to_rst(app, what, name, obj, options, lines):
+    """Docstrings use Markdown's `code`; autodoc reads reStructuredText. Napoleon reads the sections afterwards."""
+    result: list[str] = []
+    in_section, literal = False, False
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if SECTION.match(line):
+            in_section, literal = True, False
+        elif line and indent == 0:
+            in_section = literal = False
+        if line and indent and not in_section and not literal:
+            result += ["::", ""] if not result or not result[-1] else ["", "::", ""]
+            literal = True
+        result.append(line if literal else escape(line))
+    lines[:] = result
+
+
+def escape(line: str) -> str:
+    """Doubles backticks, and escapes characters outside them that are markup in reStructuredText."""
+    parts = line.split("`")
+    if len(parts) % 2 == 0:
+        return line
+    for i in range(0, len(parts), 2):
+        parts[i] = re.sub(r"([*|\\]|_\b)", r"\\\1", parts[i])
+    for i in range(1, len(parts), 2):  # a literal ends before a space or punctuation, or before an escaped space
+        parts[i + 1] = re.sub(r"^(?=\w|\\)", r"\\ ", parts[i + 1])
+        parts[i - 1] = re.sub(r"(?<=\w)$", r"\\ ", parts[i - 1])
+    return "``".join(parts)
+
+
+def setup(app):
+    """Generates the reference pages before Sphinx looks for pages, and rewrites docstrings before napoleon."""
+    reference_pages.write(HERE / "reference" / "generated")
+    app.connect("autodoc-process-docstring", markdown_to_rst, priority=100)

@@ -1,0 +1,128 @@
+"""Documentation pages: their names, paths and links exist, their tables are measured results, their code works."""
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from pages import PAGES, ROOT, blocks, commands
+
+from dcvit import __main__ as entry
+from dcvit import cli
+from dcvit import config as configs
+
+sys.path.insert(0, str(ROOT / "docs"))
+import reference_pages
+
+FOLDERS = "dcvit|input_pipeline|configs|scripts|tests|docs|examples"
+
+
+def resolves(name):
+    """True if a dotted name is a module, or an attribute of one."""
+    parts = name.split(".")
+    for at in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:at]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[at:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_every_dotted_name_resolves():
+    text = "\n".join(page.read_text() for page in PAGES) + (ROOT / "docs" / "architecture.svg").read_text()
+    names = set(re.findall(r"\b(?:dcvit|input_pipeline)(?:\.\w+)+", text)) - {"dcvit.COMMAND"}
+    assert len(names) > 40
+    assert [name for name in sorted(names) if not name.endswith((".py", ".md")) and not resolves(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_and_link_exists(page):
+    text = page.read_text()
+    for name in re.findall(rf"(?<![\w/.~])((?:{FOLDERS})/[\w./*-]+)", re.sub(r"\]\([^)]*\)|https?://\S+", "", text)):
+        name = name.rstrip(".,")
+        if not name.startswith("docs/_build"):
+            assert (ROOT / name).exists() or any(ROOT.glob(name)), f"{page.name}: no {name}"
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", text):
+        if not link.startswith("http"):
+            target = (page.parent / link).resolve()
+            generated = target.parent.name == "generated" and target.stem in reference_pages.PAGES
+            assert target.exists() or generated, f"{page.name}: no {link}"
+
+
+def test_every_command_in_a_code_block_has_options_that_exist():
+    """Options of `dcvit` commands are those of their parsers, and shipped configs take the arguments given."""
+    options = {name: parser._option_string_actions for name, parser in reference_pages.parsers().items()}
+    checked = 0
+    for page in PAGES:
+        for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
+            for command in commands(block):
+                match = re.match(r"(?:python -m dcvit\.|dcvit )(\w+)(.*)", command)
+                if match and match[1] in options:
+                    found = re.findall(r"\s(--?[\w-]+)(?=[\s=]|$)", match[2])
+                    assert not [word for word in found if word not in options[match[1]]], f"{page.name}: {command}"
+                    checked += 1
+                for name, arguments in re.findall(r"configs/(\w+)\.py:(\S+)", command):
+                    known = configs._module(ROOT / "configs" / f"{name}.py").get_config.__kwdefaults__ or {}
+                    known = known or configs._module(ROOT / "configs" / f"{name}.py").get_config.__code__.co_varnames
+                    assert all(pair.split("=")[0] in known for pair in arguments.split(",")), f"{page.name}: {command}"
+    assert checked > 30
+
+
+def test_python_blocks_run_and_set_known_keys():
+    """Blocks that set `config.…` run on an empty config; the others run alone."""
+    found = set()
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            config = ConfigDict({"input": {}})
+            exec(compile(block, str(page), "exec"), {"config": config})
+            found |= {*config}
+    assert {"mesh", "sharding_strategy"} <= found <= {*configs.known_keys()}
+
+
+def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import bench_input
+
+    page = (ROOT / "docs" / "tutorials" / "imagenet.md").read_text()
+    for line in bench_input.lines(json.loads((ROOT / "docs" / "input.json").read_text())):
+        assert line in page
+
+
+def test_the_table_of_tpu_slices_is_what_the_compiler_reported():
+    """The table has every slice that a config recommends, and each fits."""
+    from dcvit import aot
+
+    rows = json.loads((ROOT / "docs" / "aot.json").read_text())
+    assert "\n".join(aot.markdown(rows)) in (ROOT / "docs" / "pods.md").read_text()
+    assert [(row["config"], row["topology"]) for row in rows] == configs.recommended()
+    assert {row["verdict"] for row in rows} == {"fits"}
+
+
+def test_the_table_of_layers_is_the_one_that_is_enforced():
+    from test_imports import LAYERS
+
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = re.findall(r"^\| (.+?) \| ", page.split("## Layers")[1].split("## ")[0], re.MULTILINE)[1:]
+    assert table[0] == "commands"
+    assert [sorted(re.findall(r"`([\w.]+)`", row)) for row in table[1:]] == [sorted(names) for names in LAYERS[1:]]
+
+
+@pytest.mark.exhaustive
+def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch, library_promotion):
+    (block,) = blocks(ROOT / "docs/tutorials/first_run.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
+    for name in ("configs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for command in commands(block):
+        words = re.sub(r"^(python -m dcvit\.|dcvit )", "", command)
+        assert cli.run(entry.dispatch, shlex.split(words)) == 0, command
+    assert Path("runs/both.png").exists()

@@ -1,0 +1,105 @@
+"""The generated reference names everything that the code offers, with type, default and meaning."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+from pages import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import reference_pages
+from reference_pages import PAGES
+
+from dcvit import __main__ as entry
+from dcvit import config
+from dcvit.models import attention, lm, presets, vit
+from input_pipeline.preprocess import ops
+from input_pipeline.source import KINDS
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Every generated page by name."""
+    return {name: page() for name, page in PAGES.items()}
+
+
+def first_cells(text):
+    """The code in the first cell of every table row."""
+    cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    return {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_command_and_option_is_listed(texts):
+    assert first_cells(texts["commands"]) >= set(entry.COMMANDS)
+    for name, parser in reference_pages.parsers().items():
+        section = texts["commands"].split(f"## dcvit {name}\n")[1].split("\n## ")[0]
+        for action in parser._actions:
+            assert {*action.option_strings} <= first_cells(section), (name, action.dest)
+    assert set(reference_pages.parsers()) == set(entry.COMMANDS)
+
+
+def test_every_config_key_is_listed_with_a_meaning(texts):
+    listed = first_cells(texts["config_keys"])
+    assert listed >= {*config.KEYS, *config.INPUT_KEYS, *config.known_keys()}
+    assert all(key.doc for key in [*config.KEYS.values(), *config.INPUT_KEYS.values()])
+
+
+def test_every_shipped_config_is_listed(texts):
+    for path in (ROOT / "configs").glob("*.py"):
+        assert f"## {path.stem}\n" in texts["shipped_configs"]
+
+
+@pytest.mark.parametrize("cls", [vit.ViT, lm.LM, attention.Attention], ids=lambda cls: cls.__name__)
+def test_every_model_field_has_a_meaning(cls):
+    rows = reference_pages.fields(cls).splitlines()[2:]
+    names = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}
+    assert {re.match(r"\| `(\w+)`", row)[1] for row in rows} == names
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_variant_and_preset_is_listed(texts):
+    assert first_cells(texts["models"]) >= {*vit.VARIANTS, *presets.PRESETS}
+
+
+def test_every_preprocessing_op_is_listed(texts):
+    for name in ops.__all__:
+        assert f"## {name}\n\n```python\n{name}(" in texts["preprocessing"]
+        assert getattr(ops, name).__doc__
+
+
+def test_every_kind_of_data_is_listed(texts):
+    for kind in KINDS:
+        assert f"## {kind}\n" in texts["data_kinds"]
+
+
+def test_every_evaluator_is_listed(texts):
+    for path in (ROOT / "dcvit" / "evaluators").glob("[a-z]*.py"):
+        assert f"## {path.stem}\n" in texts["evaluators"]
+
+
+def test_sections_of_a_docstring_are_parsed():
+    parsed = reference_pages.parse(
+        """Summary.
+
+        Args:
+          a: first,
+            continued.
+          b, c: both.
+
+        More text.
+
+        Raises:
+          ValueError: never.
+        """
+    )
+    assert parsed.text == "Summary.\n\nMore text."
+    assert parsed.sections == {
+        "Args": [("a", "first, continued."), ("b, c", "both.")],
+        "Raises": [("ValueError", "never.")],
+    }
+
+
+def test_meanings_are_found_for_lists_and_ranges_of_names():
+    meanings = reference_pages._by_name([("a, b", "x"), ("c … e", "y")], ["a", "b", "c", "d", "e", "f"])
+    assert meanings == {"a": "X", "b": "X", "c": "Y", "d": "Y", "e": "Y"}

@@ -1,0 +1,23 @@
+"""The Markdown pages of the project, and the code blocks and names in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+    if "generated" not in path.parts and "_build" not in path.parts
+)
+
+
+def blocks(page, language, marker=""):
+    """The code blocks of a language; with a marker, those that directly follow this line."""
+    before = f"^{re.escape(marker)}\n" if marker else "^"
+    return re.findall(rf"{before}```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(text):
+    """The command lines of a block, with continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
