@@ -1,0 +1,220 @@
+"""The setup of a run: invalid and contradictory configs, and the objects built from a valid one."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from conftest import TINY
+from training_runs import LM_TINY, small_setup
+
+from dcvit import cli, tokenize, train
+from dcvit import config as configs
+from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.training import setup
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+COMPOSED = {"model.compose": "both"}
+FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits"}, "pp": ""}
+
+
+BAD = {
+    "unknown field": ({"model.widht": 3}, "config.model has no option 'widht'; did you mean 'width'"),
+    "wrong type": ({"model.depth": "two"}, "model.depth=two should be of type int"),
+    "unknown variant": ({"model.variant": "DCViT-Q/2"}, "unknown variant 'DCViT-Q/2'"),
+    "heads and width": ({"model.num_heads": 3}, "num_heads=3 does not divide width=16"),
+    "groups and heads": ({**COMPOSED, "model.groups": 3}, "groups=3 does not divide num_heads=4"),
+    "patch and image": ({"model.patch_size": (3, 3)}, "patch_size=(3, 3) does not divide the image, 8x8"),
+    "unknown model": ({"model_name": "vitt"}, "did you mean 'vit'"),
+    "unknown loss": ({"loss": "softmax"}, "did you mean 'softmax_xent'"),
+    "unknown optimiser": ({"optax_name": "scale_by_adamm"}, "nearest: scale_by_adam"),
+    "optimiser argument": ({"optax.beta1": 0.9}, "config.optax has no option 'beta1'"),
+    "unknown schedule": ({"schedule.decay_type": "cosin"}, "decay_type='cosin'"),
+    "schedule argument": ({"schedule.warm_steps": 1}, "did you mean 'warmup_steps'"),
+    "long warm-up": ({"schedule.warmup_steps": 100}, "do not fit into 6 steps"),
+    "no parameter": ({"frozen": ["heda/.*"]}, "'heda/.*' matches no parameter"),
+    "batch": ({"input.batch_size": 60}, "is not a multiple of grad_accum 1 × fsdp 1 × data 8 devices"),
+    "large batch": ({"input.batch_size": 1600}, "1437 examples do not fill one batch of 1600"),
+    "classes": ({"num_classes": 11}, "yields 10 classes, config.num_classes=11"),
+    "fewer classes": (
+        {"num_classes": 9, "input.pp": "value_range|onehot(9)"},
+        "the data has 10 classes, config.num_cl",
+    ),
+    "preprocessing": ({"input.pp": "flip"}, "unknown op 'flip'; did you mean 'flip_lr'"),
+    "no labels": ({"input.pp": "value_range"}, "expected image (height, width, channels) and labels"),
+    "integer image": ({"input.pp": "onehot(10)"}, "add value_range(-1, 1)"),
+    "data": ({"input.data.kind": "mnist"}, "unknown kind of data 'mnist'"),
+    "data option": ({"input.data.spilt": "x"}, "did you mean 'split'"),
+    "data limit": ({"input.data.limit": "abc"}, "config.input.data: limit='abc' should be of type int | None"),
+    "data limit of truth": ({"evals.test.data.limit": True}, "config.evals.test.data: limit=True should be of type"),
+    "data cache": ({"input.data.cache": "yes"}, "config.input.data: cache='yes' should be of type bool"),
+    "corrupt": ({"input.corrupt": "ignore"}, "expected 'fail' or 'skip'"),
+    "few-shot": ({"evals": {"a": FEW_SHOT | {"num_seeds": 0}}}, "few-shot: shots="),
+    "few-shot data": ({"evals": {"a": FEW_SHOT | {"test_data": {"kind": "x"}}}}, "unknown kind of data 'x'"),
+    "input key": ({"input.batchsize": 8}, "did you mean 'batch_size'"),
+    "evaluator": ({"evals.test.type": "clasification"}, "did you mean 'classification'"),
+    "evaluator option": ({"evals.test.batchsize": 8}, "did you mean 'batch_size'"),
+    "evaluator image": ({"evals.test.pp": "resize_pillow(4)|value_range|onehot(10)"}, "yields images of (4, 4, 1)"),
+    "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
+    "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
+    "evaluator duration": ({"evals.test.log_step": 5}, "config.evals.test has no option 'log_step'"),
+    "optimiser dtype": ({"optax.mu_dtype": "bfloat17"}, "bfloat17"),
+    "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
+    "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
+    "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
+    "model field of the trainer": ({"model.num_classes": 5}, "the number of outputs is config.num_classes"),
+    "no groups": ({**COMPOSED, "model.groups": 0}, "groups=0 does not divide num_heads=4"),
+    "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
+    "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
+    "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
+    "optimiser that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
+    "dictionary": ({"model": "{'a.b':2}"}, "error: "),
+    "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, multiplier"),
+    "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
+    "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
+    "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
+    "no total": ({"total_steps": 0}, "give total_epochs"),
+}
+
+
+def make(config="vit_digits", tiny=TINY, **overrides):
+    """Builds the setup of a tiny config with overrides; loads initial parameters if the config names some."""
+    words = [f"{key}={value}" for key, value in {**tiny, **overrides}.items()]
+    made = setup.make_setup(configs.load(config, words))
+    if made.load_initial:
+        made.load_initial(setup.param_shapes(made.model, made.task.example))
+    return made
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_invalid_config_is_one_line_that_names_key_and_value(name):
+    overrides, message = BAD[name]
+    with pytest.raises((ConfigError, InputError, CheckpointError)) as error:
+        make(**overrides)
+    assert message in f"error: {error.value}"
+    assert "\n" not in str(error.value)
+
+
+BAD_TEXT = {
+    "unknown preset": ({"model.preset": "DCFormer-405"}, "DCFormer-405M"),
+    "too small a vocabulary": ({"vocab_size": 200}, "has 257 tokens, config.vocab_size=200"),
+    "context above the model's": ({"model.context": 8}, "config.model.context=8 is less than the data's 24"),
+    "images for a language model": ({"input.data": {"kind": "digits"}}, "holds no text"),
+    "an image evaluator": ({"evals.validation.type": "classification"}, "known: perplexity"),
+    "mixup": ({"mixup": 0.2}, "config.mixup=0.2 is for images"),
+    "another loss": ({"loss": "sigmoid_xent"}, "softmax_xent"),
+    "a split that is not there": ({"input.data.split": "test"}, "no split 'test'"),
+    "window pattern": ({"model.window_pattern": "2:1"}, "window_pattern='2:1'"),
+    "chunk of nothing": ({"loss_chunk": 0}, "config.loss_chunk=0 should be 1 or more"),
+    "chunk of nothing in an evaluation": ({"evals.validation.loss_chunk": 0}, "validation.loss_chunk=0 should be 1"),
+    "rows to evaluate above the learned positions": (
+        {"model.position": "learned", "evals.validation.data.context": 30},
+        "30 tokens are more than the model's",
+    ),
+    "a misspelled field": ({"model.windows": 3}, "did you mean 'window'"),
+    "vocabulary as a field": ({"model.vocab_size": 3}, "config.vocab_size"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_invalid_config_of_a_language_model_is_one_line(name):
+    overrides, message = BAD_TEXT[name]
+    with pytest.raises((ConfigError, InputError)) as error:
+        make("lm_stdlib", LM_TINY, **overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_text_is_refused_as_data_of_an_image_model():
+    with pytest.raises((ConfigError, InputError)) as error:
+        make(**{"input.data": {"kind": "stdlib"}})
+    assert "\n" not in str(error.value)
+
+
+def test_evaluation_text_must_end_documents_as_training_text_does(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    assert cli.run(tokenize.main, ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "pair")]) == 0
+    data = {"kind": "megatron", "path": str(tmp_path / "pair"), "context": 24, "end_of_text": 0}
+    with pytest.raises(ConfigError, match="ends documents with token 0, the training data with 256"):
+        make("lm_stdlib", LM_TINY, **{"evals.validation.data": data, "evals.validation.data.context": 24})
+
+
+def test_invalid_config_stops_the_command_before_anything_is_written(digits_run, tmp_path, capsys):
+    status, workdir = digits_run(**{"model.widht": 3})
+    err = capsys.readouterr().err
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not workdir.exists()
+    (tmp_path / "file").write_text("")
+    assert digits_run("file/below")[0] == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: --config, --workdir"),
+        (["--workdir", "w"], "required: --config"),
+        (["--config", "vit_digits", "--workdir", "w", "--confg.seed=1"], "unknown option --confg.seed; did you mean"),
+        (["--config", "vit_digits", "--workdir", "w", "more"], "unknown option more"),
+    ],
+)
+def test_invalid_command_line_is_one_line(capsys, argv, message):
+    assert cli.run(train.main, argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_setup_is_frozen_and_holds_the_complete_config():
+    made = make(num_classes="none")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.seed = 3
+    assert made.record["num_classes"] == made.model.num_classes == 10
+    assert json.loads(json.dumps(made.record)) == made.record
+    assert set(made.record) >= set(configs.KEYS)
+    assert made.intervals.evals == {"test": 3}
+    assert made.total_steps == 6
+
+
+def test_model_of_a_setup_has_the_properties_of_its_text():
+    made = make("lm_stdlib", LM_TINY, vocab_size="none", document_mask=True)
+    assert (made.model.vocab_size, made.model.context, made.model.end_of_text) == (257, 24, 256)
+
+
+def test_every_optimizer_key_reaches_the_optimizer(monkeypatch):
+    given = {}
+    real = setup.optim.make
+    monkeypatch.setattr(setup.optim, "make", lambda params, **kwargs: given.update(kwargs) or real(params, **kwargs))
+    options = {
+        "lr": 0.3, "wd": 0.2, "wd_times_lr": True, "wd_mults": (("head/.*", 2.0),), "lr_mults": (("head/.*", 3.0),),
+        "frozen": ("embedding/.*",), "grad_clip_norm": 0.7, "optax_name": "scale_by_lion",
+    }  # fmt: skip
+    schedule = {"decay_type": "linear", "warmup_percent": 20, "end": 0.1}
+    small_setup(**options, optax={"b1": 0.5}, schedule=schedule)
+    assert {k: given[k] for k in options} == options
+    assert given["optax_args"] == {"b1": 0.5}
+    assert given["schedule_args"] == {"decay_type": "linear", "warmup_steps": 2, "cooldown_steps": 0, "end": 0.1}
+    assert given["total_steps"] == 10
+
+
+def test_unavailable_metric_for_the_best_checkpoint_is_named():
+    for best, message in [
+        (("tset/top1", "max"), "no evaluation yields 'tset/top1'; did you mean 'test/top1'"),
+        (("test/top_1", "max"), "no evaluation yields 'test/top_1'; did you mean 'test/top1'"),
+        (("test/top1", "most"), 'should be ("NAME/METRIC", "max" or "min")'),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            make(ckpt_best=best)
+        assert message in str(error.value)
+
+
+def test_missing_training_data_has_a_stand_in_for_compilation():
+    words = ["input.data={'kind': 'folder', 'data_dir': '/nowhere'}", "num_classes=3", "input.pp="
+             "decode|resize(8)|value_range(-1, 1)|onehot(3)", "pp_predict="]  # fmt: skip
+    made = setup.load_setup("vit_digits", words, stand_in=True, devices=jax.devices()[:4])
+    assert (made.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
+    with pytest.raises(InputError):
+        setup.load_setup("vit_digits", words)
