@@ -124,7 +124,7 @@ class _ObjectLock:
         if not generation:  # released in the meantime
             return
         seconds = 2 * self.renew_seconds
-        logger.warning("%s is locked by %s: waiting %g s for a renewal of this lock", self.workdir, owner, seconds)
+        logger.warning("%s is locked by %s: waiting %g s for a renewal of this lock", self.path, owner, seconds)
         before = self._read_renewal()
         sleep(seconds)
         if self._read_renewal() == before:

@@ -1,4 +1,4 @@
-"""A run that stands still says where: the stacks of all its threads, and what each input worker is reading."""
+"""Watchdog of a run: reports the stacks of all threads, and the files that input workers read, if the run stalls."""
 
 from __future__ import annotations
 
@@ -14,49 +14,69 @@ import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.parallel import multihost
 
-TELL_SECONDS = 10
-STALLED = 124  # the exit status, as of timeout(1)
 LOG = "watchdog.log"
+STALLED = 124  # exit status, as of timeout(1)
+REPORT_SECONDS = 10
+STDERR = 2  # the file descriptor: `sys.stderr` may be replaced
 
 
 class Watchdog:
-    """Call it with what the run is at whenever it gets on; where `seconds` pass between two calls, it reports.
+    """Reports a run that makes no progress for a given time.
 
-    The report goes to stderr and to `watchdog.log` in the workdir; it comes once for each time the run stands still.
+    Call the instance with a description of the current work whenever the run makes progress. Each stall is reported
+    once, to stderr and to `watchdog.log` in the workdir.
     """
 
     def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):
-        """`seconds` of 0 are never over. `exit_on_stall` ends the process after the report, with status 124."""
+        """Starts the watchdog.
+
+        Args:
+          workdir: the folder for `watchdog.log`.
+          seconds: time without progress that counts as a stall; 0 disables the watchdog.
+          exit_on_stall: if True, end the process with status 124 after the report.
+        """
         self.workdir, self.seconds, self.exit_on_stall = workdir, seconds, exit_on_stall
         self.ended = threading.Event()
         self("starting")
         if seconds:
+            self._arm()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def __call__(self, phase: str) -> None:
         self.phase, self.since, self.reported = phase, time.monotonic(), False
 
     def close(self) -> None:
+        """Stops the watchdog."""
         self.ended.set()
+
+    def _arm(self) -> None:
+        """Sets faulthandler's timer, which the watchdog thread sets again in time as long as it can run.
+
+        A C function that does not release the interpreter lock also stops the watchdog thread. The timer's C thread
+        then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1.
+        """
+        faulthandler.dump_traceback_later(self.seconds, file=STDERR, exit=self.exit_on_stall)
 
     def _watch(self) -> None:
         while not self.ended.wait(self.seconds / 8):
+            self._arm()
             if time.monotonic() - self.since > self.seconds and not self.reported:
                 self.reported = True
                 line = f"no progress for {self.seconds:g} s while {self.phase}"
-                telling = threading.Thread(target=self._tell, args=(line,), daemon=True)
-                telling.start()
-                telling.join(TELL_SECONDS)  # what the run waits for may be the disk of the log
+                reporter = threading.Thread(target=self._report, args=(line,), daemon=True)
+                reporter.start()
+                reporter.join(REPORT_SECONDS)  # the run may be waiting for the disk that the log is on
                 if self.exit_on_stall and multihost.is_single_process():
                     multihost.exit_process(STALLED)
                 elif self.exit_on_stall:
                     multihost.fail(line, STALLED)
+        faulthandler.cancel_dump_traceback_later()
 
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         text = report(line)
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):  # it stands on stderr
+        with contextlib.suppress(Exception):  # the report is on stderr
             path = self.workdir / LOG
             if isinstance(path, Path):
                 with path.open("a") as file:
@@ -66,7 +86,10 @@ class Watchdog:
 
 
 def report(line: str) -> str:
-    """The line, the process, what the input workers read, and every thread's stack."""
+    """Returns a report: the time, the line, the process index, what input workers read, and the stack of each thread.
+
+    faulthandler writes the stacks, to a file: it needs no lock that a stalled thread may hold.
+    """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

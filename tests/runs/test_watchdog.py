@@ -1,87 +1,114 @@
-"""A run that stands still is reported with the stacks of its threads and what its input workers read."""
+"""The watchdog of a run: stalls are reported, also while a C function holds the interpreter lock."""
 
 import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
+from dcvit.runs import watchdog as watchdog_module
 from dcvit.runs.watchdog import LOG, STALLED, Watchdog
 
 
-def test_a_stall_is_reported_once_with_all_stacks_and_what_is_read(tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def reports(monkeypatch):
+    """Returns a function that waits for the next report of a watchdog."""
+    reported = threading.Semaphore(0)
+    write = Watchdog._report
+
+    def report(self, line):
+        write(self, line)
+        reported.release()
+
+    monkeypatch.setattr(Watchdog, "_report", report)
+    return lambda: reported.acquire(timeout=60)
+
+
+def test_each_stall_is_reported_once_with_all_stacks_and_what_is_read(tmp_path, capfd, monkeypatch, reports):
     monkeypatch.setattr("input_pipeline.active_reads", lambda: ["input_0: /data/cat/1.jpg (for 12 s)"])
-    holding, waiting = threading.Event(), threading.Event()
+    release, waiting = threading.Event(), threading.Event()
 
     def a_worker_that_hangs():
         waiting.set()
-        holding.wait()
+        release.wait()
 
     worker = threading.Thread(target=a_worker_that_hangs)
     worker.start()
     waiting.wait()
     watchdog = Watchdog(tmp_path, 0.2)
     watchdog("evaluating test after step 3")
-    time.sleep(0.7)
+    assert reports()
     text = (tmp_path / LOG).read_text()
     assert text == capfd.readouterr().err.removesuffix("\n")
     assert "no progress for 0.2 s while evaluating test after step 3" in text
     assert "/data/cat/1.jpg (for 12 s)" in text
     assert "in a_worker_that_hangs" in text
-    assert "test_a_stall_is_reported_once" in text
+    assert "test_each_stall_is_reported_once" in text
     watchdog("at step 4")
-    time.sleep(0.5)
-    assert "while at step 4" in (tmp_path / LOG).read_text()
+    assert reports()
+    text = (tmp_path / LOG).read_text()
+    assert text.count("while at step 4") == text.count("while evaluating test") == 1
     watchdog.close()
-    holding.set()
+    release.set()
     worker.join()
 
 
-def test_a_log_that_cannot_be_written_is_on_stderr_all_the_same(tmp_path, capfd):
+def test_report_is_on_stderr_where_the_log_cannot_be_written(tmp_path, capfd, reports):
     (tmp_path / LOG).mkdir()
     watchdog = Watchdog(tmp_path, 0.2)
-    time.sleep(0.6)
+    assert reports()
     watchdog.close()
     assert "no progress for 0.2 s while starting" in capfd.readouterr().err
 
 
-def test_progress_is_no_stall(tmp_path):
+def test_progress_is_not_reported(tmp_path, monkeypatch):
+    """The time advances by most of the limit between two calls, ten times."""
+    now = 0.0
+    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(Watchdog, "_report", lambda self, line: pytest.fail(line))
+    checked = threading.Semaphore(0)
+    arm = Watchdog._arm
+    monkeypatch.setattr(Watchdog, "_arm", lambda self: (arm(self), checked.release()))
     watchdog = Watchdog(tmp_path, 1.0)
-    for step in range(8):
+    for step in range(10):
         watchdog(f"at step {step}")
-        time.sleep(0.2)
+        now += 0.9
+        for _ in range(2):  # the second time, the first check since then is over
+            assert checked.acquire(timeout=60)
     watchdog.close()
-    assert not (tmp_path / LOG).exists()
+    assert not watchdog.reported
 
 
-HANG = """
-import time
-from dcvit import cli, train
-from dcvit.training import inputs
-real = inputs.TrainingData.batches
-def batches(self, *args):
-    for number, batch in enumerate(real(self, *args)):
-        if number == 2:
-            time.sleep(600)
-        yield batch
-inputs.TrainingData.batches = batches
-import sys
-sys.exit(cli.run(train.main, sys.argv[1:]))
+STALL = """
+import ctypes, pathlib, sys, time
+from dcvit.runs.watchdog import Watchdog
+Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=True)
+if sys.argv[2] == "holding":
+    ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL does not release the interpreter lock
+time.sleep(600)
 """
 
 
 @pytest.mark.slow
-def test_a_run_may_end_where_it_stands_still(tmp_path):
-    from conftest import TINY
-
-    options = {**TINY, "watchdog_seconds": 8, "watchdog_exit": True}
-    words = ["--config", "vit_digits", "--workdir", str(tmp_path), *(f"--config.{k}={v}" for k, v in options.items())]
-    done = subprocess.run(
-        [sys.executable, "-c", HANG, *words], capture_output=True, text=True, timeout=120,
+@pytest.mark.parametrize(("lock", "status"), [("released", STALLED), ("holding", 1)])
+def test_stalled_process_reports_its_stack_and_exits_if_asked_to(tmp_path, lock, status):
+    completed = subprocess.run(
+        [sys.executable, "-c", STALL, str(tmp_path), lock], capture_output=True, text=True, timeout=300,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
-    assert done.returncode == STALLED, done.stderr
-    assert "while waiting for the data of step" in done.stderr
-    assert "in batches" in (tmp_path / LOG).read_text()
+    assert completed.returncode == status, completed.stderr
+    expected = "Timeout (0:00:00.5" if lock == "holding" else "no progress for 0.5 s while starting"
+    assert expected in completed.stderr
+    assert f'File "<string>", line {6 if lock == "holding" else 7}' in completed.stderr
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_run_announces_each_kind_of_work(digits_run, monkeypatch):
+    phases = []
+    monkeypatch.setattr(Watchdog, "__call__", lambda self, phase: phases.append(phase))
+    assert digits_run(total_steps=2, ckpt_steps=1, watchdog_seconds=0)[0] == 0
+    assert [phase for phase in phases if "step 2" in phase] == [
+        "waiting for the data of step 2", "at step 2", "evaluating test after step 2", "saving step 2",
+    ]  # fmt: skip
+    assert {"starting", "compiling the training step", "finishing the last checkpoint"} <= {*phases}

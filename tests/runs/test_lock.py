@@ -1,0 +1,190 @@
+"""The lock of a workdir on a disk and in an object store."""
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fake_gcs
+import pytest
+
+from dcvit.errors import ConfigError
+from dcvit.parallel import multihost
+from dcvit.runs import lock
+from dcvit.runs.lock import WorkdirLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from dcvit.runs.lock import WorkdirLock
+with WorkdirLock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_second_process_is_refused_by_name_until_the_first_is_killed(tmp_path):
+    call = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match=f"workdir {tmp_path} is in use by process {process.pid} on "):
+            WorkdirLock(tmp_path)
+        process.kill()
+    assert (tmp_path / lock.LOCK).read_text().startswith(f"process {process.pid} on ")
+    with WorkdirLock(tmp_path):
+        assert (tmp_path / lock.LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_lock_excludes_other_programs_that_use_flock(tmp_path):
+    with WorkdirLock(tmp_path), (tmp_path / lock.LOCK).open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with WorkdirLock(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        WorkdirLock(tmp_path)
+
+
+def test_folder_that_cannot_be_written_or_locked_is_one_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"cannot write to workdir {tmp_path}/file: File exists"):
+        WorkdirLock(tmp_path / "file")
+
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=f"workdir {tmp_path} cannot be locked: No locks available"):
+        WorkdirLock(tmp_path)
+
+
+def test_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with WorkdirLock(tmp_path), pytest.raises(ConfigError, match=f"workdir {tmp_path} is in use by another run"):
+        WorkdirLock(tmp_path)
+
+
+WORKDIR = "gs://bucket/run"
+OBJECT = f"{WORKDIR}/{lock.LOCK}"
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A fake store, which gcsfs in this process uses."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # read when gcsfs is imported
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("gcsfs", reason="gs:// needs the gcs extra")
+    with fake_gcs.serve() as (url, objects):
+        options = {"endpoint_url": url, "token": "anon", "use_listings_cache": False, "skip_instance_cache": True}
+        monkeypatch.setitem(fsspec.config.conf, "gs", options)
+        yield objects
+
+
+def object_lock(name, seconds=0.1):
+    return lock._ObjectLock(WORKDIR, name, seconds)
+
+
+def wait_for_renewal(store):
+    """Returns once the owner of the lock has renewed it."""
+    before, started = store.objects.get(f"{WORKDIR}/{lock.RENEWAL}"), time.monotonic()
+    while store.objects.get(f"{WORKDIR}/{lock.RENEWAL}") == before:
+        assert time.monotonic() < started + 60, "the lock is not renewed"
+        time.sleep(0.01)
+
+
+def test_object_lock_is_renewed_and_released(store):
+    held = object_lock("first")
+    assert store.objects[OBJECT] == b"first\n"
+    for _ in range(3):
+        wait_for_renewal(store)
+    held.release()
+    assert not store.objects
+
+
+def test_object_lock_of_a_living_run_is_respected(store, monkeypatch, caplog):
+    held = object_lock("first")
+    monkeypatch.setattr(lock, "sleep", lambda _: wait_for_renewal(store))
+    with pytest.raises(ConfigError, match=f"workdir {WORKDIR} is in use by first"):
+        object_lock("second", seconds=10)
+    assert f"{OBJECT} is locked by first: waiting 20 s for a renewal of this lock" in caplog.text
+    held.release()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_exactly_one_of_several_runs_gets_an_object_lock(store, monkeypatch, caplog, stale):
+    """All start together, at a free lock or at that of a killed run, which nobody renews."""
+    caplog.set_level(logging.ERROR)
+    start, waited = threading.Barrier(6), threading.Barrier(6)
+    monkeypatch.setattr(lock, "sleep", lambda _: waited.wait() if stale else wait_for_renewal(store))
+    if stale:
+        store.objects[OBJECT], store.objects[f"{WORKDIR}/{lock.RENEWAL}"] = b"killed\n", b"killed\n7\n"
+
+    def attempt(number):
+        start.wait()
+        try:
+            return object_lock(f"run {number}")
+        except ConfigError as e:
+            return str(e)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(attempt, range(6)))
+    (owner,) = [result for result in results if not isinstance(result, str)]
+    assert store.objects[OBJECT].decode() == f"{owner.owner}\n"
+    assert [result for result in results if isinstance(result, str)] == [
+        f"workdir {WORKDIR} is in use by {owner.owner}"
+    ] * 5
+    owner.release()
+
+
+def test_creation_whose_answer_was_lost_is_recognised(store, monkeypatch):
+    """gcsfs repeats a request that the store has carried out; the store then answers that the object exists."""
+    answers = []
+
+    def lose_the_first_answer(command, path):
+        if command == "POST" and "ifGenerationMatch=0" in path and not answers:
+            answers.append(503)
+            store.put(OBJECT, {}, b"first\n")
+            return 503
+        return None
+
+    store.refuse = lose_the_first_answer
+    object_lock("first").release()
+    assert answers == [503]
+    assert not store.objects
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken over", "deleted"])
+def test_run_that_lost_its_object_lock_ends(store, monkeypatch, capsys, taken):
+    """As after the network was away for so long that another run took the lock."""
+    ended, status = threading.Event(), []
+
+    def exit_process(number):
+        status.append(number)
+        ended.set()
+        held.ended.set()
+
+    monkeypatch.setattr(multihost, "exit_process", exit_process)
+    held = object_lock("first")
+    if taken:
+        store.put(OBJECT, {}, b"second\n")
+    else:
+        del store.objects[OBJECT]
+    assert ended.wait(60)
+    held.release()
+    assert status == [2]
+    assert (
+        f"the lock {OBJECT} of this run was {'taken over by second' if taken else 'deleted'}" in capsys.readouterr().err
+    )
+    assert store.objects.get(OBJECT) == (b"second\n" if taken else None)
+
+
+def test_store_that_refuses_is_one_error(store):
+    store.refuse = lambda command, path: 403 if command == "POST" else None
+    with pytest.raises(ConfigError, match=f"cannot write to workdir {WORKDIR}: Forbidden: ") as error:
+        object_lock("first")
+    assert str(error.value).count("\n") == 0
