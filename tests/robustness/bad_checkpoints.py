@@ -23,18 +23,18 @@ from workspace import (
     vit_run,
 )
 
-CHECKPOINT = "checkpoints/2"
+CHECKPOINT = "checkpoints/60"
 SUMS = f"{CHECKPOINT}/SHA256SUMS"
 
 DAMAGED = {
     **{
-        f"resume with damaged {item}": bad(after(damage(2, item), resume()), f"{CHECKPOINT} is damaged", f"{item}/")
+        f"resume with damaged {item}": bad(after(damage(60, item), resume()), f"{CHECKPOINT} is damaged", f"{item}/")
         for item in ("params", "ema", "rest", "about")
     },
-    "evaluate damaged weights": bad(after(damage(2, "ema"), evaluate()), "--checkpoint", "checkpoints/1"),
-    "predict with damaged weights": bad(after(damage(2, "ema"), predict(SEVEN)), CHECKPOINT, "ema/"),
+    "evaluate damaged weights": bad(after(damage(60, "ema"), evaluate()), "--checkpoint", "checkpoints/30"),
+    "predict with damaged weights": bad(after(damage(60, "ema"), predict(SEVEN)), CHECKPOINT, "ema/"),
     "start from damaged weights": bad(
-        after(damage(2, "ema"), vit(lambda ws: f"model_init={ws.vit}")), CHECKPOINT, "ema/"
+        after(damage(60, "ema"), vit(lambda ws: f"model_init={ws.vit}")), CHECKPOINT, "ema/"
     ),
     "checksums missing": bad(after(remove(SUMS), resume()), "SHA256SUMS"),
     "checksums missing in evaluation": bad(after(remove(SUMS), evaluate()), "SHA256SUMS"),
@@ -49,7 +49,7 @@ DAMAGED = {
     "config.json that is a list": bad(after(overwrite("config.json", "[1]"), evaluate()), "JSON object"),
     "config.json truncated": bad(after(overwrite("config.json", '{"seed": '), resume()), "config.json"),
     "config.json that is not UTF-8": bad(after(overwrite("config.json", b"\xff\xfe"), resume()), "config.json"),
-    "config.json missing and another model": bad(after(remove("config.json"), resume("model.width=32")), "/vit"),
+    "config.json missing and another model": bad(after(remove("config.json"), resume("model.width=16")), "/vit"),
     "metrics damaged before the last line": bad(
         after(cut_second_line("metrics.jsonl"), resume()), "metrics.jsonl:2", "damaged"
     ),
@@ -114,15 +114,15 @@ CHANGED = {
         resume("input.batch_size=32"), "config.input.batch_size", "64", "32", "--accept input.batch_size"
     ),
     "other data": bad(resume("input.data.limit=100"), "--accept data.examples"),
-    "another model": bad(resume("model.width=32"), "config.model.width", "16", "32", "--accept model.width"),
+    "another model": bad(resume("model.width=16"), "config.model.width", "32", "16", "--accept model.width"),
     "another optimizer": bad(resume("optax_name=scale_by_lion"), "config.optax_name", "--accept optax_name"),
-    "another length": bad(resume("total_steps=4"), "config.total_steps", "2", "4", "--accept total_steps"),
-    "fewer steps than completed": bad(resume("total_steps=1", accept=("total_steps",)), "step 2", "1 steps"),
+    "another length": bad(resume("total_steps=100"), "config.total_steps", "60", "100", "--accept total_steps"),
+    "fewer steps than completed": bad(resume("total_steps=1", accept=("total_steps",)), "step 60", "1 steps"),
     "two changes": bad(resume("seed=1", "lr=0.5"), "--accept lr --accept seed"),
     "two changes and one accepted": bad(
         resume("seed=1", "lr=0.5", accept=("lr",)), "config.seed", "0", "1", "--accept seed"
     ),
-    "another model accepted": bad(resume("model.width=32", accept=("model.width",)), "/vit", "model"),
+    "another model accepted": bad(resume("model.width=16", accept=("model.width",)), "/vit", "model"),
     "another optimizer accepted": bad(
         resume("optax_name=scale_by_lion", accept=("optax_name", "optax")), "/vit", "model"
     ),

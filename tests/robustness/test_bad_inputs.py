@@ -17,7 +17,7 @@ from bad_checkpoints import BAD_CHECKPOINTS
 from bad_command_lines import BAD_COMMAND_LINES
 from bad_configs import BAD_CONFIGS
 from bad_data import BAD_DATA
-from workspace import Workspace, text, text_file, vit
+from workspace import Workspace
 
 from dcvit.__main__ import dispatch
 from dcvit.cli import run
@@ -28,23 +28,10 @@ TABLES = {
 TABLE = {f"{kind}: {name}": row for kind, rows in TABLES.items() for name, row in rows.items()}
 
 
-@pytest.fixture(scope="module")
-def completed(tmp_path_factory):
-    """A folder with two completed runs: `vit` on the digits, and `lm` on a few lines of text."""
-    folder = tmp_path_factory.mktemp("completed")
-    data = text_file("text.txt", "def main():\n    return 0\n" * 40)
-    with contextlib.ExitStack() as stack, jax.numpy_dtype_promotion("standard"):
-        for name, argv in {"vit": vit(), "lm": text(data)}.items():
-            ws = Workspace(folder, folder, stack)
-            ws.new = folder / name
-            assert run(dispatch, argv(ws)) == 0
-    return folder
-
-
 @pytest.fixture
-def workspace(tmp_path, completed):
+def workspace(tmp_path, digits_workdir, lm_workdir):
     with contextlib.ExitStack() as stack, jax.numpy_dtype_promotion("standard"):
-        yield Workspace(tmp_path, completed, stack)
+        yield Workspace(tmp_path, {"vit": digits_workdir, "lm": lm_workdir}, stack)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +94,9 @@ def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspac
         assert contents(copy) == content
 
 
-def test_a_run_with_metrics_that_are_not_finite_is_plotted(completed, tmp_path):
+def test_a_run_with_metrics_that_are_not_finite_is_plotted(digits_workdir, tmp_path):
     """`dcvit.runs.metrics` writes them as null."""
-    workdir = Path(shutil.copytree(completed / "vit", tmp_path / "vit"))
+    workdir = Path(shutil.copytree(digits_workdir, tmp_path / "vit"))
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     rows[-1] |= {"loss": None, "test/top1": None}
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

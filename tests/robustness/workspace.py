@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import TINY
+from conftest import DIGITS, TINY
 
-TINY_VIT = [f"{key}={value}" for key, value in (TINY | {"total_steps": 2, "ckpt_steps": 1, "ema_decay": 0.5}).items()]
+TINY_VIT = [f"{key}={value}" for key, value in (TINY | {"total_steps": 2, "ckpt_steps": 1}).items()]
 TINY_LM = [
     *("tensorboard=False", "ckpt_steps=1", "total_steps=2", "schedule.warmup_percent=0", "input.batch_size=8"),
     *("model.width=16", "model.depth=1", "model.num_heads=2", "model.mlp_dim=16", "model.compose=None"),
@@ -30,14 +30,14 @@ def get_config():
 class Workspace:
     """A folder for one test: `new` is a workdir that does not exist, `vit` and `lm` are copies of completed runs."""
 
-    def __init__(self, folder: Path, completed: Path, stack: contextlib.ExitStack):
+    def __init__(self, folder: Path, completed: dict[str, Path], stack: contextlib.ExitStack):
         self.folder, self.new = folder, folder / "new"
         self._completed, self._stack = completed, stack
         self.copies: dict[str, Path] = {}
 
     def _copy(self, name: str) -> Path:
         if name not in self.copies:
-            self.copies[name] = Path(shutil.copytree(self._completed / name, self.folder / name))
+            self.copies[name] = Path(shutil.copytree(self._completed[name], self.folder / name))
         return self.copies[name]
 
     @property
@@ -141,7 +141,8 @@ def lm(*changes: Word) -> Argv:
 def resume(*changes: Word, accept: tuple[str, ...] = ()) -> Argv:
     """The completed image run again, with overrides and accepted changes."""
     accepted = [word for key in accept for word in ("--accept", key)]
-    return train("vit_digits", *overrides(TINY_VIT), *overrides(changes), *accepted, workdir=vit_run)
+    original = [f"{key}={value}" for key, value in DIGITS.items()]
+    return train("vit_digits", *overrides(original), *overrides(changes), *accepted, workdir=vit_run)
 
 
 def evaluate(*options: Word) -> Argv:
