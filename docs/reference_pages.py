@@ -183,9 +183,9 @@ def config_keys() -> str:
         [
             "# Config keys",
             "A config is a Python file with a function `get_config` that returns a `ConfigDict` of these keys. An "
-            "unknown key or a value of the wrong type is an error before anything is compiled, and the message suggests "
-            "the nearest key. `--config.KEY=VALUE` sets a key on the command line, and `--config.model.rank=1` sets a key "
-            "inside a dict.",
+            "unknown key or a value of the wrong type is an error before anything is compiled, and the message "
+            "suggests the nearest key. `--config.KEY=VALUE` sets a key on the command line, and "
+            "`--config.model.rank=1` sets a key inside a dict.",
             _keys(config.KEYS),
             "## Durations",
             f"A duration is given in one of four units: {units}. A percentage is relative to the length of the run.",

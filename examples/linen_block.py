@@ -31,7 +31,7 @@ def main(steps: int = 20) -> list[float]:
     block = Block()
     x = jax.random.normal(jax.random.key(0), (8, 16, 32))
     target = jnp.broadcast_to(x[:, :1], x.shape)
-    params = block.init(jax.random.key(1), x)["params"]
+    params = jax.jit(block.init)(jax.random.key(1), x)["params"]
     # The compose weights are below the attention module: params["Attention_0"]["pre"]["w_q1"] and so on.
     optimizer = optax.sgd(0.1)
     state = optimizer.init(params)

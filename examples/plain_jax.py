@@ -55,8 +55,13 @@ def main():
     """The layer's output, and the gradient of its parameters."""
     x = jax.random.normal(jax.random.key(0), (2, 16, WIDTH))
     params = jax.jit(init)(jax.random.key(1))
-    gradient = jax.jit(jax.grad(lambda params: jnp.mean(layer(params, x) ** 2)))(params)
-    return jax.jit(layer)(params, x), gradient
+
+    def loss_fn(params):
+        out = layer(params, x)
+        return jnp.mean(out**2), out
+
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
+    return out, gradient
 
 
 if __name__ == "__main__":
