@@ -37,7 +37,7 @@ class WorkdirLock:
         """Acquires the lock.
 
         Raises:
-          ConfigError: another process holds the lock (the message names it), or the workdir cannot be written or locked.
+          ConfigError: another process, which the message names, holds the lock, or the workdir cannot be written.
         """
         owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
         self.lock: filelock.BaseFileLock | _ObjectLock

@@ -1,4 +1,4 @@
-"""Archives of arrays from strangers: arrays or one line of error, and never memory that nothing stands for."""
+"""Untrusted .npz archives: the result is arrays or a one-line error, and memory is only allocated for actual data."""
 
 import io
 import pickle
@@ -14,6 +14,7 @@ import pytest
 from dcvit.checkpoint import npz
 from input_pipeline import memory
 
+MAGIC = b"\x93NUMPY"
 ARRAYS = {
     "params/head/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
     "params/columns": np.asfortranarray(np.arange(24).reshape(2, 3, 4)),
@@ -33,13 +34,13 @@ def npy(array):
 
 
 def header(shape, descr="<f4", columns_first=False, version=1):
-    """The header of a .npy file, whatever it says."""
+    """The header of a .npy file; its fields may be invalid."""
     text = repr({"descr": descr, "fortran_order": columns_first, "shape": shape}).encode() + b"\n"
-    return npz.MAGIC + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
+    return MAGIC + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
 
 
 def archive(path, members, method=zipfile.ZIP_STORED):
-    """A zip of (name, content) pairs, also of names that are there twice."""
+    """Writes a zip of (name, content) pairs; names may occur twice."""
     with zipfile.ZipFile(path, "w", method) as file:
         for name, content in members:
             file.writestr(zipfile.ZipInfo(name), content, method)
@@ -47,13 +48,13 @@ def archive(path, members, method=zipfile.ZIP_STORED):
 
 
 def directory(path):
-    """A zip's bytes, and where in them its directory begins."""
+    """Returns the bytes of a zip and the offset of its directory."""
     data = bytearray(path.read_bytes())
     return data, data.index(b"PK\x01\x02")
 
 
 def refused(path, match):
-    """Asserts that reading ends in one line that names the file, without memory for what is announced."""
+    """Asserts that reading raises a one-line error that names the file, without allocating the announced size."""
     tracemalloc.start()
     try:
         with pytest.raises(npz.NpzError, match=match) as error:
@@ -67,7 +68,7 @@ def refused(path, match):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_it_reads_what_numpy_reads(tmp_path, save):
+def test_arrays_equal_those_of_numpy_load(tmp_path, save):
     save(tmp_path / "a.npz", **ARRAYS)
     got = npz.read(str(tmp_path / "a.npz"))
     with np.load(tmp_path / "a.npz") as expected:
@@ -78,7 +79,7 @@ def test_it_reads_what_numpy_reads(tmp_path, save):
             np.testing.assert_array_equal(array, expected[name])
 
 
-def test_bfloat16_stays_the_bytes_that_big_vision_wrote(tmp_path):
+def test_bfloat16_is_returned_as_its_bytes(tmp_path):
     values = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     np.savez(tmp_path / "a.npz", kernel=values)
     got = npz.read(tmp_path / "a.npz")["kernel"]
@@ -86,8 +87,8 @@ def test_bfloat16_stays_the_bytes_that_big_vision_wrote(tmp_path):
     np.testing.assert_array_equal(got.view(ml_dtypes.bfloat16), values)
 
 
-def test_arrays_larger_than_a_chunk_are_whole_and_the_second_version_of_headers_is_read(tmp_path):
-    values = np.random.default_rng(0).integers(256, size=npz.CHUNK * 2 + 7, dtype=np.uint8)
+def test_large_arrays_and_headers_of_version_2_are_read(tmp_path):
+    values = np.random.default_rng(0).integers(256, size=1_000_007, dtype=np.uint8)
     archive(tmp_path / "a.npz", [("a.npy", npy(values)), ("b.npy", header((2,), version=2) + bytes(8))])
     got = npz.read(tmp_path / "a.npz")
     np.testing.assert_array_equal(got["a"], values)
@@ -95,7 +96,7 @@ def test_arrays_larger_than_a_chunk_are_whole_and_the_second_version_of_headers_
 
 
 class Bomb:
-    """What a pickle can do: call anything."""
+    """Calls a function when it is unpickled."""
 
     def __reduce__(self):
         return exec, ("raise SystemExit('executed')",)
@@ -106,21 +107,21 @@ class Bomb:
     [b"", b"hello", pickle.dumps(Bomb()), npy(np.ones(3)), b"PK\x03\x04" + bytes(50), b"PK\x05\x06" + bytes(18)[:9]],
     ids=["empty", "text", "pickle", "npy", "cut", "cut directory"],
 )
-def test_what_is_no_archive_is_refused(tmp_path, content):
+def test_file_that_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "a.npz").write_bytes(content)
-    refused(tmp_path / "a.npz", "is no .npz archive, or damaged: ")
+    refused(tmp_path / "a.npz", "is not an .npz archive, or is damaged: ")
 
 
-def test_what_cannot_be_opened_is_named(tmp_path):
+def test_file_that_cannot_be_opened_is_named(tmp_path):
     refused(tmp_path / "none.npz", "cannot read .*none.npz: No such file")
     refused(tmp_path, "cannot read .*: Is a directory")
 
 
-def test_nothing_is_ever_unpickled(tmp_path):
+def test_objects_are_never_unpickled(tmp_path):
     np.savez(tmp_path / "a.npz", head=np.array([Bomb()], object))
     refused(tmp_path / "a.npz", "member 'head': an array of Python objects")
     archive(tmp_path / "b.npz", [("head.npy", pickle.dumps(Bomb())), ("data.pkl", b"")])
-    refused(tmp_path / "b.npz", "member 'head': no array")
+    refused(tmp_path / "b.npz", "member 'head': not an array")
     fields = header((1,), [("a", "<f4"), ("b", "|O")])
     archive(tmp_path / "c.npz", [("head.npy", fields + pickle.dumps([Bomb()]))])
     refused(tmp_path / "c.npz", "Python objects")
@@ -131,75 +132,80 @@ def test_nothing_is_ever_unpickled(tmp_path):
     ["/etc/passwd.npy", "../a.npy", "a/../b.npy", "a/..npy/../..", "a\\b.npy", "a\0b.npy", "./a.npy", "a//b.npy",
      ".npy", "a/", "..", "x\n/../y"],
 )  # fmt: skip
-def test_a_name_that_is_no_path_in_a_tree_is_refused(tmp_path, name):
+def test_name_that_is_no_path_in_a_tree_is_refused(tmp_path, name):
     info = zipfile.ZipInfo("placeholder" if "\0" in name else name)
-    if "\0" in name:  # Python would end the name there
+    if "\0" in name:  # Python would cut the name there
         info.filename = name
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr(info, npy(np.ones(1)))
-    refused(tmp_path / "a.npz", "is no name of an array")
+    refused(tmp_path / "a.npz", "is not a valid name of an array")
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["a.npy", "a.npy"], "member 'a' is there twice"),
-        (["a.npy", "a"], "member 'a' is there twice"),
-        (["a.npy", "a/b.npy"], "member 'a' is an array and the folder of 'a/b'"),
-        (["a/b/c/d.npy", "a/b.npy"], "member 'a/b' is an array and the folder of 'a/b/c/d'"),
+        (["a.npy", "a.npy"], "member 'a' occurs twice"),
+        (["a.npy", "a"], "member 'a' occurs twice"),
+        (["a.npy", "a/b.npy"], "member 'a' is both an array and the folder of 'a/b'"),
+        (["a/b/c/d.npy", "a/b.npy"], "member 'a/b' is both an array and the folder of 'a/b/c/d'"),
     ],
 )
-def test_names_that_make_no_tree_are_refused(tmp_path, names, match):
+def test_names_that_form_no_tree_are_refused(tmp_path, names, match):
     refused(archive(tmp_path / "a.npz", [(name, npy(np.ones(1))) for name in names]), match)
 
 
 @pytest.mark.parametrize(
     ("start", "match"),
     [
-        (header((1 << 40,)), "the header says float32 of"),
-        (header((1 << 80,)), "the header says float32 of"),
-        (header((1 << 62, 4)), "the header says float32 of"),
-        (header((2, -1)), "which is no array"),
-        (header((1 << 60,), "|S0"), "which is no array"),
-        (header((1 << 60,), "|V0"), "which is no array"),
-        (header((3,)), "the header says float32 of"),
-        (header((1,)), "the header says float32 of"),
+        (header((1 << 40,)), "the header announces float32 of"),
+        (header((1 << 80,)), "the header announces float32 of"),
+        (header((1 << 62, 4)), "the header announces float32 of"),
+        (header((2, -1)), "which is not an array"),
+        (header((1 << 60,), "|S0"), "which is not an array"),
+        (header((1 << 60,), "|V0"), "which is not an array"),
+        (header((3,)), "the header announces float32 of"),
+        (header((1,)), "the header announces float32 of"),
         (header((1,) * 99), "member 'a'"),
         (header("ab"), "its header is damaged"),
         (header((2,), "<q9"), "its header is damaged"),
-        (npz.MAGIC + b"\1\0" + struct.pack("<H", 9000) + b"[" * 9000, "its header is damaged"),
-        (npz.MAGIC + b"\1\0" + struct.pack("<H", 20) + b"__import__('os').a()", "its header is damaged"),
-        (npz.MAGIC + b"\2\0" + struct.pack("<I", 1 << 31), "a header of 2,147,483,648 bytes"),
-        (npz.MAGIC + b"\7\0\0\0", "unknown version"),
-        (npz.MAGIC, "unknown version"),
+        (MAGIC + b"\1\0" + struct.pack("<H", 9000) + b"[" * 9000, "its header is damaged"),
+        (MAGIC + b"\1\0" + struct.pack("<H", 20) + b"__import__('os').a()", "its header is damaged"),
+        (MAGIC + b"\2\0" + struct.pack("<I", 1 << 31), "its header is damaged: EOF"),
+        (MAGIC + b"\7\0\0\0", "unknown version"),
+        (MAGIC, "unknown version"),
     ],
 )
-def test_a_header_that_does_not_fit_its_member_is_refused_before_memory_is_taken(tmp_path, start, match):
+def test_header_that_contradicts_the_archive_is_refused_before_memory_is_allocated(tmp_path, start, match):
     refused(archive(tmp_path / "a.npz", [("a.npy", start + bytes(8))]), match)
 
 
-def test_more_than_the_memory_left_is_refused(tmp_path, monkeypatch):
+def test_header_of_megabytes_is_refused_before_memory_is_allocated(tmp_path):
+    content = MAGIC + b"\2\0" + struct.pack("<I", 1 << 26) + bytes(1 << 26)
+    refused(archive(tmp_path / "a.npz", [("a.npy", content)], zipfile.ZIP_DEFLATED), "its header is damaged: EOF")
+
+
+def test_arrays_larger_than_the_available_memory_are_refused(tmp_path, monkeypatch):
     np.savez(tmp_path / "a.npz", a=np.zeros(100), b=np.zeros(1000))
     monkeypatch.setattr(memory, "available", lambda: 9_000)
-    refused(tmp_path / "a.npz", "announces 0.0 GB of arrays, the largest 'b'; memory left")
+    refused(tmp_path / "a.npz", "announces 0.0 GB of arrays, the largest is 'b'; available memory")
 
 
-def test_an_announced_size_without_data_is_refused(tmp_path):
-    """The directory, the header and the memory agree; the data is not there, or of another size."""
+def test_size_without_data_is_refused(tmp_path):
+    """The directory announces a size that the available memory can hold, and the data is shorter."""
     path = archive(tmp_path / "a.npz", [("a.npy", header((4,)) + bytes(16))], zipfile.ZIP_DEFLATED)
     data, at = directory(path)
     for announced in (1 << 30, 0xFFFFFFFE):
         data[at + 24 : at + 28] = struct.pack("<I", announced)
         path.write_bytes(data)
-        refused(path, "the header says float32 of|announces")
+        refused(path, "the header announces float32 of|announces")
 
 
 @pytest.mark.parametrize(("beyond", "match"), [(0, "Bad CRC-32"), (1, "unpacks to more than"), (9, "Bad CRC-32")])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, method, beyond, match):
-    """Even where the checksum is that of the announced beginning, which zipfile itself would accept."""
-    content = header((4,)) + bytes(16)
+def test_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, method, beyond, match):
+    """Also if the checksum is that of the announced beginning, which zipfile accepts."""
+    content = header((4000,)) + bytes(16_000)  # more than is read for its header
     path = archive(tmp_path / "a.npz", [("a.npy", content + bytes(50_000_000))], method)
     data, at = directory(path)
     data[at + 16 : at + 20] = struct.pack("<I", zlib.crc32(content + bytes(beyond)))
@@ -209,7 +215,7 @@ def test_a_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, metho
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_changed_byte_of_an_array_is_refused(tmp_path, method):
+def test_changed_byte_of_an_array_is_refused(tmp_path, method):
     path = archive(tmp_path / "a.npz", [("a.npy", npy(np.random.default_rng(0).random(500)))], method)
     data, at = directory(path)
     data[at - 200] ^= 1
@@ -217,16 +223,16 @@ def test_a_changed_byte_of_an_array_is_refused(tmp_path, method):
     refused(path, "member 'a'")
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path):
+def test_truncated_file_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
     whole = (tmp_path / "whole.npz").read_bytes()
     for end in range(0, len(whole) - 1, 37):
         (tmp_path / "a.npz").write_bytes(whole[:end])
-        refused(tmp_path / "a.npz", "is no .npz archive, or damaged")
+        refused(tmp_path / "a.npz", "is not an .npz archive, or is damaged")
 
 
 @pytest.mark.parametrize(("at", "value", "match"), [(8, 1, "is encrypted"), (10, 14, "a method that numpy does not")])
-def test_what_numpy_does_not_write_is_refused(tmp_path, at, value, match):
+def test_feature_that_numpy_does_not_write_is_refused(tmp_path, at, value, match):
     path = archive(tmp_path / "a.npz", [("a.npy", npy(np.ones(3)))])
     data, start = directory(path)
     data[start + at] = value
@@ -234,7 +240,7 @@ def test_what_numpy_does_not_write_is_refused(tmp_path, at, value, match):
     refused(path, match)
 
 
-def test_bytes_flipped_at_random_give_the_arrays_or_an_error(tmp_path):
+def test_random_byte_errors_give_arrays_or_one_line(tmp_path):
     np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
     whole = (tmp_path / "whole.npz").read_bytes()
     rng, outcomes = np.random.default_rng(0), set()
