@@ -63,7 +63,19 @@ def escape(line: str) -> str:
     return "``".join(parts)
 
 
+def short_annotations(app, what, name, obj, options, signature, returns):
+    """Shape annotations without the module of JAX's array type."""
+    return tuple(text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """Fields of a NamedTuple, which its signature lists, have no docstring of their own."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field number") else None
+
+
 def setup(app):
-    """Generates the reference pages before Sphinx looks for pages, and rewrites docstrings before napoleon."""
+    """Generates the reference pages before Sphinx looks for pages, and registers the changes to the Python API."""
     reference_pages.write(HERE / "reference" / "generated")
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=100)
+    app.connect("autodoc-process-signature", short_annotations)
+    app.connect("autodoc-skip-member", skip_fields)
