@@ -1,9 +1,9 @@
-"""The optimiser: optax transformations put together from a config, in big_vision's order.
+"""Optimizer: a chain of optax transformations in big_vision's order.
 
-    update = -schedule(step) · (lr · lr_mult · optimiser(clip(gradient)) + wd · wd_mult · parameter)
+    update = -schedule(step) · (lr · lr_mult · optimizer(clip(gradient)) + wd · wd_mult · parameter)
 
-Weight decay follows the schedule but is not multiplied by the learning rate (so 1e-4 here is AdamW's 0.1
-at a learning rate of 1e-3), unless `wd_times_lr` asks for AdamW's own meaning.
+Weight decay follows the schedule but is not multiplied by the learning rate: 1e-4 here equals AdamW's 0.1 at a learning
+rate of 1e-3. `wd_times_lr` multiplies it by the learning rate, as AdamW does.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def schedule(
     end: float = 0.0,
     timescale: int = 10_000,
 ) -> Schedule:
-    """The factor on the learning rate at each step: 1 at its peak.
+    """Returns the factor of the learning rate at each step; it is 1 at the peak.
 
     Args:
       total_steps: length of training.
-      decay_type: "cosine" or "linear" from 1 to `end` between warm-up and the last step; "rsqrt",
+      decay_type: "cosine" or "linear" from 1 to `end` between the warm-up and the last step; "rsqrt",
         1/sqrt(1 + (step - warmup_steps)/timescale) (Zhai et al., 2022); or "constant".
-      warmup_steps: linear rise from 0.
-      cooldown_steps: linear fall to 0 over the last steps, multiplying what the decay gives.
+      warmup_steps: length of a linear increase from 0.
+      cooldown_steps: length of a linear decrease to 0 over the last steps, a factor on the decay.
       end: the final factor of "cosine" and "linear".
-      timescale: of "rsqrt", in steps.
+      timescale: time scale of "rsqrt", in steps.
 
     Raises:
-      ValueError: unknown `decay_type`, or warm-up and cool-down that do not fit into the steps.
+      ValueError: an unknown `decay_type`, or warm-up and cool-down longer than the training.
     """
     kinds = ("cosine", "linear", "rsqrt", "constant")
     if decay_type not in kinds:
@@ -75,17 +75,17 @@ def schedule(
 
 
 def names_of(params: Any) -> Any:
-    """The tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the shape of `params`."""
+    """Returns the tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the structure of `params`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )
 
 
 def first_match(params: Any, rules: Rules, default: Any, what: str) -> Any:
-    """For each parameter the value of the first rule whose regex matches its whole name, or `default`.
+    """Returns for each parameter the value of the first rule whose regex matches its whole name, or `default`.
 
     Raises:
-      ValueError: a rule that matches no parameter, which is most likely a misspelt one.
+      ValueError: a rule matches no parameter, so it is most likely misspelled.
     """
     names = names_of(params)
     for pattern, _ in rules:
@@ -113,22 +113,24 @@ def make(
     frozen: Sequence[str] = (),
     grad_clip_norm: float | None = None,
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The gradient transformation of the module's equation, and its schedule.
+    """Returns the gradient transformation of the module's equation, and its schedule.
 
     Args:
       params: the parameters, or their shapes.
       total_steps: length of training.
-      optax_name: a `scale_by_…` transformation of optax; `optax_args` are its arguments.
+      optax_name: a `scale_by_…` transformation of optax, or "trace".
+      optax_args: its arguments.
       lr: peak learning rate.
       schedule_args: arguments of `schedule`.
-      wd, wd_times_lr: weight decay and whether it is multiplied by `lr` too, as in AdamW.
-      wd_mults, lr_mults: pairs (regex on the whole parameter name, multiplier), the first match counts;
-        parameters without a match decay by 0 and learn at 1.
-      frozen: regexes of parameters that do not change; they take no part in clipping either.
-      grad_clip_norm: the global norm that gradients are clipped to.
+      wd: weight decay.
+      wd_times_lr: multiply the weight decay by `lr`, as AdamW does.
+      wd_mults: pairs (regex of the whole parameter name, multiplier of `wd`). The first match counts; no match: 0.
+      lr_mults: pairs (regex of the whole parameter name, multiplier of `lr`). The first match counts; no match: 1.
+      frozen: regexes of parameters that are not trained; they do not contribute to the norm of clipping.
+      grad_clip_norm: the global norm to which gradients are clipped; None: no clipping.
 
     Raises:
-      ValueError: a regex that matches nothing, or a schedule that does not fit.
+      ValueError: a regex matches no parameter, or the schedule is invalid.
     """
     factor = schedule(total_steps, **(schedule_args or {}))
     lr_mult = first_match(params, lr_mults, 1.0, "lr_mults")

@@ -1,4 +1,4 @@
-"""The ImageNet recipe, value by value, and the whole of it run on real bytes: train, checkpoint, resume, evaluate."""
+"""The ImageNet config: every value of its recipe, and whole runs on small data sets in ImageNet's format."""
 
 import csv
 import io
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training_runs import interrupted_before
 
 from dcvit import config, evaluate, predict, train
 from dcvit.checkpoint.checkpointer import load_params
@@ -59,17 +60,17 @@ EVALS = {  # name: dataset, split, label, whether it may be missing, whether onl
 
 
 class TestRecipe:
-    """big_vision's vit_s16_i1k.py, which the paper's experiments start from (Section 4.5, Appendix C)."""
+    """The recipe of big_vision's vit_s16_i1k.py, on which the paper's experiments build (Section 4.5, Appendix C)."""
 
     @pytest.mark.parametrize("key", TABLE)
-    def test_each_value(self, key):
+    def test_value_of_the_recipe(self, key):
         value = config.load(I1K)
         for part in key.split("."):
             value = value[part]
         assert (value.to_dict() if hasattr(value, "to_dict") else value) == TABLE[key]
 
     @pytest.mark.parametrize("name", EVALS)
-    def test_each_evaluation(self, name):
+    def test_evaluation_of_the_recipe(self, name):
         dataset, split, label, optional, present = EVALS[name]
         found = config.load(I1K).evals[name].to_dict()
         assert found.pop("data") == {"kind": "tfds", "name": dataset, "split": split}
@@ -81,7 +82,7 @@ class TestRecipe:
         assert (found.pop("optional", False), found.pop("present_classes_only", False)) == (optional, present)
         assert not found
 
-    def test_no_evaluation_is_left_out_of_the_table(self):
+    def test_table_of_evaluations_is_complete(self):
         assert set(config.load(I1K).evals) == set(EVALS)
 
     @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ class TestRecipe:
             ("as_written=true", {"optax.b2": 0.9, "schedule.end": 0.1}),
         ],
     )
-    def test_an_argument_changes_what_it_says_and_nothing_else(self, arguments, changed):
+    def test_argument_changes_its_keys_and_nothing_else(self, arguments, changed):
         expected = json.loads(config.load(I1K).to_json())
         for key, value in changed.items():
             target = expected
@@ -113,13 +114,13 @@ class TestRecipe:
             ("variant=ViT-M/16", 38_999_016),
         ],
     )
-    def test_the_models_have_the_papers_sizes(self, arguments, count):
-        net = setup.model(config.load(f"{I1K}:{arguments}"))
+    def test_models_have_the_sizes_of_the_paper(self, arguments, count):
+        net = setup.make_model(config.load(f"{I1K}:{arguments}"))
         shapes = setup.param_shapes(net, jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32))
         assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
 
     @pytest.mark.parametrize("as_written", [False, True])
-    def test_an_update_is_adams_with_the_schedule_and_decay_on_kernels_only(self, as_written, library_promotion):
+    def test_update_is_adam_with_schedule_and_decay_of_kernels_only(self, as_written, library_promotion):
         """The third update of every parameter against Adam written out in numpy, float64 but for bfloat16's mean."""
         c = config.load(f"{I1K}:as_written={as_written}")
         params = vit.Model(10, variant="DCViT-mu/16", num_heads=4).init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
@@ -165,9 +166,9 @@ def _decay(tx, params, path):
 SETS = ("imagenet2012_real", "imagenet_v2", "imagenet_a", "imagenet_r", "imagenet_sketch")
 
 
-@pytest.fixture(scope="module", params=["tfrecord", "array_record"])
+@pytest.fixture(scope="module", params=["tfrecord", pytest.param("array_record", marks=pytest.mark.exhaustive)])
 def data_dir(request, tmp_path_factory):
-    """Every evaluation set, prepared in one format."""
+    """Prepares every evaluation set in one format; returns the folder."""
     pytest.importorskip("tensorflow_datasets")
     root = tmp_path_factory.mktemp(request.param)
     datasets.imagenet2012(root, request.param, n_train=400, n_val=10)
@@ -178,7 +179,7 @@ def data_dir(request, tmp_path_factory):
 
 @pytest.fixture
 def i1k(data_dir, tmp_path, monkeypatch, library_promotion):
-    """Runs the unmodified config on the small data, as the command does; returns (exit status, workdir)."""
+    """Returns a function that trains the unmodified config on the small data: (exit status, workdir)."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
 
     def train_it(name, *words, arguments="variant=DCViT-S/16"):
@@ -190,30 +191,27 @@ def i1k(data_dir, tmp_path, monkeypatch, library_promotion):
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
-    status, whole = i1k("whole")
+def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
+    status, uninterrupted = i1k("uninterrupted")
     assert status == 0
-    rows = metrics.read(whole / "metrics.jsonl")
+    rows = metrics.read(uninterrupted / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10, 12]
     names = {"train", "minival", "val", "real", "v2", "a", "r", "sketch"}
     counts = {name: rows[-1][f"{name}/n"] for name in names}
     assert counts == {**dict.fromkeys(names, 10), "train": 8, "minival": 4, "real": 6}  # of ReaL, four have no label
-    assert i1k("whole")[0] == 0  # all done: nothing to do
+    assert i1k("uninterrupted")[0] == 0  # nothing is left to do
 
-    step = train.Loop.run
-    monkeypatch.setattr(train.Loop, "_row", _stop_at(8, train.Loop._row))
-    assert i1k("stopped")[0] == 130
-    monkeypatch.setattr(train.Loop, "_row", train.Loop._row.__wrapped__)
-    assert train.Loop.run is step
+    with interrupted_before(monkeypatch, 8):
+        assert i1k("stopped")[0] == 130
     status, stopped = i1k("stopped")
     assert status == 0
-    assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    for one, other in zip(*(jax.tree.leaves(load_params(w)) for w in (whole, stopped)), strict=True):
+    assert (stopped / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
+    for one, other in zip(*(jax.tree.leaves(load_params(w)) for w in (uninterrupted, stopped)), strict=True):
         np.testing.assert_array_equal(one, other)
 
     capsys.readouterr()
     out = tmp_path / "results.csv"
-    assert run(evaluate.main, ["--workdir", str(whole), "--format", "csv", "--out", str(out)]) == 0
+    assert run(evaluate.main, ["--workdir", str(uninterrupted), "--format", "csv", "--out", str(out)]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert out.read_text().splitlines()[0] == ",".join(table[0])
     assert list(csv.DictReader(io.StringIO(out.read_text()))) == table
@@ -225,25 +223,13 @@ def test_it_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, c
         assert int(row["parameters"]) == rows[0]["num_params"]
     image = tmp_path / "a.jpg"
     image.write_bytes(datasets.jpeg(3))
-    assert run(predict.main, ["--workdir", str(whole), str(image), "--format", "json"]) == 0
+    assert run(predict.main, ["--workdir", str(uninterrupted), str(image), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["label"].startswith("n")
-
-
-def _stop_at(step, row):
-    """A Ctrl-C just before a step would be logged."""
-
-    def stopping(self, at, *args):
-        if at >= step:
-            raise KeyboardInterrupt
-        return row(self, at, *args)
-
-    stopping.__wrapped__ = row
-    return stopping
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
-def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_path, capsys, monkeypatch):
+def test_missing_optional_evaluation_sets_are_skipped_with_one_warning(i1k, data_dir, tmp_path, capsys, monkeypatch):
     root = tmp_path / "some"
     shutil.copytree(data_dir / "imagenet2012", root / "imagenet2012")
     shutil.copytree(data_dir / "imagenet_v2", root / "imagenet_v2")
@@ -251,7 +237,7 @@ def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_p
     status, workdir = i1k("run", "--config.total_steps=2", arguments="variant=ViT-S/16")
     assert status == 0
     err = capsys.readouterr().err
-    assert sorted(line.split("'")[1] for line in err.splitlines() if line.startswith("left out")) == [
+    assert sorted(line.split("'")[1] for line in err.splitlines() if line.startswith("skipped evaluation")) == [
         "a", "r", "real", "sketch",
     ]  # fmt: skip
     assert {k.split("/")[0] for k in metrics.read(workdir / "metrics.jsonl")[-1] if "/" in k} == {
@@ -261,7 +247,7 @@ def test_missing_evaluation_sets_are_said_once_and_left_out(i1k, data_dir, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_dir", ["tfrecord"], indirect=True)
-def test_missing_training_data_is_one_line_before_anything_is_written(i1k, tmp_path, capsys, monkeypatch):
+def test_missing_training_data_is_one_line_and_nothing_is_written(i1k, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "empty"))
     status, workdir = i1k("run")
     assert status == 2
@@ -272,6 +258,6 @@ def test_missing_training_data_is_one_line_before_anything_is_written(i1k, tmp_p
     assert not workdir.exists()
 
 
-def test_optax_reads_the_recipes_dtype():
+def test_optax_accepts_the_dtype_of_the_recipe():
     state = optax.scale_by_adam(mu_dtype="bfloat16").init(jnp.zeros(3))
     assert state.mu.dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""The optimiser against the equation written out in numpy, and the schedules against their definitions."""
+"""The optimizer against its equation in numpy, and the schedules against their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ GRADS = [jax.tree.map(lambda p, s=s: 0.1 * (s + 1) * jnp.cos(p + s), PARAMS) for
 
 
 def train(**options):
-    """Parameters after the four gradients."""
+    """Returns the parameters after four gradients."""
     tx, _ = optim.make(PARAMS, total_steps=4, **options)
     params, state = PARAMS, tx.init(PARAMS)
     for grads in GRADS:
@@ -28,7 +28,7 @@ def train(**options):
 
 
 def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=None, frozen=()):
-    """update = -schedule · (lr · lr_mult · Adam(clip(g)) + wd · wd_mult · p) with the cosine schedule, in numpy."""
+    """Computes update = -schedule · (lr · lr_mult · Adam(clip(g)) + wd · wd_mult · p) with the cosine schedule, in numpy."""
     flat = {"block/kernel": ("block", "kernel"), "block/bias": ("block", "bias"), "head/kernel": ("head", "kernel")}
     p = {name: np.asarray(PARAMS[a][b], np.float64) for name, (a, b) in flat.items()}
     m, v = ({name: np.zeros_like(x) for name, x in p.items()} for _ in range(2))
@@ -76,7 +76,7 @@ def test_bfloat16_momentum_stays_near_float32():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-3), narrow, expected(lr=0.02))
 
 
-def test_frozen_parameters_have_no_optimiser_state():
+def test_frozen_parameters_have_no_optimizer_state():
     def numbers(**options):
         tx, _ = optim.make(PARAMS, total_steps=4, **options)
         return sum(x.size for x in jax.tree.leaves(tx.init(PARAMS)))
@@ -84,7 +84,7 @@ def test_frozen_parameters_have_no_optimiser_state():
     assert numbers() - numbers(frozen=["block/.*"]) == 2 * 4
 
 
-def test_schedules_at_their_corners():
+def test_schedules_have_their_defined_values_at_the_corners():
     def at(step, **options):
         return float(optim.schedule(100, **options)(step))
 
@@ -112,6 +112,6 @@ def test_schedules_at_their_corners():
         ({"schedule_args": {"warmup_steps": 3, "cooldown_steps": 2}}, "do not fit into 4 steps"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, message):
+def test_rules_without_a_match_and_invalid_schedules_are_refused(options, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
         optim.make(PARAMS, total_steps=4, **options)

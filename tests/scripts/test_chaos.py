@@ -1,4 +1,4 @@
-"""The scripts that disturb runs and damage checkpoints, in short; README tells of their full length."""
+"""scripts/chaos.py and scripts/corrupt.py with few disturbances."""
 
 import json
 import os
@@ -20,16 +20,16 @@ def script(name, *words):
     return done.stdout
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_at_every_kind_of_moment_ends_as_an_undisturbed_one():
+@pytest.mark.exhaustive
+def test_disturbed_run_ends_as_an_undisturbed_one():
     row = script("chaos.py", "--model", "vit", "--kills", "3", "--terms", "2", "--seed", "3").splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:3] == ["vit", "3", "2"]
     assert cells[5:7] == ["0", "none"]  # steps lost by SIGTERM, differences
 
 
-@pytest.mark.slow
-def test_every_mutation_of_a_checkpoint_is_named():
+@pytest.mark.exhaustive
+def test_every_mutation_of_a_checkpoint_is_reported():
     counts = json.loads(script("corrupt.py", "--mutations", "24"))
     assert counts["mutations"] == 24
     assert (counts["silent"], counts["hangs"], counts["other failures"]) == (0, 0, 0)

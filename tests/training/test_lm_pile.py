@@ -1,0 +1,123 @@
+"""configs/lm_pile.py: its table of presets, its recipe, its ablations, and whole runs on a tiny text."""
+
+import importlib.util
+import math
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dcvit import cli, errors, generate, tokenize, train
+from dcvit import config as configs
+from dcvit.models.presets import PRESETS
+from dcvit.runs import metrics
+from dcvit.training import optim, setup
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+PILE = Path(__file__).resolve().parents[2] / "configs" / "lm_pile.py"
+
+
+def lm_pile():
+    """Returns the config file as a module."""
+    spec = importlib.util.spec_from_file_location("lm_pile", PILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_table_of_presets_states_counted_parameters_and_steps(preset):
+    """Parameters, steps, batch and tokens as the docstring of configs/lm_pile.py lists them."""
+    config = configs.load(f"{PILE}:preset={preset}")
+    shapes = setup.param_shapes(setup.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    steps, batch = config.total_steps, config.input.batch_size
+    (line,) = re.findall(rf"^    {re.escape(preset)} .*", lm_pile().__doc__, re.MULTILINE)
+    tokens = f"{steps * batch * config.model.context / 1e9:.0f}B"
+    assert line.split()[:5] == [preset, f"{count:,}", f"{steps:,}", f"{batch:,}", tokens]
+
+
+def test_recipe_is_that_of_the_released_configs():
+    config = configs.load(f"{PILE}:preset=DCFormer++-405M")
+    assert (config.lr, config.wd, config.wd_times_lr, config.grad_clip_norm) == (3e-4, 0.1, True, 1.0)
+    assert config.optax.to_dict() == {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+    assert config.schedule.to_dict() == {"decay_type": "cosine", "warmup_percent": 1, "end": 0.1}
+    rates = {name: configs.load(f"{PILE}:preset={name}").lr for name in PRESETS}
+    assert rates["DCFormer-834M"] == 2.5e-4
+    assert rates["Transformer++-1.4B"] == 2e-4
+    assert (rates["DCPythia-2.8B"], rates["DCPythia-6.9B"], rates["Pythia-12B"]) == (1.6e-4, 1.2e-4, 1.2e-4)
+    assert rates["DCFormer++-2.8B"] == 3.2e-4
+    shapes = setup.param_shapes(setup.make_model(config), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    decays = optim.first_match(shapes, config.wd_mults, 0.0, "wd_mults")
+    for path, rate in jax.tree_util.tree_leaves_with_path(decays):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert rate == (0.0 if name.endswith(("scale", "bias")) else 1.0), name
+
+
+ABLATIONS = {  # Tables 9 and 10: arguments of the config, and the fields of attention that they set
+    "compose=both,projection=false,gate=false,static=true": {"projection": False, "gate": False, "static": True},
+    "gate=false": {"gate": False},
+    "projection=false": {"projection": False},
+    "static=true": {"static": True},
+    "branches=q": {"branches": "q"},
+    "branches=k": {"branches": "k"},
+    "compose=pre": {"compose": "pre"},
+    "compose=post": {"compose": "post"},
+    "compose=none": {"compose": None},
+    "rank=1": {"rank": 1},
+    "rank=4": {"rank": 4},
+    "window_pattern=3:1": {"window_pattern": "3:1"},
+    "window_pattern=7:1": {"window_pattern": "7:1"},
+    "window_pattern=3:1,branches=q": {"window_pattern": "3:1", "branches": "q"},
+    "groups=2": {"groups": 2},
+}
+
+
+@pytest.mark.parametrize("arguments", ABLATIONS)
+def test_every_ablation_of_the_paper_is_an_argument(arguments):
+    for preset in ("DCFormer++-405M", "DCPythia-6.9B"):
+        config = configs.load(f"{PILE}:preset={preset},{arguments}")
+        net = setup.make_model(config)
+        assert {key: getattr(net, key) for key in ABLATIONS[arguments]} == ABLATIONS[arguments]
+        setup.param_shapes(net, jax.ShapeDtypeStruct((1, 64), jnp.int32))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Writes a Megatron pair of byte tokens with the tokenize command; returns its folder."""
+    (tmp_path / "text").mkdir()
+    for i in range(6):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 100)
+    assert cli.run(tokenize.main, ["--data", str(tmp_path / "text"), "--out", str(tmp_path / "pile" / "all")]) == 0
+    return tmp_path / "pile"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", pytest.param("Pythia-2.8B", marks=pytest.mark.exhaustive)])
+def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset):
+    """The unmodified config on a small text, up to generation."""
+    arguments = f"preset={preset},data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"
+    argv = ["--config", f"{PILE}:{arguments}", "--workdir", str(tmp_path / "w"), "--config.input.batch_size=8"]
+    assert cli.run(train.main, [*argv, "--config.tensorboard=false"]) == 0
+    rows = metrics.read(tmp_path / "w" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "validation/loss" in row] == [0, 6, 12]
+    # 6 · 2113 tokens are 384 rows of 33 and a last row of 6 tokens, 5 of them targets
+    assert (rows[-1]["validation/tokens"], rows[-1]["validation/documents"]) == (15 * 32 + 5, 1)
+    assert rows[-1]["validation/bytes"] == 15 * 32 + 4
+    assert rows[-1]["loss"] < rows[1]["loss"]
+    capsys.readouterr()
+    # the description of the pair states that its tokens are bytes
+    assert cli.run(generate.main, ["--workdir", str(tmp_path / "w"), "--prompt", "the ", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
+    shutil.rmtree(tokens)
+    assert cli.run(generate.main, ["--workdir", str(tmp_path / "w"), "--prompt", "the "]) == 2
+    assert "give --tokenizer" in capsys.readouterr().err
+
+
+def test_raw_text_needs_a_tokenizer():
+    with pytest.raises(errors.ConfigError, match="kind=text needs tokenizer"):
+        configs.load(f"{PILE}:kind=text,data=x")

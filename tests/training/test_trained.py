@@ -1,0 +1,138 @@
+"""Trained models opened from a workdir or a checkpoint: evaluation, context and tokenizer; exact perplexity."""
+
+import functools
+import json
+import math
+
+import corpora
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_runs import LM_TINY, lm_command, perturbed_params, small_lm_setup
+
+from dcvit import cli, errors, evaluate, tokenize
+from dcvit import config as configs
+from dcvit.evaluators.perplexity import Evaluator
+from dcvit.parallel import sharding
+from dcvit.runs import metrics
+from dcvit.training.setup import predictor
+from dcvit.training.trained import TrainedModel, open_trained
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+WORDS = [f"--config.{key}={value}" for key, value in LM_TINY.items()]
+
+
+@functools.cache
+def small_model():
+    """Returns a small language model and parameters without zero layers."""
+    setup = small_lm_setup()
+    return setup.model, perturbed_params(setup)
+
+
+def nats(net, params, tokens):
+    """Returns -log p of each token but the first of each row, by a softmax in float64."""
+    logits = np.asarray(net.apply({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("batch_size", [7, 16])
+def test_perplexity_is_exact_for_every_batch_size(batch_size):
+    net, params = small_model()
+    options = {"kind": "stdlib", "split": "validation", "context": 24, "limit": 21}
+    evaluator = Evaluator(predictor(net), sharding.data_mesh(), data=options, batch_size=batch_size, loss_chunk=10)
+    rows = [evaluator.source[i] for i in range(21)]
+    tokens, counted = (np.stack([row[key] for row in rows]) for key in ("tokens", "is_target"))
+    tokens[5, 11] = 256  # ends a document
+    evaluator.source.source.tokens = tokens.reshape(-1).astype(np.uint16)
+    total, targets = nats(net, params, tokens)[counted[:, 1:]].sum(), tokens[:, 1:][counted[:, 1:]]
+    ends = int((targets == 256).sum())
+    got = evaluator.run(params)
+    assert (got["tokens"], got["bytes"], got["documents"]) == (21 * 24, 21 * 24 - ends, ends)
+    assert got["loss"] == pytest.approx(total / (21 * 24), rel=1e-6)
+    assert got["perplexity"] == pytest.approx(math.exp(total / (21 * 24)), rel=1e-5)
+    assert got["bits_per_byte"] == pytest.approx(total / math.log(2) / (21 * 24 - ends), rel=1e-6)
+    assert got["nats_per_document"] == pytest.approx(total / ends, rel=1e-6)
+    (row,) = evaluator.rows("validation", got, net)
+    assert row.keys() - {"evaluation"} == set(evaluator.columns)
+
+
+def test_only_the_target_span_counts(tmp_path):
+    """The loss on the target span only, as in the paper's evaluation on Flan."""
+    lines = [{"inputs": "1+1=", "targets": "2"}, {"inputs": "name: ", "targets": "Ada Lovelace"}]
+    (tmp_path / "flan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    net, params = small_model()
+    options = {"kind": "spans", "path": str(tmp_path / "flan.jsonl"), "context": 24}
+    evaluator = Evaluator(predictor(net), sharding.data_mesh(), data=options)
+    total = 0.0
+    for line in lines:
+        tokens = np.array([*(line["inputs"] + line["targets"]).encode(), 256])[None]
+        total += nats(net, params, tokens)[0, len(line["inputs"]) - 1 :].sum()
+    got = evaluator.run(params)
+    assert (got["tokens"], got["bytes"], got["documents"]) == (15, 13, 2)
+    assert got["loss"] == pytest.approx(total / 15, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_evaluation_of_a_workdir_repeats_that_of_training(tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert lm_command(workdir, document_mask=True, z_loss=1e-4) == 0
+    config = json.loads((workdir / "config.json").read_text())
+    assert (config["vocab_size"], config["model"]["end_of_text"], config["model"]["context"]) == (257, 256, 24)
+    capsys.readouterr()
+    out = tmp_path / "results.csv"
+    assert cli.run(evaluate.main, ["--workdir", str(workdir), "--format", "json", "--out", str(out)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    last = metrics.read(workdir / "metrics.jsonl")[-1]
+    assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
+    assert (row["tokens"], row["step"]) == (21 * 24, 6)
+    assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
+    # another config takes the properties of the text from the run; without the run they must be given
+    argv = [
+        "--config",
+        "lm_stdlib",
+        "--format",
+        "json",
+        *WORDS,
+        "--config.vocab_size=none",
+        "--config.document_mask=true",
+    ]
+    assert cli.run(evaluate.main, [*argv, "--workdir", str(workdir)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+    without = [*argv, "--checkpoint", str(workdir), "--config.vocab_size=257"]
+    assert cli.run(evaluate.main, without) == 2
+    assert "config.model.end_of_text is not known" in capsys.readouterr().err
+    assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
+
+
+def test_context_of_a_model_without_its_run_is_that_of_the_configured_data(tmp_path):
+    overrides = [word.removeprefix("--config.") for word in WORDS]
+    trained = open_trained(None, "lm_stdlib", tmp_path, overrides)
+    assert trained.model.context == 24
+
+
+def test_tokenizer_is_that_of_the_training_data(tmp_path):
+    corpora.train_tokenizer(tmp_path / "tokenizer.json")
+    path = str(tmp_path / "tokenizer.json")
+    text = {"kind": "text", "path": "x", "context": 8, "tokenizer": path}
+    tokens = {"kind": "input_ids", "path": "x", "context": 8}
+
+    def of(data, given=None, vocab_size=1000):
+        config = configs.load("lm_stdlib", [f"vocab_size={vocab_size}"])
+        return TrainedModel(configs.replaced(config, input={"data": data}), tmp_path).tokenizer(given)
+
+    assert of({"kind": "stdlib"}).vocab_size == 257
+    assert of(text).encode("a") == of(tokens, path).encode("a") == of({**tokens, "tokenizer": path}).encode("a")
+    assert of(text).end_of_text == of(tokens, path).end_of_text
+    assert of({**tokens, "tokenizer": path, "end_of_text": 7}).end_of_text == 7
+    with pytest.raises(errors.ConfigError, match="give --tokenizer"):
+        of(tokens)
+    # as configs/lm_pile.py names it, if the description beside the tokens states the end of a document
+    corpora.write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)
+    argv = ["--data", str(tmp_path / "a.jsonl"), "--tokenizer", path, "--out", str(tmp_path / "all")]
+    assert cli.run(tokenize.main, argv) == 0
+    pair = {"kind": "megatron", "path": str(tmp_path / "all"), "context": 8, "end_of_text": None}
+    assert of(pair).end_of_text == of(pair, path).end_of_text == of(text).end_of_text is not None
+    with pytest.raises(errors.ConfigError, match="tokens, the model 100"):
+        of(text, vocab_size=100)
