@@ -95,7 +95,7 @@ class NonFiniteGuard:
             if names and result.step not in self.messages:
                 message = f"step {result.step}: the {names[0]} is {numbers[names[0]]}"
                 where = self._write_examples(result.step, names)
-                if count <= self.limit:
+                if count <= self.limit and multihost.is_first():
                     LOG.warning("%s; skipped, %d of at most %d, %s", message, count, self.limit, where)
                 after = f" after {self.limit} skipped steps" if self.limit else ""
                 self.messages[result.step] = f"{message}; stopped{after}, {where}"

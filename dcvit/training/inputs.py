@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from dcvit.config import INPUT_KEYS, Options
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
-from input_pipeline import CorruptPolicy, Source
+from input_pipeline import CorruptPolicy, Source, TokenSource
 
 T = TypeVar("T")
 
@@ -90,19 +90,28 @@ def given(value: T | None, key: str) -> T:
     return value
 
 
-def text_example(source: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
+def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
     """Returns the shape of one row of tokens as a model input, (1, T) int32.
 
     Raises:
       ConfigError: the source holds no text, or more tokens than the model's vocabulary.
     """
+    text = as_text(source, config, what)
+    if text.vocab_size is None:
+        raise ConfigError(f"{what} does not state its vocabulary size: give {what}.vocab_size")
+    if config.vocab_size is not None and text.vocab_size > config.vocab_size:
+        raise ConfigError(f"{what} has {text.vocab_size} tokens, config.vocab_size={config.vocab_size}")
+    return jax.ShapeDtypeStruct((1, text.context), np.int32)
+
+
+def as_text(source: Source, config: ConfigDict, what: str) -> TokenSource:
+    """Returns the source. Raises ConfigError if it holds no text.
+
+    An isinstance check would not see the attributes that the wrappers of `limit` and `cache` delegate.
+    """
     if not hasattr(source, "context"):
         raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
-    if source.vocab_size is None:
-        raise ConfigError(f"{what} does not state its vocabulary size: give {what}.vocab_size")
-    if config.vocab_size is not None and source.vocab_size > config.vocab_size:
-        raise ConfigError(f"{what} has {source.vocab_size} tokens, config.vocab_size={config.vocab_size}")
-    return jax.ShapeDtypeStruct((1, source.context), np.int32)
+    return cast(TokenSource, source)
 
 
 def image_example(

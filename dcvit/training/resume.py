@@ -114,7 +114,8 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             "config": setup.record, "data": data, "software": workdir.software(), "devices": workdir.devices(),
         }  # fmt: skip
         for line in [*(f"accepted: {line}" for line in accepted), *workdir.resume_warnings(resumed, about)]:
-            LOG.warning(line)
+            if multihost.is_first():
+                LOG.warning(line)
         if multihost.is_first():
             workdir.record(folder, setup.record, data)
         multihost.wait_for_all("workdir claimed")

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.config import UNITS, Options, duration, is_duration, load
 from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData, check_data, open_source, read_input
@@ -185,7 +186,8 @@ def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strateg
         return _make_mesh(config, model), config.sharding_strategy
     except DeviceCountError as e:
         mesh = make_mesh([("fsdp", -1)])
-        LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
+        if multihost.is_first():
+            LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
         return mesh, "fsdp"
 
 
@@ -284,7 +286,8 @@ def make_evaluators(
         except input_pipeline.MissingDataError as e:
             if not options.get("optional"):
                 raise
-            LOG.warning("skipped evaluation %r: %s", name, e)
+            if multihost.is_first():
+                LOG.warning("skipped evaluation %r: %s", name, e)
             continue
         if task and source:
             task.check_evaluator(evaluators[name], source, what)

@@ -36,7 +36,7 @@ from ml_collections import ConfigDict
 from dcvit.config import Options, replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
-from dcvit.training.inputs import check_predict, given, image_example, text_example
+from dcvit.training.inputs import as_text, check_predict, given, image_example, text_example
 from input_pipeline import CorruptPolicy, Source
 
 Batch = dict[str, jax.Array]
@@ -167,14 +167,14 @@ class TokenTask:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
         if config.loss != "softmax_xent":
             raise ConfigError(f"config.loss={config.loss!r}: language models train with 'softmax_xent'")
-        rows: Any = source
-        example = text_example(rows, config, "config.input.data")
-        config = _with_text(config, rows.vocab_size, rows.context, rows.end_of_text)
+        example = text_example(source, config, "config.input.data")
+        text = as_text(source, config, "config.input.data")
+        config = _with_text(config, text.vocab_size, text.context, text.end_of_text)
         context = config.model.context
-        if context < rows.context:
-            raise ConfigError(f"config.model.context={context} is less than the data's {rows.context}")
+        if context < text.context:
+            raise ConfigError(f"config.model.context={context} is less than the data's {text.context}")
         fields = {"vocab_size": config.vocab_size, "context": context, "end_of_text": config.model.get("end_of_text")}
-        pp, rate = config.input.get("pp", ""), ("tok/s", rows.context)
+        pp, rate = config.input.get("pp", ""), ("tok/s", text.context)
         return cls(example, fields, pp, rate, config.loss_chunk, config.z_loss), config
 
     @classmethod
