@@ -17,8 +17,9 @@ from typing import Any
 import jax
 
 from dcvit import cli
-from dcvit.checkpoint.checkpointer import load_params, step_folder
+from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.steps import step_folder
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import shardings

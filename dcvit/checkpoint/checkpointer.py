@@ -1,154 +1,99 @@
-"""A run's checkpoints: saved beside the training by Orbax, sealed with checksums, verified before they are loaded.
+"""Checkpoints of a run: saved by Orbax while training continues, with checksums that are verified before loading.
 
-`<workdir>/checkpoints/<step>/` holds the items `params`, `ema` (if averaged), `rest` (step, optimiser state, counts)
-and `about` (JSON: what the run was), so that evaluation reads no more than it needs, and the seal of
-`dcvit.checkpoint.checksums`. A folder appears under its name when it is complete; what a kill leaves has another name.
+`<workdir>/checkpoints/<step>/` holds the items `params`, `ema` (if parameters are averaged), `rest` (step, optimizer
+state, counters) and `about` (JSON: description of the run), so that evaluation reads only what it needs, and the
+checksums of `dcvit.checkpoint.checksums`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import PyTree
 
-from dcvit.checkpoint import checksums
+from dcvit.checkpoint import checksums, steps
+from dcvit.checkpoint.commit import CommittedObjects, RenamedFolder
 from dcvit.checkpoint.files import Folder, absolute, remove
 from dcvit.checkpoint.params import check_tree, read_npz, shapes_of
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 
-FOLDER = "checkpoints"
 ITEMS = ("params", "ema", "rest")
-UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of what Orbax has not finished
-DAMAGED = ".damaged"  # the end of the names of what was set aside
-FULL = ("No space left on device", "Disk quota exceeded", "File too large")
-COMMITTED = "commit_success.txt"
-LATE = (COMMITTED, "_CHECKPOINT_METADATA")
-ASIDE = "DAMAGED"  # the object that sets a checkpoint in a store aside
-SAVE_SECONDS = 6 * 3600  # until a save has failed: a store may be slow
-MOST_NAMED = 4  # damaged files in a message
+DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+SAVE_TIMEOUT = 6 * 3600  # seconds; a store may be slow
 
-
-# Orbax logs errors with their traceback before it raises them; here they end in one line.
+LOG = logging.getLogger(__name__)
+# Orbax logs errors with their traceback before it raises them; they are reported once, in one line, by the caller.
 logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
 
 
-class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A folder of a local disk, which gets its seal just before it gets its name."""
-
-    async def finalize(self) -> None:
-        final: epath.Path = self.get_final()
-        self._final_path = final.with_name(f"{final.name}{UNFINISHED}-sealing")
-        shutil.rmtree(self._final_path, ignore_errors=True)
-        await super().finalize()
-        checksums.write(self._final_path)
-        self._final_path.rename(final)
-        self._final_path = final
-
-
-class _SealedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
-    """The same on an object store, which cannot rename: there Orbax writes COMMITTED when all else is there, and its
-    own notes about the step after the seal, so the seal knows neither."""
-
-    async def finalize(self) -> None:
-        checksums.write(self.get_final(), leave_out=LATE)
-        await super().finalize()
-
-
 class Checkpointer:
-    """The checkpoints of one run, to which it alone writes. `save` returns once the arrays are copied; `wait` waits."""
+    """Saves and restores the checkpoints of one run, which no other process group writes to.
+
+    Orbax's AsyncCheckpointer saves a step. Orbax's CheckpointManager, which also removes old steps, is not used: it
+    deletes the files of a step one by one under the step's name, so a kill leaves a folder that looks like a complete
+    checkpoint, and its list of steps, kept in memory, does not notice that damaged steps are set aside.
+    """
 
     def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
-        """Removes what a kill left unfinished.
+        """Removes checkpoints that a killed run left incomplete.
 
         Args:
-          workdir: of the run.
-          keep: how many of the newest checkpoints stay, beside the best one.
-          keep_every: those of steps divisible by it stay, too.
+          workdir: the run's folder.
+          keep: number of latest checkpoints to keep, in addition to the best one.
+          keep_every: if set, also keep the checkpoints of steps that it divides.
         """
-        self.folder = workdir / FOLDER
+        self.folder = workdir / steps.FOLDER
         self.keep, self.keep_every = keep, keep_every
-        self.lock = threading.RLock()  # a signal saves from a thread of its own
+        self.lock = threading.RLock()  # the thread that handles a stop signal also saves
         self.finishing: threading.Thread | None = None
         self.failure: CheckpointError | None = None
-        self.saved: int | None = None  # the step of the newest save, perhaps still under way
-        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
-        options = ocp.CompositeOptions(multiprocessing_options=processes)
-        trees = {  # uncompressed: weights are noise, and compressing them takes the processor from the training
-            name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
-            for name in ITEMS
-        }
-        self.writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(
-                composite_options=options,
-                about=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-                **trees,
-            ),
-            async_options=ocp.AsyncOptions(timeout_secs=SAVE_SECONDS),
-            multiprocessing_options=processes,  # names them: without names Orbax would meet by a device computation
-            temporary_path_class=_Sealed if isinstance(self.folder, Path) else _SealedObjects,
-        )
-        self.reader = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=processes
-        )
+        self.saved: int | None = None  # the step of the last save, which may be in progress
+        processes = _processes()
+        self.writer = _writer(processes, RenamedFolder if isinstance(self.folder, Path) else CommittedObjects)
+        self.reader = _reader(processes)
         if multihost.is_first():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._clean()
-        multihost.wait_for_all("unfinished checkpoints are removed")
-
-    def steps(self) -> list[int]:
-        """The steps that are there, in rising order, damaged ones included."""
-        return _steps(self.folder)
+            steps.remove_incomplete(self.folder)
+        multihost.wait_for_all("incomplete checkpoints removed")
 
     def latest(self, on_corrupt: str = "fail") -> int | None:
-        """The step to go on from, whose files are verified; None where nothing was saved.
+        """Verifies the latest checkpoint and returns its step; None if there is no checkpoint.
 
         Args:
-          on_corrupt: what becomes of a damaged newest checkpoint: "fail", or "previous", which sets it aside, says so
-            and takes the newest intact one.
+          on_corrupt: what to do if the latest checkpoint is damaged: "fail" raises an error; "previous" sets it aside,
+            logs a warning, and uses the latest intact one.
 
         Raises:
-          CheckpointError: the newest one is damaged and `on_corrupt` is "fail", or none is intact.
+          CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
         """
-        damaged: dict[int, str] = {}
-        intact = None
-        for step in reversed(self.steps()):
-            found = self._problems(step)
-            if not found:
-                intact = step
-                break
-            damaged[step] = f"checkpoint {self.folder / str(step)} is damaged: {_some(found)}"
-        if not damaged:
-            return intact
-        if intact is None:
-            first = next(iter(damaged.values()))
-            raise CheckpointError(f"{first}; no earlier one is intact, and the run does not begin anew by itself")
-        if on_corrupt != "previous":
-            raise CheckpointError(
-                f"{next(iter(damaged.values()))}; the newest intact earlier one is {self.folder / str(intact)}; "
-                "--config.on_corrupt=previous goes on from it"
-            )
-        for step, message in damaged.items():
+        step, damaged = steps.latest_intact(self.folder, on_corrupt, self._problems)
+        if damaged:
             if multihost.is_first():
-                print(f"{message}; set aside as {self._set_aside(step).name}", file=sys.stderr)
-        multihost.wait_for_all("damaged checkpoints are set aside")
-        return intact
+                for number, message in damaged.items():
+                    LOG.warning("%s; set aside as %s", message, steps.set_aside(self.folder / str(number)).name)
+            multihost.wait_for_all("damaged checkpoints set aside")
+        return step
 
-    def save(self, step: int, items: Mapping[str, Any], about: Mapping[str, Any], best: int | None = None) -> None:
-        """Begins to save trees of arrays by name, and what JSON can hold `about` them, once the last save has ended.
-        When this one has, older ones are removed, but for that of step `best`.
+    def save(self, step: int, items: Mapping[str, PyTree], about: Mapping[str, Any], best: int | None = None) -> None:
+        """Starts to save a step, after the last save has finished; returns once the arrays are copied.
+
+        After this save, checkpoints that are not to be kept are removed. That of step `best` is kept.
+
+        Args:
+          items: trees of arrays by name, of `ITEMS`.
+          about: description of the run, serializable as JSON.
 
         Raises:
-          CheckpointError: the last save failed, or this one could not begin.
+          CheckpointError: the last save failed, or this one could not start.
         """
         with self.lock:
             self.wait()
@@ -156,7 +101,7 @@ class Checkpointer:
             args["about"] = ocp.args.JsonSave({"step": step, **about})
             try:
                 if not isinstance(self.folder, Path) and multihost.is_first():
-                    remove(self.folder / str(step))  # one that was set aside
+                    remove(self.folder / str(step))  # a checkpoint that was set aside
                 self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
             except Exception as e:
                 self._fail(step, e)
@@ -166,25 +111,24 @@ class Checkpointer:
             self.finishing.start()
 
     def wait(self) -> None:
-        """Returns once nothing is being saved. Raises CheckpointError where it failed."""
+        """Waits until no save is in progress. Raises CheckpointError if the last one failed."""
         with self.lock:
             if self.finishing:
                 self.finishing.join()
-                self.finishing = None
             self.check_for_errors()
 
     def finish(self) -> str:
-        """`wait`, for a run that is stopped when it is over; says so."""
+        """Waits like `wait`, and returns a message for a run that is stopped after its last step."""
         self.wait()
         return "the last checkpoint is complete"
 
     def check_for_errors(self) -> None:
-        """Raises CheckpointError where saving failed in the background."""
+        """Raises CheckpointError if a save failed in the background."""
         if self.failure:
             raise self.failure
 
     def close(self) -> None:
-        """Waits, see `wait`, and lets go of the threads."""
+        """Waits like `wait`, and ends Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -192,102 +136,119 @@ class Checkpointer:
             self.reader.close()
 
     def about(self, step: int) -> dict[str, Any]:
-        """What was said about a step when it was saved."""
+        """Returns the description of the run that was saved with a step."""
         return self._restore(step, {"about": ocp.args.JsonRestore()})["about"]
 
-    def restore(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
-        """The items of a step, in the structure, dtypes and shardings of the given ones. The caller has verified it.
+    def restore(self, step: int, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Restores items of a step that `latest` has verified, with the structure, dtypes and shardings of `items`.
 
         Raises:
-          CheckpointError: unreadable, or a tree or shape differs.
+          CheckpointError: the checkpoint is unreadable, or a tree or shape differs.
         """
         self.check_compatible(step, items)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
         return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
 
-    def check_compatible(self, step: int, items: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where a tree or shape of a step differs from the given ones."""
+    def check_compatible(self, step: int, items: Mapping[str, PyTree]) -> None:
+        """Raises CheckpointError if a tree or shape of a step differs from the given ones."""
         path = self.folder / str(step)
         for name in items:
             if not (path / name).exists():
                 raise CheckpointError(f"{path} has no {name}")
             check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
 
-    def _restore(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
-        path = self.folder / str(step)
+    def _restore(self, step: int, args: Mapping[str, ocp.args.CheckpointArgs]) -> dict[str, PyTree]:
+        path = absolute(self.folder / str(step))
         try:
-            return dict(self.reader.restore(absolute(path), args=ocp.args.Composite(**args)).items())
+            return dict(self.reader.restore(path, args=ocp.args.Composite(**args)).items())
         except Exception as e:
             raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
     def _problems(self, step: int) -> list[str]:
-        """What is wrong with a step; all processes share the work, and all know what any of them found."""
-        mine = _damage(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
-        return sorted({line for found in multihost.gather(f"verified/{step}", mine) for line in found})
+        """Returns the damaged files of a step. Each process reads a part of the files and gets the result of all."""
+        share = (jax.process_index(), jax.process_count())
+        found = multihost.gather(f"verified/{step}", steps.problems(self.folder / str(step), share=share))
+        return sorted({line for lines in found for line in lines})
 
     def _finish(self, step: int, best: int | None) -> None:
-        """In a thread of its own: waits until a step is saved, then removes what is not to be kept."""
+        """Waits until a step is saved, then removes checkpoints that are not to be kept; runs in its own thread."""
         try:
             self.writer.wait_until_finished()
             if multihost.is_first():
-                for old in self._to_remove(best):
-                    _retire(self.folder / str(old))
+                for old in steps.steps_to_remove(steps.complete_steps(self.folder), self.keep, self.keep_every, best):
+                    steps.remove_step(self.folder / str(old))
         except BaseException as e:
             self._fail(step, e)
 
     def _fail(self, step: int, error: BaseException) -> None:
         self.failure = CheckpointError(f"cannot save step {step} to {self.folder}: {_cause(error)}")
         if multihost.is_first():
-            with contextlib.suppress(Exception):  # what cannot be removed now is at the next start
-                self._clean()
-
-    def _to_remove(self, best: int | None) -> list[int]:
-        steps = self.steps()
-        kept = {*steps[-self.keep :], best}
-        return [s for s in steps if s not in kept and not (self.keep_every and s % self.keep_every == 0)]
-
-    def _clean(self) -> None:
-        """Removes what was not finished."""
-        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
-            begun = not isinstance(path, Path) and path.name.isdigit() and not (path / COMMITTED).exists()
-            if UNFINISHED in path.name or begun:
-                remove(path)
-
-    def _set_aside(self, step: int) -> Folder:
-        """Moves a damaged checkpoint out of the way; one in a store, which cannot move it, is marked."""
-        path = self.folder / str(step)
-        if not isinstance(path, Path):
-            (path / ASIDE).write_text("set aside: its files are not what was saved\n")
-            return path
-        number = 1
-        while (aside := path.with_name(f"{step}{DAMAGED}-{number}")).exists():
-            number += 1
-        path.rename(aside)
-        return aside
+            with contextlib.suppress(Exception):  # the next start tries again
+                steps.remove_incomplete(self.folder)
 
 
-def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """The parameters of a checkpoint as a nested dict of arrays: the averaged ones where there are any.
+def _processes() -> ocp.options.MultiprocessingOptions:
+    """Returns options by which processes synchronize through the coordinator.
+
+    If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
+    """
+    return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+
+
+def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[object]) -> ocp.AsyncCheckpointer:
+    """Returns the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
+    # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
+    trees = {
+        name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS
+    }
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+        about=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        **trees,
+    )
+    return ocp.AsyncCheckpointer(
+        handler,
+        async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
+        multiprocessing_options=processes,
+        temporary_path_class=path_class,
+    )
+
+
+def _reader(processes: ocp.options.MultiprocessingOptions) -> ocp.Checkpointer:
+    """Returns the reader of checkpoints."""
+    options = ocp.CompositeOptions(multiprocessing_options=processes)
+    handler = ocp.CompositeCheckpointHandler(composite_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=processes)
+
+
+def _cause(error: BaseException) -> str:
+    """Returns why a save failed; of the long message about a full disk, which names many files, only the cause."""
+    return next((cause for cause in DISK_FULL if cause in str(error)), first_line(error))
+
+
+def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | None = None) -> dict[str, Any]:
+    """Loads the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
 
     Args:
-      source: a workdir (its newest checkpoint), one checkpoint's folder, or a big_vision `.npz` file.
-      place: from the tree of shapes to one of shardings; by default all on this process's first device.
+      source: a workdir (its latest checkpoint), the folder of one checkpoint, or a big_vision `.npz` file.
+      shardings: function from the tree of shapes to a tree of shardings; by default the arrays are on the first local
+        device.
 
     Raises:
-      CheckpointError: missing, damaged or unreadable.
+      CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
     path = Path(source).expanduser() if isinstance(source, str) else source
     if path.is_file():
         loaded = read_npz(path)
-        return jax.device_put(loaded, place(loaded)) if place else loaded
-    folder = step_folder(path)
+        return jax.device_put(loaded, shardings(loaded)) if shardings else loaded
+    folder = steps.step_folder(path)
     name = "ema" if "ema" in checksums.items(folder) else "params"
-    if found := _damage(folder, only=(name,)):
-        raise CheckpointError(f"checkpoint {folder} is damaged: {_some(found)}{_offer(folder)}")
+    if found := steps.problems(folder, only=(name,)):
+        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
     item = folder / name
     shapes = _metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = place(shapes) if place else jax.tree.map(lambda _: device, shapes)
+    places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
     target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -297,69 +258,9 @@ def load_params(source: Folder | str, place: Callable[[Any], Any] | None = None)
     return params
 
 
-def step_folder(path: Folder) -> Folder:
-    """The folder of one checkpoint, given it or a workdir, of which the newest counts."""
-    if (path / "params").is_dir() or (path / checksums.NAME).is_file():
-        return path
-    steps = _steps(path / FOLDER)
-    if not steps:
-        raise CheckpointError(f"no checkpoint in {path}")
-    return path / FOLDER / str(max(steps))
-
-
-def saved_steps(workdir: Folder) -> list[int]:
-    """The steps that a run has completely saved."""
-    return _steps(workdir / FOLDER)
-
-
-def _steps(folder: Folder) -> list[int]:
-    """The steps below a run's folder of checkpoints."""
-    there = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in there if path.name.isdigit() and _finished(path))
-
-
-def _finished(path: Folder) -> bool:
-    """Whether a checkpoint was completely written, and not set aside: on a disk it has its name then."""
-    return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
-
-
-def _retire(path: Folder) -> None:
-    """Removes a checkpoint such that a kill in the middle leaves nothing that looks like one."""
-    if isinstance(path, Path):
-        path = path.rename(path.with_name(f"{path.name}{UNFINISHED}-removed"))
-    else:
-        (path / COMMITTED).unlink()
-    remove(path)
-
-
-def _damage(folder: Folder, **options: Any) -> list[str]:
-    """`manifest.problems` of a checkpoint."""
-    return checksums.problems(folder, left_out=() if isinstance(folder, Path) else (*LATE, ASIDE), **options)
-
-
-def _offer(folder: Folder) -> str:
-    """The end of a message about a damaged checkpoint: the newest intact one before it in the same run."""
-    if not folder.name.isdigit():
-        return ""
-    for step in reversed([s for s in _steps(folder.parent) if s < int(folder.name)]):
-        if not _damage(folder.parent / str(step)):
-            return f"; intact is --checkpoint {folder.parent / str(step)}"
-    return "; no earlier one is intact"
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = f" and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
-    return ", ".join(lines[:MOST_NAMED]) + more
-
-
-def _metadata(item: Folder) -> Any:
-    """The tree of shapes and dtypes of a saved item."""
+def _metadata(item: Folder) -> PyTree:
+    """Returns the tree of shapes and dtypes of a saved item."""
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, without the many names that a full disk's message has."""
-    return next((cause for cause in FULL if cause in str(error)), first_line(error))

@@ -1,7 +1,7 @@
-"""The seal of a checkpoint: `SHA256SUMS`, in the format of sha256sum(1), names every other file of its folder.
+"""Checksums of a checkpoint: `SHA256SUMS`, in the format of sha256sum(1), lists every other file of the folder.
 
-It is checked before anything is loaded: neither Orbax nor what lies below it notices when the bytes of an array change
-on the disk.
+They are verified before anything is loaded, because neither Orbax nor TensorStore notices when the bytes of an array
+change on the disk.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import first_line
@@ -21,12 +21,12 @@ NAME = "SHA256SUMS"
 THREADS = 4
 
 
-def write(folder: Folder, leave_out: Sequence[str] = ()) -> None:
-    """Seals a folder, but for the files of some names at its top, which are written later.
+def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
+    """Writes the checksums of a folder, except those of top-level files in `ignored`, which are written later.
 
-    Local files are on the disk, not only in the system's memory, when this returns.
+    All local files are flushed to the disk before this returns.
     """
-    names = [name for name in _files(folder) if name not in leave_out]
+    names = [name for name in _files(folder) if name not in ignored]
     with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(lambda name: _sha256(folder / name, sync=True), names))
     text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
@@ -37,7 +37,7 @@ def write(folder: Folder, leave_out: Sequence[str] = ()) -> None:
 
 
 def items(folder: Folder) -> set[str]:
-    """The folders inside a folder that its seal names; none where it has no seal that can be read."""
+    """Returns the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
     try:
         return {name.partition("/")[0] for name in _parse((folder / NAME).read_bytes()) if "/" in name}
     except (OSError, ValueError):
@@ -45,38 +45,40 @@ def items(folder: Folder) -> set[str]:
 
 
 def problems(
-    folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), left_out: Sequence[str] = ()
+    folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), ignored: Sequence[str] = ()
 ) -> list[str]:
-    """What is wrong with a sealed folder, a line for each damaged file, none where all is well.
+    """Verifies a folder and returns a message for each missing, foreign or damaged file.
 
     Args:
       folder: the folder.
-      only: these folders inside it, and the files beside them; None: all.
-      left_out: what `write` left out may be there.
-      share: (i, n) reads only every n-th file, from the i-th on: n processes share the work.
+      only: verify only the files of these subfolders and those at the top; None verifies all.
+      share: (i, n) reads only every n-th file, starting with the i-th, so that n processes share the work.
+      ignored: top-level files that may exist without a checksum.
     """
+
+    def is_selected(name: str) -> bool:
+        return only is None or "/" not in name or name.split("/")[0] in only
+
+    def check(name: str) -> str | None:
+        try:
+            return None if _sha256(folder / name) == sums[name] else f"{name} differs from what was saved"
+        except OSError as e:
+            return f"{name}: {first_line(e)}"
+
     try:
         sums = _parse((folder / NAME).read_bytes())
         names = _files(folder)
     except (OSError, ValueError) as e:
         return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
-    wanted: Callable[[str], bool] = lambda name: only is None or "/" not in name or name.split("/")[0] in only  # noqa: E731
-    missing = [f"{name} is missing" for name in sums if name not in names and wanted(name)]
-    foreign = [f"{name} does not belong there" for name in names if name not in (*sums, *left_out) and wanted(name)]
-    present = [name for name in names if name in sums and wanted(name)][share[0] :: share[1]]
-
-    def check(name: str) -> str | None:
-        try:
-            return None if _sha256(folder / name) == sums[name] else f"{name} is not what was saved"
-        except OSError as e:
-            return f"{name}: {first_line(e)}"
-
+    missing = [f"{name} is missing" for name in sums if name not in names and is_selected(name)]
+    foreign = [f"{name} has no checksum" for name in names if name not in (*sums, *ignored) and is_selected(name)]
+    present = [name for name in names if name in sums and is_selected(name)][share[0] :: share[1]]
     with ThreadPoolExecutor(THREADS) as pool:
         return [*missing, *foreign, *filter(None, pool.map(check, present))]
 
 
 def _files(folder: Folder) -> list[str]:
-    """The names of all files in a folder and below, but for the seal itself, sorted."""
+    """Returns the paths of all files in a folder and its subfolders, except `SHA256SUMS`, sorted."""
     found: list[str] = []
     for path in folder.iterdir():
         inside = path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
@@ -85,11 +87,11 @@ def _files(folder: Folder) -> list[str]:
 
 
 def _parse(text: bytes) -> dict[str, str]:
-    """From name to SHA-256. Raises ValueError for any line that `write` would not have written."""
+    """Returns the SHA-256 by file name. Raises ValueError for any line that `write` does not write."""
     sums: dict[str, str] = {}
     lines = text.decode().split("\n")
     if lines.pop() != "" or not lines:
-        raise ValueError("is cut short")
+        raise ValueError("is truncated")
     for number, line in enumerate(lines, start=1):
         match = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
         if not match or match[2] in sums:
@@ -99,9 +101,9 @@ def _parse(text: bytes) -> dict[str, str]:
 
 
 def _sha256(path: Folder, *, sync: bool = False) -> str:
-    """A regular file's sum; what is none, such as a pipe, raises OSError instead of being waited for."""
+    """Returns the SHA-256 of a regular file. Raises OSError for anything else, such as a pipe, which would block."""
     if not path.is_file():
-        raise OSError("is no regular file")
+        raise OSError("is not a regular file")
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
@@ -109,10 +111,10 @@ def _sha256(path: Folder, *, sync: bool = False) -> str:
     return found
 
 
-def _sync(file: Any) -> None:
-    """Sends an open file's content to the disk, where it lies on one."""
+def _sync(file: IO[str] | IO[bytes]) -> None:
+    """Flushes an open local file from the system's cache to the disk; an object in a store is complete once closed."""
     try:
         number = file.fileno()
-    except (OSError, AttributeError):  # an object of a store, which is there once it is closed
+    except (OSError, AttributeError):
         return
     os.fsync(number)

@@ -1,4 +1,4 @@
-"""The files of a run: in a folder of a disk, or objects of a store such as gs://, both like pathlib's."""
+"""Paths of a run's files, in a local folder or in an object store (gs://), with the interface of pathlib."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from typing import TypeAlias
 
 from etils import epath
 
-Folder: TypeAlias = Path | epath.Path  # the second: a URL
+Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object store
 
 
 def folder(text: str) -> Folder:
-    """A path, with ~ expanded, or a URL of Google Cloud Storage.
+    """Parses a path, in which ~ is expanded, or a URL of Google Cloud Storage.
 
     Raises:
-      ValueError: a URL of another store, or gcsfs is not installed.
+      ValueError: the URL is of another store, or gcsfs is not installed.
     """
     if "://" not in text:
         return Path(text).expanduser()
     if not text.startswith("gs://"):
-        raise ValueError(f"{text}: a folder, or a URL that begins with gs://")
+        raise ValueError(f"{text}: expected a folder, or a URL that begins with gs://")
     if importlib.util.find_spec("gcsfs") is None:
         raise ValueError(f'{text}: needs gcsfs, which is not installed: pip install "dcvit[gcs]"')
     import fsspec
 
-    os.environ.setdefault("EPATH_USE_TF", "false")  # gcsfs, where TensorFlow's client is there, too
-    for protocol in ("gs", "gcs"):  # lists as they are now: TensorStore writes beside gcsfs, and other processes do
+    os.environ.setdefault("EPATH_USE_TF", "false")  # use gcsfs also if TensorFlow is installed
+    for protocol in ("gs", "gcs"):  # no cache: TensorStore and other processes write, too
         fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     return epath.Path(text)
 
 
 def absolute(path: Folder) -> Folder:
-    """A path from the root; a URL is one."""
+    """Returns an absolute path; a URL is returned unchanged."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def replace(path: Folder, text: str) -> None:
-    """Writes a file so that a kill, or a full disk, leaves the old content or the new one.
+    """Writes a file atomically: a kill or a full disk leaves either the old or the new content.
 
     Raises:
-      OSError: with the path, and with nothing left behind.
+      OSError: the file could not be written; the message names it, and no temporary file is left.
     """
     if not isinstance(path, Path):
-        path.write_text(text)  # an object is there when it is whole
+        path.write_text(text)  # a store creates an object when it is complete
         return
     fresh = path.with_name(path.name + ".new")
     try:
         with fresh.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
+            os.fsync(file.fileno())  # otherwise a power failure could leave an empty file
         fresh.replace(path)
     except OSError as e:
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def replace(path: Folder, text: str) -> None:
 
 
 def remove(path: Folder) -> None:
-    """Removes a folder and what it holds; one that is gone already is no error."""
+    """Removes a folder with its content; a missing folder is not an error."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -90,7 +90,7 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
         with archive.open(info) as stream:
             _check_header(stream.read(HEADER_BYTES), info.file_size)
         with archive.open(longer) as stream:
-            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)  # type: ignore[arg-type]
+            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
             if stream.read(1):  # at the end of the data zipfile compares the checksum
                 raise NpzError(f"unpacks to more than the {info.file_size:,} bytes announced")
     except OSError:

@@ -1,4 +1,4 @@
-"""Trees of parameters: what they must share to fit each other, how one fills another, and big_vision's files."""
+"""Trees of parameters: comparison of names and shapes, merging, and big_vision's `.npz` files."""
 
 from __future__ import annotations
 
@@ -8,66 +8,71 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+from jaxtyping import PyTree
 
 from dcvit.checkpoint import npz
 from dcvit.checkpoint.files import Folder
 from dcvit.config import check_regex
 from dcvit.errors import CheckpointError
 
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
+MAX_NAMED = 6  # parameters in a message
 
-def merge_params(loaded: Mapping[str, Any], inited: Mapping[str, Any], dont_load: Sequence[str] = ()) -> dict[str, Any]:
-    """`inited` with all values of `loaded`, but for parameters whose whole name matches a regex of `dont_load`.
+
+def merge_params(
+    loaded: Mapping[str, PyTree], initial: Mapping[str, PyTree], dont_load: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns `initial` with the values of `loaded`, except parameters whose whole name matches a regex of `dont_load`.
 
     Raises:
-      CheckpointError: a name or shape stands on one side only; both sides are listed.
-      ConfigError: a pattern of `dont_load` is no regular expression.
+      CheckpointError: a name or shape occurs on one side only; both sides are listed.
+      ConfigError: a pattern of `dont_load` is not a regular expression.
     """
-    old, new = (flax.traverse_util.flatten_dict(dict(tree), sep="/") for tree in (loaded, inited))
+    old, new = (flax.traverse_util.flatten_dict(dict(tree), sep="/") for tree in (loaded, initial))
     for pattern in dont_load:
         check_regex(pattern, "dont_load")
 
-    def wanted(name: str) -> bool:
+    def is_loaded(name: str) -> bool:
         return not any(re.fullmatch(pattern, name) for pattern in dont_load)
 
-    old = {name: value for name, value in old.items() if wanted(name)}
-    kept = {name: value for name, value in new.items() if not wanted(name)}
+    old = {name: value for name, value in old.items() if is_loaded(name)}
+    kept = {name: value for name, value in new.items() if not is_loaded(name)}
     check_tree(shapes_of(old), {n: s for n, s in shapes_of(new).items() if n not in kept}, "checkpoint")
     merged = {name: jax.numpy.asarray(value, new[name].dtype) for name, value in old.items()}
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(merged | kept, sep="/")
     return tree
 
 
-def check_tree(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    """Raises CheckpointError, listing both sides, where two maps from names to shapes differ."""
-    sides = (
-        ("only in the checkpoint", [n for n in found if n not in expected]),
-        ("only in the model", [n for n in expected if n not in found]),
-        (
-            "of another shape",
-            [
-                f"{n} (checkpoint {found[n]}, model {expected[n]})"
-                for n in found
-                if n in expected and found[n] != expected[n]
-            ],
-        ),
-    )
-    parts = [f"{len(names)} {title}: {_some(names)}" for title, names in sides if names]
+def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
+    """Raises CheckpointError, listing the differences, if the names or shapes of two trees differ."""
+    different = [n for n in found if n in expected and found[n] != expected[n]]
+    differences = {
+        "only in the checkpoint": [n for n in found if n not in expected],
+        "only in the model": [n for n in expected if n not in found],
+        "of another shape": [f"{n} (checkpoint {found[n]}, model {expected[n]})" for n in different],
+    }
+    parts = [f"{len(names)} {title}: {_some(names)}" for title, names in differences.items() if names]
     if parts:
         raise CheckpointError(f"{what} does not fit the model; {'; '.join(parts)}")
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
-def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Each array of a tree by its path, as a shape."""
+def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each array of a tree by its path, such as "head/kernel"."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
 
 
 def read_npz(path: Folder) -> dict[str, Any]:
-    """big_vision's format: arrays named by their path in the tree, at times below `params`. Never unpickles."""
+    """Reads parameters in big_vision's format: arrays named by their path in the tree, optionally below `params`.
+
+    Raises:
+      CheckpointError: see `dcvit.checkpoint.npz.read`.
+    """
     try:
         flat = npz.read(path)
     except npz.NpzError as e:

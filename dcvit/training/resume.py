@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
+from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, workdir

@@ -190,7 +190,7 @@ def damaged(workdir, tmp_path, what):
         ("no config", "cannot read .*config.json"),
         ("broken config", "cannot read .*config.json"),
         ("another model", r"of another shape: .*checkpoint \(.*model \("),
-        ("emptied checkpoint", "is damaged: SHA256SUMS is cut short"),
+        ("emptied checkpoint", "is damaged: SHA256SUMS is truncated"),
     ],
 )
 @pytest.mark.parametrize("main", [evaluate.main, predict.main])

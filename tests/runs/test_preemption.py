@@ -10,7 +10,8 @@ import time
 import pytest
 from conftest import TINY
 
-from dcvit.checkpoint.checkpointer import Checkpointer, saved_steps
+from dcvit.checkpoint.checkpointer import Checkpointer
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics, preemption
 
 # A run whose main thread, at a given moment, says so and then

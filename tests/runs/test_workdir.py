@@ -6,7 +6,8 @@ import pytest
 from training_runs import same
 
 from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import load_params, saved_steps
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import lock, metrics, workdir
 from dcvit.training import trainer
 

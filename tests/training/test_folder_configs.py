@@ -13,7 +13,8 @@ from PIL import Image
 
 import input_pipeline
 from dcvit import evaluate, predict, train
-from dcvit.checkpoint.checkpointer import load_params, saved_steps
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.cli import run
 from dcvit.runs import metrics
 from input_pipeline import shuffle

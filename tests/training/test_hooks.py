@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from training_runs import interrupted_before, same
 
-from dcvit.checkpoint.checkpointer import load_params, saved_steps
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
 from dcvit.training import hooks, inputs
 from dcvit.training.step import non_finite_arrays

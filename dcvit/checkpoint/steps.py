@@ -1,0 +1,140 @@
+"""The checkpoint folders of a run: which are complete, how they are removed, and how damaged ones are set aside.
+
+On a disk a checkpoint is complete once it has its name, the number of its step. An object store cannot rename a folder;
+there a checkpoint is complete once the object `commit_success.txt` exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dcvit.checkpoint import checksums
+from dcvit.checkpoint.files import Folder, remove
+from dcvit.errors import CheckpointError
+
+FOLDER = "checkpoints"
+TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
+COMMITTED = "commit_success.txt"
+WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
+DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
+ASIDE = "DAMAGED"  # object that marks a checkpoint as set aside in a store
+MAX_NAMED = 4  # damaged files in a message
+
+
+def saved_steps(workdir: Folder) -> list[int]:
+    """Returns the steps of the complete checkpoints of a run, in ascending order, including damaged ones."""
+    return complete_steps(workdir / FOLDER)
+
+
+def step_folder(path: Folder) -> Folder:
+    """Returns the folder of one checkpoint, given that folder or a workdir, whose latest checkpoint is used.
+
+    Raises:
+      CheckpointError: the workdir has no checkpoint.
+    """
+    if (path / "params").is_dir() or (path / checksums.NAME).is_file():
+        return path
+    steps = saved_steps(path)
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {path}")
+    return path / FOLDER / str(max(steps))
+
+
+def complete_steps(folder: Folder) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, in ascending order."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in paths if path.name.isdigit() and _is_complete(path))
+
+
+def _is_complete(path: Folder) -> bool:
+    """Returns True if a folder with the name of a step was completely written and is not set aside."""
+    return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
+
+
+def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
+    """Returns the steps that are neither among the `keep` latest ones, nor `best`, nor multiples of `keep_every`."""
+    kept = {*steps[-keep:], best}
+    return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def remove_step(path: Folder) -> None:
+    """Removes a checkpoint. A kill during the removal leaves no folder that looks like a complete checkpoint."""
+    if isinstance(path, Path):
+        path = path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
+    else:
+        (path / COMMITTED).unlink()
+    remove(path)
+
+
+def remove_incomplete(folder: Folder) -> None:
+    """Removes checkpoints that were not completed, or not completely removed."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        uncommitted = not isinstance(path, Path) and path.name.isdigit() and not (path / COMMITTED).exists()
+        if TEMPORARY in path.name or uncommitted:
+            remove(path)
+
+
+def set_aside(path: Folder) -> Folder:
+    """Renames a damaged checkpoint, or marks it in a store, which cannot rename it; returns its path."""
+    if not isinstance(path, Path):
+        (path / ASIDE).write_text("set aside: its files differ from those that were saved\n")
+        return path
+    number = 1
+    while (aside := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Returns the damaged files of a checkpoint, see `checksums.problems`."""
+    ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
+    return checksums.problems(path, only=only, share=share, ignored=ignored)
+
+
+def damage_message(path: Folder, found: Sequence[str]) -> str:
+    """Returns the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"checkpoint {path} is damaged: {', '.join(found[:MAX_NAMED])}{more}"
+
+
+def latest_intact(
+    folder: Folder, on_corrupt: str, find_problems: Callable[[int], Sequence[str]]
+) -> tuple[int | None, dict[int, str]]:
+    """Returns the latest intact step, or None if there is no checkpoint, and a message for each damaged step after it.
+
+    Args:
+      folder: the run's folder of checkpoints.
+      on_corrupt: "fail", or "previous", which accepts damaged steps if an earlier one is intact.
+      find_problems: returns the damaged files of a step.
+
+    Raises:
+      CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(complete_steps(folder)):
+        if found := find_problems(step):
+            damaged[step] = damage_message(folder / str(step), found)
+            continue
+        if damaged and on_corrupt != "previous":
+            raise CheckpointError(
+                f"{next(iter(damaged.values()))}; the latest intact checkpoint is {folder / str(step)}; "
+                "--config.on_corrupt=previous resumes from it"
+            )
+        return step, damaged
+    if damaged:
+        raise CheckpointError(
+            f"{next(iter(damaged.values()))}; no earlier checkpoint is intact. Remove {folder} to start from step 0"
+        )
+    return None, {}
+
+
+def earlier_checkpoint_hint(path: Folder) -> str:
+    """Returns the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
+    if not path.name.isdigit():
+        return ""
+    for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):
+        if not problems(path.parent / str(step)):
+            return f"; use --checkpoint {path.parent / str(step)}, which is intact"
+    return "; no earlier checkpoint is intact"
