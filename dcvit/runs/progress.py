@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+LINE_SECONDS = 10.0  # between lines of `ByteProgress` without a terminal
+LIVE_SECONDS = 0.2  # between updates of its live bar
+
+
+def _bar(console: Console, counts: ProgressColumn) -> Progress:
+    """Return a bar with elapsed time and ETA, which is shown only on a terminal."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), counts, TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
 
 
 class _Lines(logging.Handler):
@@ -35,11 +56,7 @@ class RunProgress:
         self.console = Console(soft_wrap=True, highlight=False)
         self.live = self.console.is_terminal
         self.total = total
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-            console=self.console, disable=not self.live,
-        )  # fmt: skip
+        self.bar = _bar(self.console, MofNCompleteColumn())
         self.task = self.bar.add_task(title, total=total, completed=start, status="")
         self.choices, self.lines = logging.getLogger("dcvit.dcmha"), _Lines(self)  # which implementation attends
 
@@ -82,3 +99,42 @@ class RunProgress:
                 evaluations.setdefault(evaluator, []).append(f"{metric} {shown}")
         for evaluator, values in evaluations.items():
             self.line(f"step {step}  {evaluator}: {'  '.join(values)}")
+
+
+class ByteProgress:
+    """Context manager that shows on stderr how many bytes of input are processed, and the speed of the output.
+
+    A terminal shows a live bar; otherwise a line is printed every LINE_SECONDS.
+    """
+
+    def __init__(self, title: str, unit: str):
+        """
+        Args:
+          title: name of the operation.
+          unit: unit of the output, such as "tok"; the speed is shown in millions of it per second.
+        """
+        self.title, self.unit = title, unit
+        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
+        self.bar = _bar(self.console, DownloadColumn())
+        self.task = self.bar.add_task(title, total=None, status="")
+        self.start = self.shown = time.monotonic()
+
+    def __enter__(self) -> ByteProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, completed: int, total: int, produced: int) -> None:
+        """Show that `completed` of `total` bytes are processed and `produced` units are written."""
+        now, live = time.monotonic(), self.console.is_terminal
+        if now < self.shown + (LIVE_SECONDS if live else LINE_SECONDS):
+            return
+        self.shown, seconds = now, now - self.start
+        status = f"{produced / seconds / 1e6:.2f} M{self.unit}/s"
+        self.bar.update(self.task, completed=completed, total=total, status=status)
+        if not live:
+            remaining = seconds * (total - completed) / max(1, completed)
+            amount = f"{completed / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+            self.console.print(f"{self.title}: {amount}  {status}  ETA {remaining:.0f}s", markup=False)

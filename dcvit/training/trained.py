@@ -23,7 +23,7 @@ from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
-from input_pipeline.text import megatron
+from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer
 
 
@@ -141,8 +141,8 @@ def open_trained(
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:
     """Returns the options of the training data, with those that a Megatron pair of files states itself."""
     options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
-    stated: dict[str, Any] = {}
+    stated: Mapping[str, object] = {}
     if options.get("kind") == "megatron":
         with contextlib.suppress(input_pipeline.MissingDataError):
-            stated = megatron.about(options["path"])
+            stated = read_description(find_prefix(options["path"]))
     return {**stated, **options}

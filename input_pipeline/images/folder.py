@@ -1,24 +1,24 @@
-"""A folder of image files, one folder a class: DATA_DIR/{train,val}/CLASS/*.jpg, or DATA_DIR/CLASS/*.jpg."""
+"""Image files with one folder per class: DATA_DIR/{train,val}/CLASS/*.jpg or DATA_DIR/CLASS/*.jpg."""
 
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
+from input_pipeline.source import Example
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-MOST_BYTES = 1 << 30  # of a file: one of MAX_PIXELS with 6 bytes a pixel, the most there is, stored plainly
+MAX_FILE_BYTES = 1 << 30  # size of an uncompressed image of MAX_PIXELS with 6 bytes a pixel
 SPLITS = {"train", "val", "test", "validation"}
 
 
 class Source:
-    """The image files of one split; an example is `image` (the bytes of the file) and `label` (int32).
+    """Image files of one split. An example is `image` (the bytes of the file) and `label` (int32).
 
-    Classes are numbered in the order of their names. Files of other kinds, and hidden ones, are passed over.
+    Classes are numbered in the order of their names. Hidden files and files with other suffixes are ignored.
     """
 
     class_names: tuple[str, ...]
@@ -28,16 +28,16 @@ class Source:
     ):
         """
         Args:
-          data_dir: holds a folder for each split; or, with `val_fraction`, a folder for each class.
-          split: the name of a folder; with `val_fraction`, "train" or "val".
-          val_fraction: the share of each class that makes up "val", at least one image of it; which images these
-            are follows from the names of the class's files alone.
-          classes_from: the folder whose folders are the classes, where labels are to be numbered as there and not
-            every class need be present, as with ImageNet-A; by default DATA_DIR/train where there is one.
+          data_dir: folder that contains one folder per split, or, with `val_fraction`, one folder per class.
+          split: name of the split's folder; with `val_fraction`, "train" or "val".
+          val_fraction: fraction of each class that is in the split "val", at least one image. The images are chosen by
+            a hash of their names.
+          classes_from: folder whose subfolders define the class numbers; by default DATA_DIR/train if it exists. Set
+            it for a dataset that has only some of the classes, such as ImageNet-A.
 
         Raises:
-          MissingDataError: no such folder.
-          InputError: an empty class, a class that the training data lacks, a fraction without sense.
+          MissingDataError: a folder does not exist.
+          InputError: a class has no images or is missing in the training data, or the fraction is invalid.
         """
         root = Path(data_dir).expanduser()
         folder = root if val_fraction is not None else root / split
@@ -46,20 +46,24 @@ class Source:
         if val_fraction is not None and split not in ("train", "val"):
             raise InputError(f"no split {split!r} of {root} with val_fraction; {nearest(split, ('train', 'val'))}")
         if classes_from is not None:
-            named = Path(classes_from).expanduser()
+            class_folder = Path(classes_from).expanduser()
         else:
-            named = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
-        self.class_names = tuple(_folders(named))
+            class_folder = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
+        self.class_names = tuple(_class_folders(class_folder))
         if val_fraction is not None and set(self.class_names) <= SPLITS:
-            raise InputError(f"{root} holds the folders {', '.join(self.class_names)}: take away val_fraction")
-        self.files: list[str] = []  # of a million files, a Path each would weigh
+            raise InputError(
+                f"{root} has the folders {', '.join(self.class_names)}, which are splits: omit val_fraction"
+            )
+        self.files: list[str] = []  # strings, because a million Path objects need much more memory
         labels: list[int] = []
-        for name in self.class_names if folder == named else _folders(folder):
+        for name in self.class_names if folder == class_folder else _class_folders(folder):
             if name not in self.class_names:
-                raise InputError(f"class {name!r} of {folder} is not among the {len(self.class_names)} of {named}")
-            files = _images(folder / name)
+                raise InputError(
+                    f"class {name!r} of {folder} is not among the {len(self.class_names)} classes of {class_folder}"
+                )
+            files = _image_files(folder / name)
             if val_fraction is not None:
-                files = _part(files, split, val_fraction, root)
+                files = _split_files(files, split, val_fraction, root)
             self.files += files
             labels += [self.class_names.index(name)] * len(files)
         self.labels = np.array(labels, np.int32)
@@ -67,31 +71,36 @@ class Source:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Example:
         try:
             with Path(self.files[index]).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > MOST_BYTES:
-                    raise InputError(f"{size:,} bytes are no image; the largest has {MOST_BYTES:,}")
+                if size > MAX_FILE_BYTES:
+                    raise InputError(f"the file has {size:,} bytes; an image has at most {MAX_FILE_BYTES:,}")
                 return {"image": file.read(), "label": self.labels[index]}
         except OSError as e:
             raise ReadingError(e.strerror) from None
 
     def describe(self, index: int) -> str:
-        """The file of an example."""
+        """Return the file of an example."""
         return self.files[index]
 
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the size of all files in bytes."""
         return sum(Path(file).stat().st_size for file in self.files)
 
 
-def _folders(folder: Path) -> list[str]:
-    """The classes in a folder, sorted. Raises MissingDataError where there is no folder, InputError for no class."""
+def _class_folders(folder: Path) -> list[str]:
+    """Return the sorted names of the class folders in a folder.
+
+    Raises:
+      MissingDataError: the folder does not exist.
+      InputError: the folder is not readable or has no class folders.
+    """
     if not folder.is_dir():
-        above = folder.parent
-        inside = sorted(p.name for p in above.iterdir() if not p.name.startswith(".")) if above.is_dir() else []
-        raise MissingDataError(f"no folder {folder} (beside it: {', '.join(inside[:10]) or 'nothing'})")
+        parent = folder.parent
+        names = sorted(p.name for p in parent.iterdir() if not p.name.startswith(".")) if parent.is_dir() else []
+        raise MissingDataError(f"no folder {folder} (in {parent}: {', '.join(names[:10]) or 'nothing'})")
     try:
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     except OSError as e:
@@ -101,8 +110,8 @@ def _folders(folder: Path) -> list[str]:
     return names
 
 
-def _images(folder: Path) -> list[str]:
-    """The image files of a class, folders inside it included, sorted. Raises InputError for none."""
+def _image_files(folder: Path) -> list[str]:
+    """Return the sorted image files of a class, including those in subfolders. Raises InputError if there are none."""
 
     def walk(inside: str) -> Iterator[str]:
         with os.scandir(inside) as entries:
@@ -123,9 +132,12 @@ def _images(folder: Path) -> list[str]:
     return files
 
 
-def _part(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:
-    """The files of a class that are in a split: in "val" those whose names have the smallest hashes, so that files
-    which are added or taken away later hardly change on which side the others are."""
+def _split_files(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:
+    """Return the files of a class that are in a split.
+
+    The files with the smallest hashes of their names are in "val", so that adding or removing a file moves at most a
+    few other files to the other split.
+    """
     ranked = sorted(files, key=lambda file: hashlib.sha256(os.path.relpath(file, root).encode()).digest())
     held_out = max(1, round(val_fraction * len(files)))
     if held_out == len(files):

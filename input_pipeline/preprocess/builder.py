@@ -1,18 +1,22 @@
-"""Preprocessing strings: "op|op(args)|…", parsed and never evaluated; the ops are in `preprocess.ops`."""
+"""Parser of preprocessing strings "op|op(args)|…"; the ops are functions of `input_pipeline.preprocess.ops`.
+
+A string is parsed, never evaluated: arguments must be literals.
+"""
 
 import ast
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
+from input_pipeline.source import Example
 
-LONGEST_SHOWN = 200  # characters of a string in a message
+MAX_SHOWN = 200  # characters of a string that an error message shows
 
 
 class ValueRange(NamedTuple):
-    """The map of pixel values that the op `value_range` makes, from [in_min, in_max] to [vmin, vmax]."""
+    """The linear map of the op `value_range`, from [in_min, in_max] to [vmin, vmax]."""
 
     vmin: float = -1
     vmax: float = 1
@@ -21,10 +25,17 @@ class ValueRange(NamedTuple):
 
 
 def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
-    """A preprocessing string without its `value_range`, and that, where it is the last op to change the image.
+    """Split a preprocessing string into the part for the host and the `value_range` that the device can apply.
 
-    The map is pointwise, so it may as well be made on the device: images travel as bytes, a quarter of the memory.
-    Where it is not the last (or clips, or is absent) the string comes back as it is, with None. Raises InputError.
+    `value_range` acts on each pixel separately, so the device can apply it instead of the host. Images are then copied
+    to the device as bytes, a quarter of the size of float32.
+
+    Returns:
+      The string without `value_range`, and its arguments. If `value_range` is absent, clips, or is not the last op
+      that changes the image, the original string and None.
+
+    Raises:
+      InputError: the string cannot be parsed, or the arguments of `value_range` are invalid.
     """
     nodes = _nodes(spec)
     for at in reversed(range(len(nodes))):
@@ -41,31 +52,63 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     return spec, None
 
 
+class Preprocess:
+    """A parsed preprocessing string: a function of an example and the example's random number generator."""
+
+    def __init__(self, spec: str):
+        """
+        Args:
+          spec: the preprocessing string; an empty string does not change examples.
+
+        Raises:
+          InputError: the string cannot be parsed, or an op or argument is invalid.
+        """
+        self.ops = [_op(node) for node in _nodes(spec)]
+
+    def __call__(self, example: Example, rng: np.random.Generator) -> Example:
+        """Apply the ops in order.
+
+        Raises:
+          InputError: the example is corrupt, or an op needs a key that the example does not have.
+          ReadingError: an op failed for another reason, such as too little memory.
+        """
+        try:
+            for op in self.ops:
+                example = op(example, rng)
+        except InputError:
+            raise
+        except KeyError as e:
+            raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
+        except Exception as e:
+            raise ReadingError(f"preprocessing: {first_line_with_type(e)}") from e
+        return example
+
+
 def _nodes(spec: str) -> list[ast.expr]:
-    """The ops of a string; none of an empty one. Raises InputError where it does not parse."""
+    """Return the syntax trees of a string's ops. Raises InputError if the string cannot be parsed."""
     if not spec.strip():
         return []
     try:
-        return _split(ast.parse(spec.strip(), mode="eval").body)
+        return _operands(ast.parse(spec.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        shown = repr(spec) if len(spec) <= LONGEST_SHOWN else f"{spec[:LONGEST_SHOWN]!r}…"
+        shown = repr(spec) if len(spec) <= MAX_SHOWN else f"{spec[:MAX_SHOWN]!r}…"
         raise InputError(f"preprocessing: cannot parse {shown}; expected op|op(args)|…") from None
 
 
-def _call(node: ast.expr) -> ast.Call:
-    """An op as a call: `name` is `name()`."""
-    return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-
-
-def _split(node: ast.expr) -> list[ast.expr]:
-    """The operands of a chain of `|`, left to right."""
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Return the operands of a chain of `|` from left to right."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_split(node.left), *_split(node.right)]
+        return [*_operands(node.left), *_operands(node.right)]
     return [node]
 
 
+def _call(node: ast.expr) -> ast.Call:
+    """Return an op as a call; `name` is equivalent to `name()`."""
+    return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+
+
 def _op(node: ast.expr) -> ops.Op:
-    """One op from `name` or `name(literals)`."""
+    """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
     call = _call(node)
     if not isinstance(call.func, ast.Name):
         raise InputError(f"preprocessing: {ast.unparse(node)!r} is not of the form op or op(literal, …)")
@@ -77,26 +120,7 @@ def _op(node: ast.expr) -> ops.Op:
         kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, TypeError):
         raise InputError(f"preprocessing: the arguments of {ast.unparse(node)!r} must be literals") from None
-    make = getattr(ops, name)
-    check_arguments(make, args, kwargs, f"preprocessing op {name!r}")
-    return make(*args, **kwargs)
-
-
-class Preprocess:
-    """A parsed preprocessing string; call it on an example, a dict, with that example's own generator."""
-
-    def __init__(self, spec: str):
-        """Parses `spec`; an empty string leaves examples as they are. Raises InputError."""
-        self.ops = [_op(node) for node in _nodes(spec)]
-
-    def __call__(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        try:
-            for op in self.ops:
-                example = op(example, rng)
-        except InputError:
-            raise
-        except KeyError as e:
-            raise InputError(f"preprocessing needs {e}, the example has {', '.join(example)}") from None
-        except Exception as e:  # an op that meets what it was not made for, too little memory
-            raise ReadingError(f"preprocessing: {first_line_with_type(e)}") from e
-        return example
+    factory = getattr(ops, name)
+    check_arguments(factory, args, kwargs, f"preprocessing op {name!r}")
+    op: ops.Op = factory(*args, **kwargs)
+    return op

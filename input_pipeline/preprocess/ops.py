@@ -1,13 +1,13 @@
-"""Preprocessing ops. Each function takes the literals of a preprocessing string and returns the op itself:
-a function from an example (a dict) and that example's generator to the changed example.
+"""Preprocessing ops: each function takes the arguments in a preprocessing string and returns the op.
 
-Where big_vision has an op of that name, its arguments, defaults and pixels are the same but for `onehot`, whose keys
-default to the recipes', and for `exif`, which is new. Images are uint8 arrays of height × width × channels until
-`value_range` makes them float32.
+An op is a function of an example (a dict) and the example's random number generator, and returns the changed example.
+Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32.
+
+Ops with the name of a big_vision op have the same arguments, defaults and pixels, with two exceptions: the default keys
+of `onehot`, and the additional argument `exif`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,34 +15,27 @@ from PIL import Image
 from input_pipeline.errors import InputError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.preprocess.randaug import randaug as augment
+from input_pipeline.source import Example
 
 __all__ = [
     "central_crop", "decode", "decode_jpeg_and_inception_crop", "flip_lr", "inception_crop", "keep", "onehot",
     "pad", "randaug", "random_crop", "resize", "resize_pillow", "resize_small", "value_range",
 ]  # fmt: skip
 
-Example = dict[str, Any]
 Op = Callable[[Example, np.random.Generator], Example]
 
 
-def _on_image(change: Callable[[Any, np.random.Generator], np.ndarray]) -> Op:
-    """The op that changes `image` and leaves the rest of an example as it is."""
-
-    def op(example: Example, rng: np.random.Generator) -> Example:
-        return {**example, "image": change(example["image"], rng)}
-
-    return op
-
-
 def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
-    """Decodes `image` from the bytes of a JPEG, PNG, WebP … file to 1 (grey) or 3 (RGB) channels.
+    """Decode `image` from the bytes of a JPEG, PNG, WebP, BMP, GIF or TIFF file.
 
-    `precise` decodes JPEGs with Pillow, which needs no TensorFlow, instead of TensorFlow's faster default; `exif`
-    turns images upright. `docs/data.md` says what becomes of every odd kind of file.
+    Args:
+      channels: 1 for grey or 3 for RGB.
+      precise: decode JPEGs with Pillow instead of TensorFlow; slower, but TensorFlow need not be installed.
+      exif: rotate and mirror images as their EXIF orientation says.
     """
     if channels not in (1, 3):
         raise InputError(f"decode(channels={channels}): expected 1 or 3")
-    return _on_image(lambda data, rng: decoding.decode(_encoded(data), channels, precise=precise, exif=exif))
+    return _image_op(lambda data, rng: decoding.decode(_encoded(data), channels, precise=precise, exif=exif))
 
 
 def decode_jpeg_and_inception_crop(
@@ -55,16 +48,30 @@ def decode_jpeg_and_inception_crop(
     antialias: bool = False,
     exif: bool = False,
 ) -> Op:
-    """`decode|inception_crop(…)` in one, which decodes no more of a JPEG than the crop; other formats work too."""
-    place, fit = _inception(size, (area_min, area_max), (ratio_min, ratio_max), method, antialias)
+    """Decode a random crop of `image` and resize it, without decoding more of a JPEG than the crop needs.
 
-    def change(data: Any, rng: np.random.Generator) -> np.ndarray:
-        if decoding.is_jpeg(_encoded(data)):
-            return fit(decoding.decode_crop(data, place(decoding.jpeg_size(data), rng), exif=exif))
-        image = decoding.decode(data, exif=exif)
-        return fit(_cut(image, place(image.shape[:2], rng)))
+    Equivalent to `decode|inception_crop(…)`. Formats other than JPEG are decoded completely.
 
-    return _on_image(change)
+    Args:
+      size: height and width of the result, or one number for both; by default the crop is not resized.
+      area_min: minimum area of the crop in percent of the image.
+      area_max: maximum area of the crop in percent of the image.
+      ratio_min: minimum width / height of the crop.
+      ratio_max: maximum width / height of the crop.
+      method: interpolation method, as for `resize`.
+      antialias: antialias when the image becomes smaller.
+      exif: rotate and mirror images as their EXIF orientation says.
+    """
+    sample, fit = _inception_crop(size, (area_min, area_max), (ratio_min, ratio_max), method, antialias)
+
+    def change(data: object, rng: np.random.Generator) -> np.ndarray:
+        encoded = _encoded(data)
+        if decoding.is_jpeg(encoded):
+            return fit(decoding.decode_crop(encoded, sample(decoding.jpeg_size(encoded), rng), exif=exif))
+        image = decoding.decode(encoded, exif=exif)
+        return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
+
+    return _image_op(change)
 
 
 def inception_crop(
@@ -74,22 +81,41 @@ def inception_crop(
     method: str = "bilinear",
     antialias: bool = False,
 ) -> Op:
-    """Cuts a window of random place, `area_min` to `area_max` percent of the image and aspect ratio 0.75 to 1.33
-    (Szegedy et al., 2015), and resizes it to `size` where that is given."""
-    place, fit = _inception(size, (area_min, area_max), (0.75, 1.33), method, antialias)
-    return _on_image(lambda image, rng: fit(_cut(image, place(image.shape[:2], rng))))
+    """Cut a random window of aspect ratio 0.75 to 1.33 (Szegedy et al., 2015) and resize it.
+
+    Args:
+      size: height and width of the result, or one number for both; by default the crop is not resized.
+      area_min: minimum area of the crop in percent of the image.
+      area_max: maximum area of the crop in percent of the image.
+      method: interpolation method, as for `resize`.
+      antialias: antialias when the image becomes smaller.
+    """
+    sample, fit = _inception_crop(size, (area_min, area_max), (0.75, 1.33), method, antialias)
+    return _image_op(lambda image, rng: fit(_crop(image, sample(image.shape[:2], rng))))
 
 
 def resize(size: int | Sequence[int], method: str = "bilinear", antialias: bool = False) -> Op:
-    """Resizes to `size` (height and width, or both in one) with `tf.image.resize`, aspect ratio ignored."""
-    target = _size("resize", size)
+    """Resize to a fixed size with `tf.image.resize`, without keeping the aspect ratio.
+
+    Args:
+      size: height and width of the result, or one number for both.
+      method: "bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian" or "mitchellcubic".
+      antialias: antialias when the image becomes smaller.
+    """
+    target = _checked_size("resize", size)
     _check_method("resize", method)
-    return _on_image(lambda image, rng: decoding.resize(image, target, method, antialias))
+    return _image_op(lambda image, rng: decoding.resize(image, target, method, antialias))
 
 
 def resize_small(smaller_size: int, method: str = "area", antialias: bool = False) -> Op:
-    """Resizes so that the smaller side has `smaller_size` pixels, aspect ratio kept."""
-    _size("resize_small", smaller_size)
+    """Resize so that the smaller side has a given length, and keep the aspect ratio.
+
+    Args:
+      smaller_size: length of the smaller side in pixels.
+      method: interpolation method, as for `resize`.
+      antialias: antialias when the image becomes smaller.
+    """
+    _checked_size("resize_small", smaller_size)
     _check_method("resize_small", method)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -97,81 +123,109 @@ def resize_small(smaller_size: int, method: str = "area", antialias: bool = Fals
         height, width = (int(np.round(np.float32(side) * factor)) for side in image.shape[:2])
         return decoding.resize(image, (height, width), method, antialias)
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def resize_pillow(size: int | Sequence[int]) -> Op:
-    """Resizes to `size` with Pillow's antialiased bilinear filter, which needs no TensorFlow."""
-    height, width = _size("resize_pillow", size)
+    """Resize to a fixed size with Pillow's antialiased bilinear filter; TensorFlow need not be installed.
+
+    Args:
+      size: height and width of the result, or one number for both.
+    """
+    height, width = _checked_size("resize_pillow", size)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        planes = [
+        channels = [
             np.asarray(Image.fromarray(image[..., c]).resize((width, height), Image.Resampling.BILINEAR))
             for c in range(image.shape[-1])
         ]
-        return np.stack(planes, axis=-1)
+        return np.stack(channels, axis=-1)
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def central_crop(crop_size: int | Sequence[int] | None = None) -> Op:
-    """Cuts a window of `crop_size` from the middle; by default the largest square."""
-    size = None if crop_size is None else _size("central_crop", crop_size)
+    """Cut a window from the centre of the image.
+
+    Args:
+      crop_size: height and width of the window, or one number for both; by default the largest square.
+    """
+    size = None if crop_size is None else _checked_size("central_crop", crop_size)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         height, width = size or (min(image.shape[:2]),) * 2
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
-        return _cut(image, (top, left, height, width), "central_crop")
+        return _crop(image, (top, left, height, width), "central_crop")
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def random_crop(crop_size: int | Sequence[int]) -> Op:
-    """Cuts a uniformly placed window of `crop_size`."""
-    height, width = _size("random_crop", crop_size)
+    """Cut a window at a uniformly random position.
+
+    Args:
+      crop_size: height and width of the window, or one number for both.
+    """
+    height, width = _checked_size("random_crop", crop_size)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         top, left = (int(rng.integers(max(0, room) + 1)) for room in (image.shape[0] - height, image.shape[1] - width))
-        return _cut(image, (top, left, height, width), "random_crop")
+        return _crop(image, (top, left, height, width), "random_crop")
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def pad(border: int, value: int = 0) -> Op:
-    """Adds `border` pixels of `value` on every side."""
+    """Add a border of constant pixels on every side.
+
+    Args:
+      border: width of the border in pixels.
+      value: value of the border's pixels in every channel, 0 to 255.
+    """
     if not (0 <= border <= 10_000 and 0 <= value <= 255):
         raise InputError(f"pad({border}, {value}): expected a border of 0 to 10,000 pixels of value 0 to 255")
     widths = ((border, border), (border, border), (0, 0))
-    return _on_image(lambda image, rng: np.pad(image, widths, constant_values=value))
+    return _image_op(lambda image, rng: np.pad(image, widths, constant_values=value))
 
 
 def flip_lr() -> Op:
-    """Mirrors left and right with probability one half."""
+    """Mirror the image left to right with probability one half."""
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if rng.random() >= 0.5:
             return image
         flipped = np.empty_like(image)
-        for channel in range(image.shape[2]):  # a reversed view would be read pixel by pixel, several times slower
+        for channel in range(image.shape[2]):  # copying a reversed view of all channels is several times slower
             flipped[..., channel] = image[:, ::-1, channel]
         return flipped
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def randaug(num_layers: int = 2, magnitude: float = 10) -> Op:
-    """RandAugment (Cubuk et al., 2019): `num_layers` of 16 ops at `magnitude`; see
-    `input_pipeline.preprocess.randaug`.
+    """Apply RandAugment (Cubuk et al., 2019): a sequence of random ops.
+
+    Args:
+      num_layers: number of ops, each drawn uniformly from the 16 ops of `input_pipeline.preprocess.randaug`.
+      magnitude: strength of each op, 0 to 30.
     """
     if num_layers < 0 or not 0 <= magnitude <= 30:
         raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 or more layers of magnitude 0 to 30")
-    return _on_image(lambda image, rng: augment(image, rng, num_layers, magnitude))
+    return _image_op(lambda image, rng: augment(image, rng, num_layers, magnitude))
 
 
 def value_range(
     vmin: float = -1, vmax: float = 1, in_min: float = 0, in_max: float = 255, clip_values: bool = False
 ) -> Op:
-    """Maps pixel values from [in_min, in_max] to [vmin, vmax], as float32; `clip_values` keeps to that range."""
+    """Map pixel values linearly from [in_min, in_max] to [vmin, vmax] and convert them to float32.
+
+    Args:
+      vmin: result for `in_min`.
+      vmax: result for `in_max`.
+      in_min: lower end of the input range.
+      in_max: upper end of the input range.
+      clip_values: clip the result to [vmin, vmax].
+    """
     if in_min >= in_max:
         raise InputError(f"value_range: in_min={in_min} should be below in_max={in_max}")
 
@@ -183,11 +237,17 @@ def value_range(
         scaled += np.float32(vmin)
         return np.clip(scaled, vmin, vmax, out=scaled) if clip_values else scaled
 
-    return _on_image(change)
+    return _image_op(change)
 
 
 def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
-    """Float32 indicator of length `depth` from one label, or from several (multi-hot)."""
+    """Convert one or several integer labels to a float32 vector with 1 at each label and 0 elsewhere.
+
+    Args:
+      depth: length of the vector, the number of classes.
+      key: key of the label or labels.
+      key_result: key of the result.
+    """
     if depth < 1:
         raise InputError(f"onehot({depth}): expected 1 class or more")
 
@@ -205,7 +265,11 @@ def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
 
 
 def keep(*keys: str) -> Op:
-    """Drops everything but `keys`."""
+    """Drop everything except some keys.
+
+    Args:
+      *keys: the keys to keep.
+    """
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         return {key: example[key] for key in keys}
@@ -213,15 +277,24 @@ def keep(*keys: str) -> Op:
     return op
 
 
-def _encoded(data: Any) -> bytes:
-    """The bytes of an image file. Raises InputError for what is decoded already."""
+def _image_op(change: Callable[..., np.ndarray]) -> Op:
+    """Return the op that applies `change(image, rng)` to `image` and keeps the other keys of an example."""
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        return {**example, "image": change(example["image"], rng)}
+
+    return op
+
+
+def _encoded(data: object) -> bytes:
+    """Return the bytes of an image file. Raises InputError if the image is already decoded."""
     if not isinstance(data, bytes):
         raise InputError(f"decode takes the bytes of an image file, not {type(data).__name__}: it is decoded already")
     return data
 
 
-def _size(op: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """(height, width) from one number or two. Raises InputError for a size that no image can have."""
+def _checked_size(op: str, size: int | Sequence[int]) -> tuple[int, int]:
+    """Return (height, width) from one number or two. Raises InputError if a side is not 1 to 100,000."""
     both = (size, size) if isinstance(size, int) else tuple(size)
     if len(both) != 2 or not all(1 <= side <= 100_000 for side in both):
         raise InputError(f"{op}: a size of {size} pixels; expected one number or (height, width), 1 or more")
@@ -229,31 +302,39 @@ def _size(op: str, size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _check_method(op: str, method: str) -> None:
+    """Raise InputError if an interpolation method is unknown."""
     if method not in decoding.METHODS:
         raise InputError(f"{op}: unknown method {method!r}; {nearest(method, decoding.METHODS)}")
 
 
-def _inception(
-    size: Any, percent: tuple[float, float], ratio: tuple[float, float], method: str, antialias: bool
-) -> tuple[Callable[[Any, np.random.Generator], decoding.Window], Callable[[np.ndarray], np.ndarray]]:
-    """The two steps of an Inception crop: drawing the window for an image's size, and resizing what was cut."""
+def _inception_crop(
+    size: int | Sequence[int] | None,
+    percent: tuple[float, float],
+    ratio: tuple[float, float],
+    method: str,
+    antialias: bool,
+) -> tuple[
+    Callable[[tuple[int, int], np.random.Generator], decoding.Window],
+    Callable[[np.ndarray], np.ndarray],
+]:
+    """Return the two steps of an Inception crop: sampling a window for an image size, and resizing the crop."""
     if not (0 < percent[0] <= percent[1] <= 100 and 0 < ratio[0] <= ratio[1]):
         raise InputError(f"inception crop: percent of area {percent} and aspect ratios {ratio}; expected min <= max")
     _check_method("inception crop", method)
-    target = None if size is None else _size("inception crop", size)
+    target = None if size is None else _checked_size("inception crop", size)
     area = (percent[0] / 100, percent[1] / 100)
 
-    def place(shape: tuple[int, int], rng: np.random.Generator) -> decoding.Window:
+    def sample(shape: tuple[int, int], rng: np.random.Generator) -> decoding.Window:
         return decoding.sample_window(shape, area, ratio, rng)
 
     def fit(crop: np.ndarray) -> np.ndarray:
         return crop if target is None else decoding.resize(crop, target, method, antialias)
 
-    return place, fit
+    return sample, fit
 
 
-def _cut(image: np.ndarray, window: decoding.Window, op: str = "crop") -> np.ndarray:
-    """The pixels of a window. Raises InputError where the image is smaller."""
+def _crop(image: np.ndarray, window: decoding.Window, op: str = "crop") -> np.ndarray:
+    """Return the pixels of a window. Raises InputError if the image is smaller than the window."""
     top, left, height, width = window
     if image.shape[0] < height or image.shape[1] < width:
         raise InputError(f"{op}{height, width}: the image is only {image.shape[0]}x{image.shape[1]}")

@@ -1,9 +1,9 @@
-"""RandAugment (Cubuk et al., 2019, https://arxiv.org/abs/1909.13719), in numpy alone.
+"""RandAugment (Cubuk et al., 2019, https://arxiv.org/abs/1909.13719) in numpy.
 
-Ops, magnitudes and pixels are those of big_vision's TensorFlow code, with all that is peculiar about them: a
-magnitude above 10 is allowed, and numbers that do not fit into a uint8 wrap around or are cut as TensorFlow does it
-(see `solarize` and `posterize`). Images are uint8 of height × width × 3 and are never changed in place. What an op
-cannot fill from the image becomes grey, 128.
+Ops, magnitudes and pixels equal those of big_vision's TensorFlow code, including its peculiarities: magnitudes above 10
+are allowed, and numbers that exceed the range of uint8 wrap around or are clipped as in TensorFlow (see `solarize` and
+`posterize`). Images are uint8 arrays of shape (height, width, 3) and are never changed in place. Pixels that an op
+moves in from outside the image are grey, with value 128.
 """
 
 import functools
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import UInt8
 
 from input_pipeline.errors import InputError
 
@@ -21,11 +22,23 @@ __all__ = [
 
 GREY = 128
 LEVELS = np.arange(256, dtype=np.uint8)
-CACHED_PIXELS = 2**20  # larger images' geometry is computed anew each time, so that the cache stays below 128 MiB
+CACHED_PIXELS = 2**20  # the geometry of larger images is not cached, so that the cache stays below 128 MiB
+
+Pixels = UInt8[np.ndarray, "height width 3"]
 
 
 def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnitude: float) -> np.ndarray:
-    """Applies `num_layers` ops, each drawn uniformly from `OPS`, at `magnitude`: usually 5 to 30, 10 in big_vision."""
+    """Apply random ops to an image.
+
+    Args:
+      image: uint8 of shape (height, width, 3).
+      rng: random number generator.
+      num_layers: number of ops, each drawn uniformly from `OPS`.
+      magnitude: strength of each op, usually 5 to 30; 10 in big_vision.
+
+    Raises:
+      InputError: the image has another shape or dtype.
+    """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise InputError(f"randaug: expected 3 channels of uint8, got shape {image.shape} of {image.dtype}")
     ops = tuple(OPS.values())
@@ -34,8 +47,8 @@ def randaug(image: np.ndarray, rng: np.random.Generator, num_layers: int, magnit
     return image
 
 
-def autocontrast(image: np.ndarray) -> np.ndarray:
-    """Stretches each channel linearly, so that its values span 0 to 255; a constant one stays as it is."""
+def autocontrast(image: Pixels) -> Pixels:
+    """Stretch each channel linearly so that its values span 0 to 255; a constant channel does not change."""
     tables = []
     for low, high in zip(image.min(0).min(0), image.max(0).max(0), strict=True):
         if low == high:
@@ -46,12 +59,14 @@ def autocontrast(image: np.ndarray) -> np.ndarray:
     return _lookup(image, *tables)
 
 
-def equalize(image: np.ndarray) -> np.ndarray:
-    """Makes the cumulative histogram of each channel about linear, as Pillow does: with n_v pixels of value v
+def equalize(image: Pixels) -> Pixels:
+    """Make the cumulative histogram of each channel approximately linear, as Pillow does.
+
+    With n_v pixels of value v, the result is
 
         v -> min(255, (step // 2 + Σ_{u<v} n_u) // step),   step = (Σ_u n_u - n_{greatest value}) // 255
 
-    A channel whose step is 0 stays as it is.
+    A channel with step 0 does not change.
     """
     tables = []
     for channel in range(3):
@@ -62,38 +77,40 @@ def equalize(image: np.ndarray) -> np.ndarray:
     return _lookup(image, *tables)
 
 
-def invert(image: np.ndarray) -> np.ndarray:
-    """v -> 255 - v."""
+def invert(image: Pixels) -> Pixels:
+    """Replace each value v by 255 - v."""
     return np.uint8(255) - image
 
 
-def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keeps the upper `bits` of each value, 1 to 8.
+def posterize(image: Pixels, bits: int) -> Pixels:
+    """Keep the upper `bits` bits of each value, 1 to 8.
 
-    TensorFlow takes the 8 - bits to shift as a uint8 and cuts it to 7; so 0 bits, and more than 8, keep one.
+    TensorFlow converts the shift 8 - bits to uint8 and clips it to 7. Therefore 0 bits, and more than 8 bits, keep one
+    bit.
     """
     shift = np.uint8(min((8 - bits) % 256, 7))
     return image >> shift << shift
 
 
-def solarize(image: np.ndarray, threshold: int) -> np.ndarray:
-    """Inverts the values from `threshold` on.
+def solarize(image: Pixels, threshold: int) -> Pixels:
+    """Invert the values that are not below `threshold`.
 
-    TensorFlow takes the threshold as a uint8: 256, which magnitude 10 asks for, is 0 and inverts the whole image.
+    TensorFlow converts the threshold to uint8. Therefore 256, the threshold at magnitude 10, becomes 0 and inverts the
+    whole image.
     """
     return _lookup(image, np.where(threshold % 256 > LEVELS, LEVELS, 255 - LEVELS))
 
 
-def solarize_add(image: np.ndarray, addition: int, threshold: int = 128) -> np.ndarray:
-    """Adds `addition` to the values below `threshold` and cuts the sums to 0 … 255."""
+def solarize_add(image: Pixels, addition: int, threshold: int = 128) -> Pixels:
+    """Add `addition` to the values below `threshold` and clip the sums to 0 … 255."""
     added = np.clip(LEVELS.astype(np.int64) + addition, 0, 255).astype(np.uint8)
     return _lookup(image, np.where(threshold > LEVELS, added, LEVELS))
 
 
-def color(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blends from the grey image (factor 0) to the image (1) and beyond.
+def color(image: Pixels, factor: float) -> Pixels:
+    """Interpolate between the grey image (factor 0) and the image (factor 1), or extrapolate.
 
-    The grey is that of `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colours.
+    Grey equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colours.
     """
     unit = LEVELS * np.float32(1 / 255)
     red, green, blue = (
@@ -106,27 +123,27 @@ def color(image: np.ndarray, factor: float) -> np.ndarray:
     return out
 
 
-def contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blends from a constant (factor 0) to the image (1) and beyond.
+def contrast(image: Pixels, factor: float) -> Pixels:
+    """Interpolate between a constant (factor 0) and the image (factor 1), or extrapolate.
 
-    The constant should be the mean grey, but the original takes that of the histogram's 256 counts in place of that
-    of the pixels: min(255, height · width // 256), 196 for 224 × 224 pixels.
+    The constant should be the mean grey value. big_vision computes the mean of the histogram's 256 counts instead:
+    min(255, height · width // 256), which is 196 for 224 × 224 pixels.
     """
     constant = min(image.shape[0] * image.shape[1] // 256, 255)
     return _lookup(image, _blend(np.full_like(LEVELS, constant), LEVELS, factor))
 
 
-def brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blends from black (factor 0) to the image (1) and beyond."""
+def brightness(image: Pixels, factor: float) -> Pixels:
+    """Interpolate between black (factor 0) and the image (factor 1), or extrapolate."""
     return _lookup(image, _blend(np.zeros_like(LEVELS), LEVELS, factor))
 
 
-def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blends from a smoothed image (factor 0) to the image (1) and beyond.
+def sharpness(image: Pixels, factor: float) -> Pixels:
+    """Interpolate between a smoothed image (factor 0) and the image (factor 1), or extrapolate.
 
-    Smooth is the mean over 3 × 3 pixels with the centre counted five times; the outermost pixels stay as they are.
-    The terms are added in float32 in reading order, as TensorFlow's own convolution adds them. Where TensorFlow
-    runs on oneDNN, which rounds differently, about 4 in 1,000 smoothed values are one level off.
+    The smoothed image is the mean over 3 × 3 pixels in which the centre counts five times; the outermost pixels are
+    not smoothed. The terms are added in float32 row by row, as in TensorFlow's own convolution. TensorFlow with oneDNN
+    rounds differently: about 4 in 1,000 smoothed values differ by 1.
     """
     height, width = image.shape[:2]
     once, five = image * (np.float32(1) / np.float32(13)), image * (np.float32(5) / np.float32(13))
@@ -139,8 +156,8 @@ def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
     return _blend(smooth, image, factor)
 
 
-def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
-    """Rotates about the centre, counterclockwise for positive `degrees`."""
+def rotate(image: Pixels, degrees: float) -> Pixels:
+    """Rotate about the centre, counterclockwise for positive `degrees`."""
     radians = float(np.float32(degrees) * np.float32(math.pi / 180))
     cos, sin = np.float32(math.cos(radians)), np.float32(math.sin(radians))
     bottom, right = (np.float32(side - 1) for side in image.shape[:2])
@@ -149,46 +166,49 @@ def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
     return _transform(image, *map(float, (cos, -sin, x, sin, cos, y)))
 
 
-def shear_x(image: np.ndarray, level: float) -> np.ndarray:
-    """Moves row y to the left by level · y pixels."""
+def shear_x(image: Pixels, level: float) -> Pixels:
+    """Move row y to the left by level · y pixels."""
     return _transform(image, 1, level, 0, 0, 1, 0)
 
 
-def shear_y(image: np.ndarray, level: float) -> np.ndarray:
-    """Moves column x up by level · x pixels."""
+def shear_y(image: Pixels, level: float) -> Pixels:
+    """Move column x up by level · x pixels."""
     return _transform(image, 1, 0, 0, level, 1, 0)
 
 
-def translate_x(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Moves the image to the left by `pixels`."""
+def translate_x(image: Pixels, pixels: float) -> Pixels:
+    """Move the image to the left by `pixels`."""
     return _transform(image, 1, 0, pixels, 0, 1, 0)
 
 
-def translate_y(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Moves the image up by `pixels`."""
+def translate_y(image: Pixels, pixels: float) -> Pixels:
+    """Move the image up by `pixels`."""
     return _transform(image, 1, 0, 0, 0, 1, pixels)
 
 
-def cutout(image: np.ndarray, half: int, row: int, column: int) -> np.ndarray:
-    """Greys the square of 2 · half pixels a side (DeVries & Taylor, 2017) about `row` and `column`, as far as it
-    lies in the image."""
+def cutout(image: Pixels, half: int, row: int, column: int) -> Pixels:
+    """Make a square grey (DeVries & Taylor, 2017), as far as it is inside the image.
+
+    The square has 2 · half pixels a side, and its centre is at `row` and `column`.
+    """
     image = image.copy()
     image[max(0, row - half) : row + half, max(0, column - half) : column + half] = GREY
     return image
 
 
 def _random_cutout(image: np.ndarray, half: int, rng: np.random.Generator) -> np.ndarray:
+    """Apply `cutout` at a uniformly random position."""
     row, column = (int(rng.integers(side)) for side in image.shape[:2])
     return cutout(image, half, row, column)
 
 
 def _signed(value: float, rng: np.random.Generator) -> float:
-    """The value or its negative, each with probability one half."""
+    """Return the value or its negative, each with probability one half."""
     return value if rng.random() < 0.5 else -value
 
 
 def _factor(magnitude: float) -> float:
-    """How far to blend, at magnitude 5 exactly to the image itself."""
+    """Return the factor of an interpolation; magnitude 5 gives 1, the unchanged image."""
     return magnitude / 10 * 1.8 + 0.1
 
 
@@ -213,7 +233,7 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
 
 
 def _lookup(image: np.ndarray, *tables: np.ndarray) -> np.ndarray:
-    """Replaces each value v by table[v], with one table of 256 values for all channels or one for each."""
+    """Replace each value v by table[v], with one table of 256 values for all channels or one for each channel."""
     if len(tables) == 1:
         return tables[0].take(image)
     out = np.empty_like(image)
@@ -223,7 +243,7 @@ def _lookup(image: np.ndarray, *tables: np.ndarray) -> np.ndarray:
 
 
 def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
-    """start + factor · (end - start) in float32, cut to 0 … 255 and then to whole numbers."""
+    """Return start + factor · (end - start), computed in float32, clipped to 0 … 255 and truncated to integers."""
     origin = start.astype(np.float32)
     mixed = end - origin
     mixed *= np.float32(factor)
@@ -232,22 +252,26 @@ def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
-    """Pixel (x, y) of the result is the image's pixel nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or grey."""
+    """Apply an affine transform.
+
+    Pixel (x, y) of the result is the pixel of the image nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or grey if
+    that position is outside the image. The coefficients are a0, a1, a2, b0, b1, b2.
+    """
     height, width = image.shape[:2]
     sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
-    pixels = np.full((height * width + 1, 3), GREY, np.uint8)  # the last one is what lies outside
+    pixels = np.full((height * width + 1, 3), GREY, np.uint8)  # the last pixel stands for all positions outside
     pixels[:-1] = image.reshape(-1, 3)
     return pixels.take(sources(height, width, *coefficients), axis=0)
 
 
 def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float, b1: float, b2: float) -> np.ndarray:
-    """For every pixel of a transform's result the index of its source, height · width where that lies outside.
+    """Return the source index of every pixel of a transform's result, or height · width for positions outside.
 
-    The float32 arithmetic of TensorFlow's ImageProjectiveTransformV3; halves are rounded away from zero.
+    The arithmetic is that of TensorFlow's ImageProjectiveTransformV3: float32, and halves are rounded away from zero.
     """
     y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)
     across, down = (
-        (np.float32(a) * x + np.float32(b) * y + np.float32(c)).astype(np.float64)  # adding 0.5 has to be exact
+        (np.float32(a) * x + np.float32(b) * y + np.float32(c)).astype(np.float64)  # adding 0.5 must be exact
         for a, b, c in ((a0, a1, a2), (b0, b1, b2))
     )
     inside = (across > -0.5) & (across < width - 0.5) & (down > -0.5) & (down < height - 0.5)
@@ -257,4 +281,4 @@ def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float
     return sources
 
 
-_cached_sources = functools.lru_cache(maxsize=16)(_sources)  # one size at one magnitude needs 10
+_cached_sources = functools.lru_cache(maxsize=16)(_sources)  # one image size at one magnitude needs 10 entries

@@ -1,27 +1,35 @@
-"""Text files of one's own, tokenised when they are opened: .txt, .jsonl and .jsonl.zst."""
+"""Text files (.txt, .jsonl and .jsonl.zst) that are tokenised when they are opened."""
 
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, nearest
+from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import Encoded, Files, encoded, find_files, held_out, read_documents
+from input_pipeline.text.documents import (
+    EncodedDocument,
+    Files,
+    encode_documents,
+    find_files,
+    in_validation,
+    read_documents,
+)
 from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, open_tokenizer
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
-MOST_BYTES = 1_000_000_000  # of files as they are stored; more is better tokenised once
-SILENT_SECONDS = 2.0  # before the first line of progress
+MAX_BYTES = 1_000_000_000  # total size of the files; larger data should be tokenised only once
+SILENT_SECONDS = 2.0  # before the first progress message
+MESSAGE_SECONDS = 10.0  # between progress messages
 
 
 class Source:
-    """The documents of text files, packed into rows; see `input_pipeline.text.packing`."""
+    """Documents of text files, packed into rows as `input_pipeline.text.packing` describes."""
 
     class_names = None
 
@@ -37,17 +45,19 @@ class Source:
     ):
         """
         Args:
-          path: a file, a folder or a glob; one document is a .txt file, or a line of .jsonl or .jsonl.zst.
-          context: a row holds one token more.
-          tokenizer: a tokenizer.json, or the folder of one; None: tokens are bytes.
+          path: a file, folder or glob. A .txt file is one document, and so is each line of .jsonl and .jsonl.zst files.
+          context: number of tokens in a model input; a row has one token more.
+          tokenizer: path of a tokenizer.json or of its folder; by default the tokens are UTF-8 bytes.
           end_of_text: the tokenizer's special token that ends a document.
-          key: of a line's JSON object, where the text is.
-          split: "train" or, of a `validation_fraction` above 0, "validation".
-          validation_fraction: about the share of documents, chosen by their file and line, that are for validation.
+          key: key of the text in the JSON object of a line.
+          split: "train" or "validation".
+          validation_fraction: approximate fraction of the documents in the split "validation"; the documents are
+            chosen by a hash of their file name and line number.
 
         Raises:
-          MissingDataError: no such files or tokenizer.
-          InputError: anything else that is unusable; see `input_pipeline.text.documents`.
+          MissingDataError: the files or the tokenizer do not exist.
+          InputError: a file is invalid (see `input_pipeline.text.documents`), the files are too large, or the split is
+            empty.
         """
         check_split(split, validation_fraction)
         self.context, self.path = packing.check_context(context), path
@@ -60,34 +70,34 @@ class Source:
         documents = (
             document
             for document in read_documents(files, (key,))
-            if held_out(document.name, validation_fraction) == (split == "validation")
+            if in_validation(document.name, validation_fraction) == (split == "validation")
         )
         end = dtype.type(self.end_of_text).tobytes()
-        left = memory.available()
-        for _, tokens in progress(encoded(documents, opened), files, path):
-            check_memory(len(stream), left, path)
+        available = memory.available()
+        for _, tokens in log_progress(encode_documents(documents, opened), files, path):
+            check_memory(len(stream), available, path)
             stream += tokens[0].astype(dtype).tobytes() + end
         if not stream:
-            raise InputError(f"{path} holds no text, of split {split!r} and validation_fraction={validation_fraction}")
+            raise InputError(f"{path} holds no text of split {split!r} with validation_fraction={validation_fraction}")
         self.tokens = np.frombuffer(stream, dtype)
 
     def __len__(self) -> int:
         return packing.row_count(len(self.tokens), self.context)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Example:
         return packing.row_at(self.tokens, index, self.context, self.vocab_size)
 
     def describe(self, index: int) -> str:
-        """Which row this is."""
+        """Return the path and the number of a row."""
         return f"{self.path}, row {index}"
 
     def nbytes(self) -> int:
-        """Bytes of all tokens."""
+        """Return the size of all tokens in bytes."""
         return self.tokens.nbytes
 
 
 def check_split(split: str, validation_fraction: float) -> None:
-    """Raises InputError for a split or a fraction that does not exist."""
+    """Raise InputError if the split is unknown, or the fraction is invalid for it."""
     if split not in SPLITS:
         raise InputError(f"text has no split {split!r}; {nearest(split, SPLITS)}")
     if not 0 <= validation_fraction < 1:
@@ -97,30 +107,38 @@ def check_split(split: str, validation_fraction: float) -> None:
 
 
 def check_size(files: Files, path: str) -> None:
-    """Raises InputError for files too large to be tokenised at every start."""
-    if files.nbytes > MOST_BYTES:
+    """Raise InputError if the files are too large to be tokenised at every start."""
+    if files.nbytes > MAX_BYTES:
         raise InputError(
-            f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MOST_BYTES / 1e9:g}: tokenise it once, with "
+            f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenise it once, with "
             f"python -m dcvit.tokenize --data {path} --out PREFIX, and read it with kind='megatron'"
         )
 
 
-def check_memory(nbytes: int, left: int | None, path: str) -> None:
-    """Raises InputError where what was tokenised takes most of the memory that was left, as a packed file's may."""
-    if left is not None and nbytes > left * 3 // 4:
-        raise InputError(f"{path}: its tokens do not fit the {left / 1e9:.1f} GB of memory left; take fewer files")
+def check_memory(nbytes: int, available: int | None, path: str) -> None:
+    """Raise InputError if the tokens use most of the available memory, as those of a compressed file may do.
+
+    Args:
+      nbytes: size of the tokens so far.
+      available: memory that was available before the first token, or None if it is unknown.
+      path: the path of the files, for the message.
+    """
+    if available is not None and nbytes > available * 3 // 4:
+        raise InputError(
+            f"{path}: its tokens do not fit in the {available / 1e9:.1f} GB of memory left; use fewer files"
+        )
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest unsigned dtype that holds a tokenizer's tokens."""
+    """Return the smallest unsigned dtype for a tokenizer's tokens, uint16 or uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
-def progress(documents: Iterator[Encoded], files: Files, path: str) -> Iterator[Encoded]:
-    """The same again; a line on stderr now and then, where it takes long."""
-    shown = time.monotonic() + SILENT_SECONDS - 10
-    for document, tokens in documents:
-        if time.monotonic() > shown + 10:
-            shown = time.monotonic()
-            logger.info("tokenising %s: %.0f of %.0f MB", path, document.read / 1e6, files.nbytes / 1e6)
-        yield document, tokens
+def log_progress(documents: Iterator[EncodedDocument], files: Files, path: str) -> Iterator[EncodedDocument]:
+    """Yield the documents, and log the progress every MESSAGE_SECONDS if tokenising takes more than SILENT_SECONDS."""
+    logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
+    for encoded in documents:
+        if time.monotonic() > logged + MESSAGE_SECONDS:
+            logged = time.monotonic()
+            logger.info("tokenising %s: %.0f of %.0f MB", path, encoded.document.bytes_read / 1e6, files.nbytes / 1e6)
+        yield encoded

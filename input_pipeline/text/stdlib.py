@@ -1,42 +1,44 @@
-"""The embedded text: the source code of the running Python's own standard library, as bytes."""
+"""Embedded text: the source code of the standard library of the running Python, as bytes."""
 
 import bisect
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from input_pipeline.errors import InputError, nearest
+from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import held_out
-from input_pipeline.text.tokenizer import BYTES, ByteTokenizer
+from input_pipeline.text.documents import in_validation
+from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, ByteTokenizer
 
 SPLITS = ("train", "validation")
-VALIDATION = 0.05  # share of the files, about
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # folders
+VALIDATION_FRACTION = 0.05  # approximate fraction of the files
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class Source:
-    """The library's `.py` files, one a document, in the order of their paths; see `input_pipeline.text.packing`.
+    """The `.py` files of Python's standard library, packed into rows as `input_pipeline.text.packing` describes.
 
-    Which file is in which split follows from its path alone. Files that are empty or not UTF-8 are left out.
+    A file is one document. Files are in the order of their paths, and the split of a file follows from its path.
+    Files that are empty or not UTF-8 are skipped.
     """
 
     class_names = None
-    end_of_text: int | None = BYTES
+    end_of_text: int | None = BYTE_END_OF_TEXT
     vocab_size = ByteTokenizer.vocab_size
 
     def __init__(self, split: str = "train", context: int = 256):
         """
         Args:
           split: "train" or "validation".
-          context: a row holds one token more.
+          context: number of tokens in a model input; a row has one token more.
 
         Raises:
-          InputError: an unknown split, a context without sense, or a Python without its library's source.
+          InputError: the split is unknown, the context is not positive, or this Python has no source code of its
+            library.
         """
         if split not in SPLITS:
             raise InputError(f"stdlib has no split {split!r}; {nearest(split, SPLITS)}")
@@ -46,45 +48,45 @@ class Source:
         self.files: list[str] = []
         self.ends: list[int] = []
         for name in sorted(_python_files(root)):
-            if held_out(name, VALIDATION) != (split == "validation"):
+            if in_validation(name, VALIDATION_FRACTION) != (split == "validation"):
                 continue
-            data = _text(Path(root) / name)
+            data = _read_text(Path(root) / name)
             if data:
-                text += data + b"\0"  # whose place the end of the document takes
+                text += data + b"\0"  # replaced by the end of text below
                 self.files.append(name)
                 self.ends.append(len(text))
         if not self.files:
-            raise InputError(f"{root} holds no .py files of Python's standard library")
+            raise InputError(f"{root} has no .py files of Python's standard library")
         self.tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
-        self.tokens[np.array(self.ends) - 1] = BYTES
+        self.tokens[np.array(self.ends) - 1] = BYTE_END_OF_TEXT
 
     def __len__(self) -> int:
         return packing.row_count(len(self.tokens), self.context)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Example:
         return packing.row_at(self.tokens, index, self.context, self.vocab_size)
 
     def describe(self, index: int) -> str:
-        """The file in which a row begins."""
+        """Return the number of a row and the file in which it starts."""
         file = self.files[bisect.bisect_right(self.ends, index * (self.context + 1))]
         return f"Python's standard library, row {index}, {file}"
 
     def nbytes(self) -> int:
-        """Bytes of all tokens."""
+        """Return the size of all tokens in bytes."""
         return self.tokens.nbytes
 
 
 def _python_files(root: str) -> Iterator[str]:
-    """The paths of the library's `.py` files from `root` on, with slashes."""
+    """Yield the paths of the library's `.py` files relative to `root`, with slashes."""
     for folder, inside, files in os.walk(root):
-        inside[:] = [name for name in inside if name not in LEFT_OUT]
+        inside[:] = [name for name in inside if name not in EXCLUDED_FOLDERS]
         for file in files:
             if file.endswith(".py"):
                 yield Path(os.path.relpath(os.path.join(folder, file), root)).as_posix()  # noqa: PTH118
 
 
-def _text(path: Path) -> bytes:
-    """The bytes of a file; none where it cannot be read, or is not UTF-8."""
+def _read_text(path: Path) -> bytes:
+    """Return the bytes of a file, or no bytes if it is not readable or not UTF-8."""
     try:
         data = path.read_bytes()
         data.decode()

@@ -1,24 +1,23 @@
-"""Inputs and targets, as instructions are: rows of one example each, whose loss counts the targets only."""
-
-from typing import Any
+"""Pairs of inputs and targets, such as instructions and answers; the loss counts only the targets."""
 
 import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError
+from input_pipeline.source import Example
 from input_pipeline.text import packing
-from input_pipeline.text.documents import LINES, encoded, find_files, read_documents
-from input_pipeline.text.files import check_memory, check_size, progress, token_dtype
+from input_pipeline.text.documents import LINE_SUFFIXES, Document, encode_documents, find_files, read_documents
+from input_pipeline.text.files import check_memory, check_size, log_progress, token_dtype
 from input_pipeline.text.tokenizer import END_OF_TEXT, end_token, open_tokenizer
 
-PLACE = 256  # bytes of memory, about, for where a row is
+LOCATION_BYTES = 256  # approximate memory for the location of a row
 
 
 class Source:
-    """The lines of .jsonl and .jsonl.zst files, each a row: the inputs' tokens, the targets' and the end of text.
+    """Lines of .jsonl and .jsonl.zst files, one row each: input tokens, target tokens and the end of text.
 
-    `is_target` is true for the targets and their end of text only; see `text.packing`. Inputs that are too long
-    lose their beginning; where there are none an end of text precedes the targets.
+    `is_target` is true only for the targets and the end of text. Inputs that are too long lose their first tokens. If
+    there are no inputs, an end of text precedes the targets.
     """
 
     class_names = None
@@ -34,59 +33,65 @@ class Source:
     ):
         """
         Args:
-          path: a file, a folder or a glob.
-          context: a row holds one token more.
-          tokenizer: a tokenizer.json, or the folder of one; None: tokens are bytes.
+          path: a file, folder or glob.
+          context: number of tokens in a model input; a row has one token more.
+          tokenizer: path of a tokenizer.json or of its folder; by default the tokens are UTF-8 bytes.
           end_of_text: the tokenizer's special token that ends a row.
-          inputs, targets: keys of a line's JSON object.
+          inputs: key of the inputs in the JSON object of a line.
+          targets: key of the targets.
 
         Raises:
-          MissingDataError: no such files or tokenizer.
-          InputError: targets that do not fit a row, or anything else that is unusable; see `text.documents`.
+          MissingDataError: the files or the tokenizer do not exist.
+          InputError: targets are empty or longer than a row, or a file is invalid (see
+            `input_pipeline.text.documents`).
         """
         self.context = packing.check_context(context)
         opened = open_tokenizer(tokenizer, end_of_text)
         self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
-        self.end_of_text: int | None = end_token(opened)
-        files = find_files(path, LINES)
+        end = end_token(opened)
+        self.end_of_text: int | None = end
+        files = find_files(path, LINE_SUFFIXES)
         check_size(files, path)
-        end, left = np.array([self.end_of_text]), memory.available()
+        available = memory.available()
         dtype, stream = token_dtype(opened), bytearray()
-        self.places: list[str] = []
-        ends, firsts = [0], []
-        for document, (before, after) in progress(
-            encoded(read_documents(files, (inputs, targets)), opened), files, path
-        ):
-            check_memory(len(stream) + PLACE * len(self.places), left, path)
-            if not len(after):
-                raise InputError(f"{document.where}: {targets!r} is empty: nothing to predict")
-            room = context - len(after)  # for the inputs, after the end of text has its place
-            if room < 1:
-                raise InputError(
-                    f"{document.where}: targets of {len(after)} tokens; with a token before and one after them, a "
-                    f"context of {context} has room for {context - 1}"
-                )
-            before = before[-room:] if len(before) else end
-            stream += np.concatenate([before, after, end]).astype(dtype).tobytes()
+        self.locations: list[str] = []
+        ends, first_targets = [0], []
+        documents = encode_documents(read_documents(files, (inputs, targets)), opened)
+        for document, (before, after) in log_progress(documents, files, path):
+            check_memory(len(stream) + LOCATION_BYTES * len(self.locations), available, path)
+            _check_targets(document, targets, len(after), context)
+            before = before[-(context - len(after)) :] if len(before) else np.array([end])
+            stream += np.concatenate([before, after, [end]]).astype(dtype).tobytes()
             ends.append(len(stream) // dtype.itemsize)
-            firsts.append(len(before))
-            self.places.append(document.where)
-        if not self.places:
+            first_targets.append(len(before))
+            self.locations.append(document.location)
+        if not self.locations:
             raise InputError(f"{path} holds no lines")
         self.tokens = np.frombuffer(stream, dtype)
-        self.ends, self.firsts = np.array(ends), np.array(firsts)
+        self.ends, self.first_targets = np.array(ends), np.array(first_targets)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Example:
         tokens = self.tokens[self.ends[index] : self.ends[index + 1]]
-        return packing.filled_row(tokens, self.context, int(self.firsts[index]))
+        return packing.padded_row(tokens, self.context, int(self.first_targets[index]))
 
     def describe(self, index: int) -> str:
-        """The file and line of a row."""
-        return self.places[index]
+        """Return the file and line of a row."""
+        return self.locations[index]
 
     def nbytes(self) -> int:
-        """Bytes of all tokens."""
+        """Return the size of all tokens in bytes."""
         return self.tokens.nbytes
+
+
+def _check_targets(document: Document, key: str, length: int, context: int) -> None:
+    """Raise InputError if the targets of a line are empty, or do not fit in a row with a token before and one after."""
+    if not length:
+        raise InputError(f"{document.location}: {key!r} is empty: nothing to predict")
+    if length > context - 1:
+        raise InputError(
+            f"{document.location}: targets of {length} tokens; with a token before and one after them, a context of "
+            f"{context} has room for {context - 1}"
+        )

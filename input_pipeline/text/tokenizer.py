@@ -1,56 +1,67 @@
-"""Text to tokens and back: bytes, or a `tokenizer.json` of Hugging Face's tokenizers.
+"""Tokenizers: UTF-8 bytes, or a `tokenizer.json` of Hugging Face's tokenizers library.
 
-Special tokens are never made from text: a document that contains "<|endoftext|>" has these characters as text.
+Text is never converted to special tokens: the characters "<|endoftext|>" in a document are encoded as text.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
-BYTES = 256
-MOST_TOKENS = 1 << 24  # in a vocabulary: the largest in use have a sixteenth of it; a number's absence costs memory
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a single byte, as sentencepiece writes it
-SPACE = "\u2581"  # stands for a space in sentencepiece's tokens
+BYTE_END_OF_TEXT = 256  # the token after those of the 256 byte values
+MAX_VOCAB_SIZE = 1 << 24  # 16 times the largest in use; a larger token number would need much memory for `token_bytes`
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token of a single byte
+SPACE = "\u2581"  # represents a space in sentencepiece's tokens
+
+TokenBytes = Int32[np.ndarray, "vocab_size"]
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens, and one more that ends a text."""
+    """A tokenizer whose tokens are UTF-8 bytes, and one token that ends a text."""
 
-    end_of_text: int | None = BYTES
-    vocab_size = BYTES + 1
+    end_of_text: int | None = BYTE_END_OF_TEXT
+    vocab_size = BYTE_END_OF_TEXT + 1
 
     @property
-    def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for: int32 of (vocab_size,)."""
-        return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
+    def token_bytes(self) -> TokenBytes | None:
+        """Number of bytes of text of each token."""
+        return (np.arange(self.vocab_size) < BYTE_END_OF_TEXT).astype(np.int32)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without an end."""
+        """Return the tokens of a text, without an end of text."""
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text."""
+        """Return the tokens of each text, without an end of text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, with U+FFFD for bytes that are not UTF-8, such as a last character cut short."""
-        return bytes(i for i in ids if i < BYTES).decode(errors="replace")
+        """Return the text of tokens, with U+FFFD for invalid UTF-8 such as an incomplete last character."""
+        return bytes(i for i in ids if i < BYTE_END_OF_TEXT).decode(errors="replace")
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`. Its own templates are not applied: no token is added at either end."""
+    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding."""
 
     def __init__(self, path: str, end_of_text: str | None = END_OF_TEXT):
-        """See `open_tokenizer`."""
+        """
+        Args:
+          path: path of the tokenizer.json or of its folder.
+          end_of_text: the special token that ends a document, or None if it is not needed.
+
+        Raises:
+          MissingDataError: the file does not exist.
+          InputError: the file is invalid or has no such special token.
+        """
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
@@ -60,70 +71,73 @@ class FileTokenizer:
             self.tokenizer = require("tokenizers").Tokenizer.from_str(content)
         except InputError:
             raise
-        except Exception as e:  # the library raises plain Exceptions
-            raise InputError(f"{file} is no tokenizer.json: {first_line(e)}") from None
+        except Exception as e:  # the library raises exceptions of type Exception
+            raise InputError(f"{file} is not a valid tokenizer.json: {first_line(e)}") from None
         self.path = str(file)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = True
-        self.vocab = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.added = self.tokenizer.get_added_tokens_decoder()
+        self.tokenizer.encode_special_tokens = True  # encodes the text of special tokens as any other text
+        self.vocab: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.added_tokens = self.tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
-        if self.vocab_size > MOST_TOKENS:
-            raise InputError(f"{file} numbers a token {self.vocab_size - 1:,}; expected less than {MOST_TOKENS:,}")
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise InputError(
+                f"{file} has a token with number {self.vocab_size - 1:,}; expected less than {MAX_VOCAB_SIZE:,}"
+            )
         self.spelling = _spelling(json.loads(content))
-        self.end_of_text = None if end_of_text is None else self._special(end_of_text)
+        self.end_of_text = None if end_of_text is None else self._special_token(end_of_text)
 
     @property
-    def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for, 0 for a special one: int32 of (vocab_size,).
+    def token_bytes(self) -> TokenBytes | None:
+        """Number of bytes of text of each token, 0 for special tokens.
 
-        None where tokens are spelt neither as bytes (GPT-2's alphabet) nor as text with single bytes as a last resort
-        (sentencepiece's). A space that the tokenizer puts before every text counts.
+        None if the tokens are neither in GPT-2's byte alphabet nor text with tokens of single bytes as in
+        sentencepiece. A space that the tokenizer adds before every text is counted.
         """
         if self.spelling is None:
             return None
-        found = np.zeros(self.vocab_size, np.int32)
+        counts = np.zeros(self.vocab_size, np.int32)
         for token, i in self.vocab.items():
-            if i in self.added:
-                found[i] = 0 if self.added[i].special else len(token.encode())
+            if i in self.added_tokens:
+                counts[i] = 0 if self.added_tokens[i].special else len(token.encode())
             elif self.spelling == "bytes":
-                found[i] = len(token)  # each character is one byte
+                counts[i] = len(token)  # each character is one byte
             else:
-                found[i] = 1 if BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
-        return found
+                counts[i] = 1 if BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
+        return counts
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without an end."""
-        with self._named_errors():
-            found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return found
+        """Return the tokens of a text, without an end of text."""
+        with self._encoding_errors():
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, by several threads."""
-        with self._named_errors():
+        """Return the tokens of each text, without an end of text; several threads tokenise."""
+        with self._encoding_errors():
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, nothing for special ones, U+FFFD for bytes that are not UTF-8."""
+        """Return the text of tokens without special tokens, with U+FFFD for invalid UTF-8."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def _encoding_errors(self) -> Iterator[None]:
+        """Convert the library's exceptions to InputError with the path of the tokenizer."""
         try:
             yield
-        except Exception as e:  # the library raises plain Exceptions
+        except Exception as e:  # the library raises exceptions of type Exception
             raise InputError(f"{self.path} cannot tokenise: {first_line(e)}") from None
 
-    def _special(self, name: str) -> int:
-        """The number of a special token."""
-        special = {token.content: i for i, token in self.added.items() if token.special}
+    def _special_token(self, name: str) -> int:
+        """Return the number of a special token. Raises InputError if it does not exist or is made from text."""
+        special: dict[str, int] = {token.content: i for i, token in self.added_tokens.items() if token.special}
         if name not in special:
             raise InputError(f"{self.path} has no special token {name!r} for end_of_text; {nearest(name, special)}")
         if special[name] in self.encode(name):
-            raise InputError(f"{self.path} makes the special token {name!r} from text that looks like it")
+            raise InputError(f"{self.path} encodes the text {name!r} as the special token")
         return special[name]
 
 
@@ -131,50 +145,57 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(path: str | None, end_of_text: str | None = END_OF_TEXT) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of a folder that holds one; None stands for bytes.
+    """Open the tokenizer of a `tokenizer.json`, or of the folder that contains one.
 
     Args:
-      path: the file.
-      end_of_text: its special token that ends a document; None: it is not needed. Bytes have their own.
+      path: the file or folder; None gives the tokenizer of bytes.
+      end_of_text: the file's special token that ends a document, or None if it is not needed. The tokenizer of bytes
+        has its own.
 
     Raises:
-      MissingDataError: no such file.
-      InputError: no tokenizer, or one without that special token.
+      MissingDataError: the file does not exist.
+      InputError: the file is invalid or has no such special token.
     """
     return ByteTokenizer() if path is None else FileTokenizer(path, end_of_text)
 
 
 def end_token(tokenizer: Tokenizer) -> int:
-    """The token that ends a document."""
+    """Return the token that ends a document. Raises InputError if the tokenizer was opened without one."""
     if tokenizer.end_of_text is None:
         raise InputError("documents need an end_of_text: name a special token of the tokenizer")
     return tokenizer.end_of_text
 
 
 class Vocabulary(NamedTuple):
-    """What is known of the tokens in a file: all are below `vocab_size`, `end_of_text` ends a document."""
+    """Properties of the tokens in a file; None stands for unknown."""
 
-    vocab_size: int | None
-    end_of_text: int | None
-    token_bytes: np.ndarray | None
+    vocab_size: int | None  # all tokens are less than this
+    end_of_text: int | None  # the token that ends a document
+    token_bytes: TokenBytes | None
 
 
 def vocabulary(
     tokenizer: str | None, vocab_size: int | None, end_of_text: int | None, of_bytes: bool = False
 ) -> Vocabulary:
-    """The vocabulary of data that came as tokens: as given, and otherwise that of the tokenizer, where there is one.
+    """Return the vocabulary of data that is stored as tokens, as given or from the tokenizer that made them.
 
-    `vocab_size` may be more than the tokenizer's, as where it is padded; what is added stands for no bytes. `of_bytes`
-    says that without a tokenizer the tokens are bytes. Raises InputError where the tokenizer has more tokens, or
-    `end_of_text` is not among them.
+    Args:
+      tokenizer: path of the tokenizer.json, if it is known.
+      vocab_size: by default the tokenizer's. It may be larger, because vocabularies are often padded; the additional
+        tokens have no bytes.
+      end_of_text: by default the tokenizer's.
+      of_bytes: whether the tokens are bytes if no tokenizer is given.
+
+    Raises:
+      InputError: the tokenizer has more than `vocab_size` tokens, or `end_of_text` is not in the vocabulary.
     """
-    if vocab_size is not None and not 0 < vocab_size <= MOST_TOKENS:
-        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 to {MOST_TOKENS:,}")
+    if vocab_size is not None and not 0 < vocab_size <= MAX_VOCAB_SIZE:
+        raise InputError(f"a vocabulary of {vocab_size:,} tokens; expected 1 to {MAX_VOCAB_SIZE:,}")
     known = None
     if tokenizer is not None or of_bytes:
         known = open_tokenizer(tokenizer, END_OF_TEXT if end_of_text is None else None)
     if known is not None and vocab_size is not None and known.vocab_size > vocab_size:
-        raise InputError(f"the tokenizer has {known.vocab_size:,} tokens, vocab_size={vocab_size:,}")
+        raise InputError(f"the tokenizer has {known.vocab_size:,} tokens, more than vocab_size={vocab_size:,}")
     if known is not None:
         vocab_size = known.vocab_size if vocab_size is None else vocab_size
         end_of_text = known.end_of_text if end_of_text is None else end_of_text
@@ -186,17 +207,20 @@ def vocabulary(
     return Vocabulary(vocab_size, end_of_text, token_bytes)
 
 
-def _spelling(description: dict[str, Any]) -> str | None:
-    """How the tokens of a tokenizer.json are spelt: "bytes", "text", or None where that is not known."""
-    parts = {part for key in ("pre_tokenizer", "decoder") for part in _parts(description.get(key))}
-    if "ByteLevel" in parts:
+def _spelling(description: Mapping[str, object]) -> Literal["bytes", "text"] | None:
+    """Return how a tokenizer.json spells its tokens, or None if it is unknown.
+
+    "bytes" is GPT-2's alphabet with one character per byte; "text" is text with tokens of single bytes as a fallback.
+    """
+    types = {name for key in ("pre_tokenizer", "decoder") for name in _types(description.get(key))}
+    if "ByteLevel" in types:
         return "bytes"
-    return "text" if "ByteFallback" in parts else None
+    return "text" if "ByteFallback" in types else None
 
 
-def _parts(part: Any) -> Iterator[str]:
-    """The types of a part of a tokenizer.json and of the parts inside it."""
+def _types(part: object) -> Iterator[str]:
+    """Yield the types of a part of a tokenizer.json and of the parts nested in it."""
     if isinstance(part, dict):
         yield str(part.get("type"))
         for inside in (*part.get("pretokenizers", ()), *part.get("decoders", ())):
-            yield from _parts(inside)
+            yield from _types(inside)

@@ -16,7 +16,7 @@ from PIL import Image
 import input_pipeline as ip
 from input_pipeline import memory, tfrecord
 from input_pipeline.images import decode, folder, tfds
-from input_pipeline.text import documents, megatron, tokenizer
+from input_pipeline.text import documents, megatron_format, tokenizer
 
 MEASURE_PEAK = """
 import pathlib, resource, sys
@@ -80,7 +80,7 @@ class TestImages:
     def test_file_too_large_for_an_image_is_not_read(self, tmp_path):
         datasets.image_folder(tmp_path, train=2, val=1)
         source = ip.open_source("folder", data_dir=str(tmp_path))
-        os.truncate(source.describe(0), folder.MOST_BYTES + 1)  # a sparse file: it takes no space on the disk
+        os.truncate(source.describe(0), folder.MAX_FILE_BYTES + 1)  # a sparse file: it takes no space on the disk
         with refused("1,073,741,825 bytes", most_bytes=1 << 20):
             source[0]
 
@@ -88,7 +88,7 @@ class TestImages:
 class TestText:
     @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
     def test_line_longer_than_the_limit_is_refused(self, tmp_path, monkeypatch, name):
-        monkeypatch.setattr(documents, "LONGEST", 1 << 21)
+        monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 21)
         line = b"x" * (1 << 20)
         content = zstd_frame(b"\n") + zstd_frame(line, 2048) if name.endswith("zst") else b"\n" + line * 8
         (tmp_path / name).write_bytes(content)
@@ -100,7 +100,7 @@ class TestText:
         pytest.importorskip("zstandard")
         block = (0b010 | (128 << 10) << 3).to_bytes(3, "little") + b"x"
         (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\x38" + block * 50_000)
-        with refused("a.jsonl.zst:1:", "134,217,728 bytes", most_bytes=documents.LONGEST + (128 << 20)):
+        with refused("a.jsonl.zst:1:", "134,217,728 bytes", most_bytes=documents.MAX_LINE_BYTES + (128 << 20)):
             open_text(tmp_path / "a.jsonl.zst")
 
     def test_zstd_window_larger_than_the_free_memory_is_refused(self, tmp_path, monkeypatch):
@@ -129,8 +129,8 @@ class TestText:
                 read += 1
                 yield documents.Document(("", ""), "a.jsonl:1", "a.jsonl:1", 0)
 
-        next(documents.encoded(endless(), tokenizer.ByteTokenizer()))
-        assert read <= documents.BATCH
+        next(documents.encode_documents(endless(), tokenizer.ByteTokenizer()))
+        assert read <= documents.BATCH_CHARACTERS
 
     def test_text_file_larger_than_the_free_memory_is_not_read(self, tmp_path, monkeypatch):
         (tmp_path / "a.txt").write_bytes(b"x" * 1000)
@@ -152,7 +152,7 @@ class TestTokens:
         content = prefix.with_suffix(".idx").read_bytes()
         prefix.with_suffix(".idx").write_bytes(content[:18] + struct.pack("<QQ", *counts) + content[34:])
         with refused("a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
-            megatron.read_index(str(prefix))
+            megatron_format.read_index(str(prefix))
 
     def test_file_size_that_is_not_a_multiple_of_the_token_size_is_refused(self, tmp_path):
         index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 1, 0, 1, 2)

@@ -307,10 +307,10 @@ def text_file(name: str, content: str | bytes, **options: Any) -> Callable[[Work
 
 def token_file(ws: Workspace, change: Callable[[Path], Any] | None = None) -> Path:
     """A .bin/.idx pair of 500 tokens below 200; `change` is called with the path of the .idx file."""
-    from input_pipeline.text.megatron import Writer
+    from input_pipeline.text.megatron_writer import MegatronWriter
 
     prefix = ws.folder / "pair"
-    with Writer(str(prefix), 257, 256) as writer:
+    with MegatronWriter(str(prefix), {"vocab_size": 257, "end_of_text": 256}) as writer:
         writer.add(np.arange(500) % 200)
     prefix.with_suffix(".json").unlink()
     if change:

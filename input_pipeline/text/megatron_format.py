@@ -1,0 +1,150 @@
+"""Megatron's .bin/.idx pairs of tokens: file names, index, and the description that dcvit writes next to them.
+
+PREFIX.bin is one stream of tokens. PREFIX.idx divides it into sequences and contains, in this order: magic, version
+(u64), dtype code (u8), number of sequences (u64), length of the document index (u64), lengths of the sequences (int32),
+their offsets in bytes (int64), document index (int64). PREFIX.json is not part of Megatron's format.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypedDict, cast
+
+import numpy as np
+
+from input_pipeline.errors import InputError, MissingDataError, first_line
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+CHUNK = 1 << 18  # lengths or offsets that are in memory at a time
+
+
+class Description(TypedDict, total=False):
+    """The content of PREFIX.json."""
+
+    vocab_size: int
+    end_of_text: int | None
+    tokenizer: str | None  # path of the tokenizer.json; None if the tokens are bytes
+    bytes: int  # size of the text
+    documents: int
+    tokens: int
+
+
+class MegatronIndex(NamedTuple):
+    """Properties of a .bin file from its .idx file."""
+
+    dtype: np.dtype
+    sequences: int
+    length: int | None  # length of every sequence, if there are several and all have the same length
+
+
+def find_prefix(path: str) -> str:
+    """Return the path of a pair without suffix.
+
+    Args:
+      path: path of the .bin or the .idx file, their common prefix, or a folder with one pair.
+
+    Raises:
+      MissingDataError: one of the two files does not exist.
+      InputError: the path is a URL.
+    """
+    if "://" in path:
+        raise InputError(f"{path}: only local files are supported")
+    expanded = str(Path(path).expanduser())
+    if Path(expanded).is_dir():
+        inside = sorted(Path(expanded).glob("*.bin"))
+        if len(inside) != 1:
+            names = ", ".join(file.name for file in inside[:6]) or "none"
+            raise MissingDataError(f"{path} is a folder: expected one .bin file in it, found {names}")
+        expanded = str(inside[0])
+    prefix = expanded.removesuffix(".bin").removesuffix(".idx")
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            raise MissingDataError(f"no file {prefix}{suffix}: expected {prefix}.bin and {prefix}.idx")
+    return prefix
+
+
+def read_description(prefix: str) -> Description:
+    """Return the content of PREFIX.json, or an empty dict if the file does not exist.
+
+    Raises:
+      InputError: the file is not readable or invalid.
+    """
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return {}
+    try:
+        description = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"cannot read {path}: {first_line(e)}") from None
+    numbers = ("vocab_size", "end_of_text", "documents")
+    if not isinstance(description, dict) or any(not isinstance(description.get(key), int | None) for key in numbers):
+        raise InputError(f"{path}: expected a JSON object with numbers for {', '.join(numbers)}")
+    return cast(Description, description)
+
+
+def read_index(prefix: str) -> MegatronIndex:
+    """Read PREFIX.idx, and check it against PREFIX.bin by the file sizes and the last sequence.
+
+    The files are not read completely, so time and memory hardly depend on their size.
+
+    Raises:
+      InputError: a file is not readable or damaged, or the files are not a pair.
+    """
+    path, data = f"{prefix}.idx", f"{prefix}.bin"
+    try:
+        size, tokens_size = Path(path).stat().st_size, Path(data).stat().st_size
+        with Path(path).open("rb") as file:
+            code, sequences = _read_header(file, path, size)
+            if not sequences or not tokens_size:
+                raise InputError(f"{path} holds no sequences, or {data} no tokens")
+            length = _equal_length(file, sequences)
+            last_size = _number(file, "<i4", HEADER.size + 4 * (sequences - 1))
+            first, last = (_number(file, "<i8", HEADER.size + 4 * sequences + 8 * i) for i in (0, sequences - 1))
+    except OSError as e:
+        raise InputError(f"cannot read {e.filename or path}: {e.strerror}") from None
+    dtype = np.dtype(DTYPES[code])
+    end = last + last_size * dtype.itemsize
+    if first != 0 or end != tokens_size:
+        raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
+    if tokens_size % dtype.itemsize:
+        raise InputError(f"{data} has {tokens_size:,} bytes, which is not a multiple of {dtype.itemsize} bytes a token")
+    if length is not None and length * sequences * dtype.itemsize != tokens_size:
+        raise InputError(f"{path}: its {sequences:,} sequences of {length} tokens are not contiguous in {data}")
+    return MegatronIndex(dtype, sequences, length)
+
+
+def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
+    """Return the dtype code and the number of sequences. Raises InputError if the header or the size is invalid."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size or header[:9] != MAGIC:
+        raise InputError(f"{path} is not a Megatron index: it does not begin with {MAGIC.decode()!r}")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION:
+        raise InputError(f"{path}: version {version}, expected {VERSION}")
+    if code not in DTYPES:
+        kind = "floats" if code in (6, 7) else "unknown"
+        raise InputError(f"{path}: dtype code {code} ({kind}), expected one of {', '.join(map(str, DTYPES))}")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size != expected:
+        raise InputError(f"{path} has {size:,} bytes, its header needs {expected:,}: cut off or damaged")
+    return code, sequences
+
+
+def _number(file: BinaryIO, dtype: str, at: int) -> int:
+    """Return the integer at an offset of a file."""
+    file.seek(at)
+    return int(np.frombuffer(file.read(np.dtype(dtype).itemsize), dtype)[0])
+
+
+def _equal_length(file: BinaryIO, sequences: int) -> int | None:
+    """Return the length of all sequences, or None if there is only one sequence or the lengths differ."""
+    length = None
+    file.seek(HEADER.size)
+    for at in range(0, sequences, CHUNK):
+        sizes = np.frombuffer(file.read(4 * min(CHUNK, sequences - at)), "<i4")
+        length = int(sizes[0]) if length is None else length
+        if (sizes != length).any():
+            return None
+    return length if sequences > 1 else None
