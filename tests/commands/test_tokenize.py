@@ -1,4 +1,4 @@
-"""The tokenise-once command: the same rows as reading the text itself, and nothing left of a run that fails."""
+"""The tokenize command: the rows of the text itself, errors of one line, and no files of a failed run."""
 
 import json
 
@@ -10,13 +10,14 @@ import input_pipeline as ip
 from dcvit import __main__ as commands
 from dcvit import tokenize
 from dcvit.cli import run
+from dcvit.runs import progress
 
 CONTEXT = 24
 
 
 @pytest.fixture(params=["bytes", "trained"])
 def arguments(request, tmp_path):
-    """--tokenizer and its file, or neither; the file or None."""
+    """(arguments, path of the tokenizer): `--tokenizer` with a trained tokenizer.json, or no arguments and None."""
     if request.param == "bytes":
         return [], None
     path = corpora.train_tokenizer(tmp_path / "tokenizer.json")
@@ -27,7 +28,7 @@ def command(tmp_path, *words):
     return run(tokenize.main, ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "pile"), *words])
 
 
-def test_its_files_hold_the_rows_of_the_text(tmp_path, arguments, capsys):
+def test_files_have_the_rows_of_the_text(tmp_path, arguments, capsys):
     words, path = arguments
     texts = corpora.documents(60)
     corpora.write_jsonl(tmp_path / "data" / "a.jsonl.zst", texts[:30], key="body")
@@ -41,9 +42,9 @@ def test_its_files_hold_the_rows_of_the_text(tmp_path, arguments, capsys):
     for i in range(len(source)):
         for key in ("tokens", "is_target"):
             np.testing.assert_array_equal(source[i][key], expected[i][key])
-    about = json.loads((tmp_path / "out" / "pile.json").read_bytes())
+    description = json.loads((tmp_path / "out" / "pile.json").read_bytes())
     nbytes = sum(len(text.encode()) for text in texts)
-    assert about == {
+    assert description == {
         "vocab_size": source.vocab_size, "end_of_text": source.end_of_text, "tokenizer": path and str(path),
         "bytes": nbytes, "documents": 60, "tokens": len(expected.tokens),
     }  # fmt: skip
@@ -72,7 +73,7 @@ def test_its_files_hold_the_rows_of_the_text(tmp_path, arguments, capsys):
         ("a.txt", b"x", ["--out", "/proc/nothing/x"], "cannot write /proc/nothing/x.bin: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_leaves_nothing(tmp_path, capsys, name, content, words, message):
+def test_error_is_one_line_and_no_files_are_left(tmp_path, capsys, name, content, words, message):
     path = corpora.write(tmp_path / "data" / name, b'{"text": "x"}\n' * 50 if content is None else content)
     if content is None:
         path.write_bytes(path.read_bytes()[:-3])
@@ -84,18 +85,18 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(tmp_path, capsys, name, co
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_it_overwrites_nothing(tmp_path, capsys):
+def test_existing_files_are_not_overwritten(tmp_path, capsys):
     corpora.write(tmp_path / "data" / "a.txt", b"x")
     assert command(tmp_path) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert command(tmp_path) == 2
-    assert "pile.bin is there already; remove it" in capsys.readouterr().err
+    assert "pile.bin already exists; remove it" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
-def test_it_is_a_command_and_tells_its_progress_in_lines(tmp_path, capsys, monkeypatch):
+def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
     corpora.write_jsonl(tmp_path / "data" / "a.jsonl", ["x" * 1000] * 3000)
-    monkeypatch.setattr(tokenize, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     words = ["tokenize", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "pile")]
     assert commands.dispatch(words) == 0
     lines = capsys.readouterr().err.splitlines()
@@ -103,11 +104,11 @@ def test_it_is_a_command_and_tells_its_progress_in_lines(tmp_path, capsys, monke
     assert all(line.startswith("tokenising: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
 
 
-def test_progress_is_live_on_a_terminal(monkeypatch, capsys):
+def test_progress_is_a_live_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with tokenize.Bar("tokenising", 1000) as bar:
-        bar.shown -= 1
-        bar.update(500, 100)
-        assert bar.live
-        assert bar.bar.tasks[0].completed == 500
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
+    with progress.ByteProgress("tokenising", "tok") as shown:
+        shown.update(500, 1000, 100)
+        assert not shown.bar.disable
+        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (500, 1000)
     assert "ETA" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""RandAugment, op by op: the pixels of TensorFlow's kernels, of Pillow and of slow loops over pixels."""
+"""RandAugment ops: the pixels of TensorFlow's kernels, of Pillow, and of slow loops over pixels."""
 
 import math
 import os
@@ -51,17 +51,17 @@ def tf():
 
 
 def blended(tf, start, end, factor):
-    """Interpolation and extrapolation of images in TensorFlow's float32."""
+    """Interpolation or extrapolation of images in float32 with TensorFlow."""
     start, end = tf.cast(start, tf.float32), tf.cast(end, tf.float32)
     return tf.cast(tf.clip_by_value(start + factor * (end - start), 0.0, 255.0), tf.uint8).numpy()
 
 
 class TestGeometry:
-    """A transform maps the result's pixels to the image's; TensorFlow's kernel is the oracle."""
+    """Affine transforms equal those of TensorFlow's kernel."""
 
     @staticmethod
     def transform(tf, image, coefficients):
-        """The kernel's result, with what lies outside told apart by a fourth channel."""
+        """The kernel's result, in which a fourth channel marks the positions inside the image."""
         wrapped = np.concatenate([image, np.ones_like(image[..., :1])], axis=-1)
         moved = tf.raw_ops.ImageProjectiveTransformV3(
             images=wrapped[None],
@@ -74,7 +74,7 @@ class TestGeometry:
         return np.where(moved[..., 3:] == 1, moved[..., :3], 128)
 
     @pytest.mark.parametrize("degrees", [30, -30, 15, -15, 0, 7.5, -90, 90])
-    def test_rotate_is_about_the_centre_with_float32_offsets(self, tf, image, degrees):
+    def test_rotate_equals_tensorflows_transform_about_the_centre(self, tf, image, degrees):
         angle = tf.constant(degrees, tf.float32) * (math.pi / 180)
         cos, sin = tf.cos(angle), tf.sin(angle)
         bottom, right = (tf.cast(side - 1, tf.float32) for side in image.shape[:2])
@@ -84,14 +84,14 @@ class TestGeometry:
         assert np.array_equal(randaug.rotate(image, degrees), expected)
 
     @pytest.mark.parametrize("level", [0.3, -0.3, 0.15, -0.15, 0, 0.9])
-    def test_shears_take_the_nearest_pixel(self, tf, image, level):
+    def test_shears_equal_tensorflows_transform(self, tf, image, level):
         expected = self.transform(tf, image, [1, level, 0, 0, 1, 0])
         assert np.array_equal(randaug.shear_x(image, level), expected)
         expected = self.transform(tf, image, [1, 0, 0, level, 1, 0])
         assert np.array_equal(randaug.shear_y(image, level), expected)
 
     @pytest.mark.parametrize("pixels", [100, -100, 50, -50, 0, 2.5, -2.5, 0.5, -0.5, 300])
-    def test_translations_take_the_nearest_pixel(self, tf, image, pixels):
+    def test_translations_equal_tensorflows_transform(self, tf, image, pixels):
         expected = self.transform(tf, image, [1, 0, pixels, 0, 1, 0])
         assert np.array_equal(randaug.translate_x(image, pixels), expected)
         expected = self.transform(tf, image, [1, 0, 0, 0, 1, pixels])
@@ -108,7 +108,7 @@ class TestGeometry:
         assert np.array_equal(randaug.shear_x(image, 1)[2, 0], image[2, 2])
         assert np.array_equal(randaug.shear_y(image, 1)[0, 2], image[2, 2])
 
-    def test_only_small_images_geometry_is_kept_in_memory(self):
+    def test_geometry_is_cached_for_small_images_only(self):
         randaug._cached_sources.cache_clear()
         for _ in range(2):
             randaug.shear_x(IMAGES["smooth"], 0.3)
@@ -118,46 +118,46 @@ class TestGeometry:
 
 
 class TestValues:
-    """Ops that look at each pixel's value."""
+    """Ops that change the value of each pixel."""
 
     @pytest.mark.parametrize("bits", range(1, 9))
-    def test_posterize_is_pillows(self, bits):
+    def test_posterize_equals_pillow(self, bits):
         expected = ImageOps.posterize(Image.fromarray(EVERY_VALUE), bits)
         assert np.array_equal(randaug.posterize(EVERY_VALUE, bits), expected)
 
     @pytest.mark.parametrize("bits", range(13))
-    def test_posterize_takes_odd_numbers_of_bits_as_tensorflow_does(self, tf, bits):
+    def test_posterize_clips_invalid_numbers_of_bits_as_tensorflow_does(self, tf, bits):
         shifted = tf.bitwise.right_shift(EVERY_VALUE, 8 - bits)
         expected = tf.bitwise.left_shift(shifted, 8 - bits).numpy()
         assert np.array_equal(randaug.posterize(EVERY_VALUE, bits), expected)
 
     @pytest.mark.parametrize("threshold", [0, 1, 128, 255])
-    def test_solarize_is_pillows(self, threshold):
+    def test_solarize_equals_pillow(self, threshold):
         expected = ImageOps.solarize(Image.fromarray(EVERY_VALUE), threshold)
         assert np.array_equal(randaug.solarize(EVERY_VALUE, threshold), expected)
 
     @pytest.mark.parametrize("threshold", [0, 128, 255, 256, 281, 768])
-    def test_solarize_takes_thresholds_above_255_as_tensorflow_does(self, tf, threshold):
+    def test_solarize_wraps_thresholds_above_255_as_tensorflow_does(self, tf, threshold):
         image = tf.constant(EVERY_VALUE)
         expected = tf.where(image < threshold, image, 255 - image).numpy()
         assert np.array_equal(randaug.solarize(EVERY_VALUE, threshold), expected)
 
-    def test_invert_is_pillows(self):
+    def test_invert_equals_pillow(self):
         assert np.array_equal(randaug.invert(EVERY_VALUE), ImageOps.invert(Image.fromarray(EVERY_VALUE)))
 
     @pytest.mark.parametrize("addition", [0, 55, 110, 330, -60])
-    def test_solarize_add_adds_below_128_and_cuts(self, addition):
+    def test_solarize_add_adds_below_128_and_clips(self, addition):
         expected = [min(max(v + addition, 0), 255) if v < 128 else v for v in EVERY_VALUE.ravel().tolist()]
         assert randaug.solarize_add(EVERY_VALUE, addition).ravel().tolist() == expected
 
-    def test_equalize_is_pillows(self, image):
+    def test_equalize_equals_pillow(self, image):
         assert np.array_equal(randaug.equalize(image), ImageOps.equalize(Image.fromarray(image)))
 
-    def test_autocontrast_is_pillows_up_to_rounding(self, image):
+    def test_autocontrast_equals_pillow_up_to_rounding(self, image):
         expected = np.asarray(ImageOps.autocontrast(Image.fromarray(image)))
         assert np.abs(randaug.autocontrast(image).astype(int) - expected).max() <= 1
 
-    def test_autocontrast_scales_in_tensorflows_float32(self, tf):
+    def test_autocontrast_scales_in_float32_as_tensorflow_does(self, tf):
         for low, high in np.sort(np.random.default_rng(0).choice(256, (200, 2)), axis=1):
             values = LEVELS[low : high + 1]
             expected = values
@@ -170,25 +170,25 @@ class TestValues:
 
 
 class TestBlends:
-    """Ops that mix the image with a degenerate one."""
+    """Ops that interpolate between a degenerate image and the image."""
 
-    def test_grey_is_tensorflows_for_every_colour(self, tf):
+    def test_grey_equals_tensorflow_for_every_colour(self, tf):
         for colours in np.arange(2**24, dtype="<u4").reshape(16, 1024, 1024):
             image = np.ascontiguousarray(colours[..., None].view(np.uint8)[..., :3])
             assert np.array_equal(randaug.color(image, 0)[..., :1], tf.image.rgb_to_grayscale(image))
 
     @pytest.mark.parametrize("factor", FACTORS)
-    def test_color_blends_from_grey(self, tf, image, factor):
+    def test_color_interpolates_from_grey(self, tf, image, factor):
         grey = tf.image.grayscale_to_rgb(tf.image.rgb_to_grayscale(image))
         assert np.array_equal(randaug.color(image, factor), blended(tf, grey, image, factor))
 
     @pytest.mark.parametrize("factor", FACTORS)
-    def test_brightness_blends_from_black(self, tf, image, factor):
+    def test_brightness_interpolates_from_black(self, tf, image, factor):
         expected = blended(tf, np.zeros_like(image), image, factor)
         assert np.array_equal(randaug.brightness(image, factor), expected)
 
     @pytest.mark.parametrize("factor", FACTORS)
-    def test_contrast_blends_from_the_mean_count_of_the_histogram(self, tf, image, factor):
+    def test_contrast_interpolates_from_the_mean_count_of_the_histogram(self, tf, image, factor):
         grey = tf.cast(tf.image.rgb_to_grayscale(image), tf.int32)
         counts = tf.histogram_fixed_width(grey, [0, 255], nbins=256)
         mean = tf.clip_by_value(tf.reduce_sum(tf.cast(counts, tf.float32)) / 256.0, 0.0, 255.0)
@@ -196,11 +196,11 @@ class TestBlends:
         assert np.array_equal(randaug.contrast(image, factor), expected)
 
     @pytest.mark.parametrize(("height", "constant"), [(224, 196), (291, 254), (292, 255), (400, 255)])
-    def test_contrasts_constant_is_a_256th_of_the_pixels_and_at_most_white(self, height, constant):
+    def test_constant_of_contrast_is_a_256th_of_the_pixels_and_at_most_255(self, height, constant):
         assert (randaug.contrast(np.zeros((height, 224, 3), np.uint8), 0) == constant).all()
 
     @pytest.mark.parametrize("factor", FACTORS)
-    def test_sharpness_blends_from_the_mean_in_reading_order(self, tf, factor):
+    def test_sharpness_interpolates_from_the_mean_added_row_by_row(self, tf, factor):
         image = noise(19, 23)
         smooth, once, five = image.copy(), np.float32(1) / np.float32(13), np.float32(5) / np.float32(13)
         for row in range(1, 18):
@@ -213,30 +213,34 @@ class TestBlends:
                 smooth[row, column] = total.astype(np.uint8)
         assert np.array_equal(randaug.sharpness(image, factor), blended(tf, smooth, image, factor))
 
-    def test_sharpness_is_tensorflows_convolution_but_for_its_rounding(self, tf):
+    def test_sharpness_equals_tensorflows_convolution_up_to_rounding(self, tf):
         inner = smoothed(tf, noise(200, 201))
         error = np.abs(randaug.sharpness(noise(200, 201), 0)[1:-1, 1:-1].astype(int) - inner)
         assert error.max() <= 1
         assert (error > 0).mean() < 0.01
 
     @pytest.mark.slow
-    def test_sharpness_is_tensorflows_own_convolution_without_onednn(self, tf, tmp_path):
+    def test_sharpness_equals_tensorflows_convolution_without_onednn(self, tf, tmp_path):
         np.save(tmp_path / "image.npy", noise(200, 201))
         program = (
             "import numpy as np, tensorflow as tf, test_randaug as test, sys\n"
             "np.save(sys.argv[2], test.smoothed(tf, np.load(sys.argv[1])))"
         )
-        here = Path(__file__).parent
+        here, tests = Path(__file__).parent, Path(__file__).parents[2]
         subprocess.run(
             [sys.executable, "-c", program, tmp_path / "image.npy", tmp_path / "smooth.npy"],
-            env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+            env={
+                **os.environ,
+                "TF_ENABLE_ONEDNN_OPTS": "0",
+                "PYTHONPATH": os.pathsep.join(map(str, (here, tests, tests.parent))),
+            },
             check=True,
             capture_output=True,
         )
         smooth = np.load(tmp_path / "smooth.npy")
         assert np.array_equal(randaug.sharpness(noise(200, 201), 0)[1:-1, 1:-1], smooth)
 
-    def test_sharpness_leaves_the_border_and_images_without_inside(self):
+    def test_sharpness_does_not_change_the_border(self):
         for image in (noise(37, 53), noise(2, 5), noise(1, 300)):
             border = np.ones(image.shape, bool)
             border[1:-1, 1:-1] = False
@@ -244,7 +248,7 @@ class TestBlends:
 
 
 def smoothed(tf, image):
-    """TensorFlow's weighted mean of each pixel's neighbours, cut to whole numbers."""
+    """TensorFlow's weighted mean of each pixel's neighbours, truncated to integers."""
     kernel = np.float32([[1, 1, 1], [1, 5, 1], [1, 1, 1]])[..., None, None] / np.float32(13)
     floats = tf.cast(image, tf.float32)[None]
     out = tf.nn.depthwise_conv2d(floats, tf.tile(kernel, [1, 1, 3, 1]), [1, 1, 1, 1], padding="VALID")
@@ -253,7 +257,7 @@ def smoothed(tf, image):
 
 class TestCutout:
     @pytest.mark.parametrize(("half", "row", "column"), [(4, 10, 20), (4, 0, 0), (5, 36, 52), (0, 9, 9), (120, 1, 1)])
-    def test_greys_a_square_as_far_as_it_lies_in_the_image(self, half, row, column):
+    def test_square_is_grey_as_far_as_it_is_inside_the_image(self, half, row, column):
         image = noise(37, 53)
         expected = image.copy()
         for y in range(37):
@@ -262,7 +266,7 @@ class TestCutout:
                     expected[y, x] = 128
         assert np.array_equal(randaug.cutout(image, half, row, column), expected)
 
-    def test_centre_is_uniform_over_the_image(self):
+    def test_centre_is_uniformly_distributed(self):
         rng, image = np.random.default_rng(0), np.zeros((3, 4, 3), np.uint8)
         squares = [randaug.OPS["Cutout"](image, 0.25, rng)[..., 0] // 128 for _ in range(2400)]  # half a side: 1
         # pixel (y, x) is grey where the centre is one of (y, x), (y + 1, x), (y, x + 1) and (y + 1, x + 1)
@@ -288,10 +292,10 @@ SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"}
 
 
 class TestMagnitude:
-    """What an op's magnitude makes of its argument."""
+    """The argument of an op as a function of the magnitude."""
 
     @pytest.mark.parametrize(("name", "function", "arguments"), ARGUMENTS)
-    def test_becomes_the_argument_and_a_sign_is_as_often_minus_as_plus(self, name, function, arguments):
+    def test_magnitude_sets_the_argument_and_the_sign_is_random(self, name, function, arguments):
         image, rng = IMAGES["smooth"], np.random.default_rng(0)
         for magnitude, argument in arguments.items():
             results = [randaug.OPS[name](image, magnitude, rng) for _ in range(64)]
@@ -301,47 +305,49 @@ class TestMagnitude:
             else:
                 minus = [np.array_equal(result, function(image, -argument)) for result in results]
                 assert all(np.logical_or(plus, minus))
-                if not all(np.logical_and(plus, minus)):  # all grey both ways
+                if not all(np.logical_and(plus, minus)):  # otherwise the result is completely grey for both signs
                     assert 16 < sum(plus) < 48
 
     @pytest.mark.parametrize(("magnitude", "side"), [(0, 0), (3, 24), (5, 40), (10, 80), (30, 240)])
-    def test_becomes_the_side_of_a_cutout(self, magnitude, side):
+    def test_magnitude_sets_the_side_of_a_cutout(self, magnitude, side):
         image = np.zeros((500, 500, 3), np.uint8)
         results = [randaug.OPS["Cutout"](image, magnitude, np.random.default_rng(seed)) for seed in range(20)]
         assert max((result == 128).all(2).sum() for result in results) == side**2
 
     @pytest.mark.parametrize("name", ["AutoContrast", "Equalize", "Invert"])
-    def test_does_not_matter_to_ops_without_argument(self, name):
+    def test_magnitude_is_ignored_by_ops_without_argument(self, name):
         image, rng = IMAGES["smooth"], np.random.default_rng(0)
         results = [randaug.OPS[name](image, magnitude, rng) for magnitude in (0, 5, 10, 30)]
         assert all(np.array_equal(result, results[0]) for result in results)
 
     @pytest.mark.parametrize("name", ["Color", "Contrast", "Brightness", "Sharpness"])
-    def test_of_5_leaves_blends_at_the_image(self, name, image):
+    def test_magnitude_5_of_an_interpolation_is_the_unchanged_image(self, name, image):
         assert np.array_equal(randaug.OPS[name](image, 5, np.random.default_rng(0)), image)
 
 
 class TestRandaug:
-    def test_ops_are_the_sixteen_in_order(self):
+    def test_ops_are_the_sixteen_of_big_vision_in_order(self):
         assert list(randaug.OPS) == NAMES
 
-    def test_draws_every_op_equally_often(self, monkeypatch):
+    def test_ops_are_drawn_uniformly(self, monkeypatch):
         drawn = []
         for name in NAMES:
             monkeypatch.setitem(randaug.OPS, name, lambda image, magnitude, rng, n=name: drawn.append(n) or image)
         randaug.randaug(noise(1, 1), np.random.default_rng(0), 16_000, 10)
         counts = np.array([drawn.count(name) for name in NAMES])
         assert counts.sum() == 16_000
-        assert ((counts - 1000) ** 2 / 1000).sum() < 38  # of χ² with 15 degrees of freedom, 999 in 1,000
+        assert (
+            (counts - 1000) ** 2 / 1000
+        ).sum() < 38  # exceeded by one in 1,000 values of χ² with 15 degrees of freedom
 
-    def test_layers_are_ops_one_after_another(self, monkeypatch):
+    def test_layers_are_applied_in_sequence(self, monkeypatch):
         for name in NAMES:
             monkeypatch.setitem(randaug.OPS, name, lambda image, magnitude, rng: image + np.uint8(magnitude))
         for layers in range(4):
             result = randaug.randaug(noise(2, 5), np.random.default_rng(0), layers, 10)
             assert np.array_equal(result, noise(2, 5) + np.uint8(10 * layers))
 
-    def test_is_a_function_of_image_and_generator(self):
+    def test_result_is_a_function_of_the_image_and_the_generator(self):
         def augmented(seed):
             return randaug.randaug(noise(224, 224), np.random.default_rng(seed), 2, 10)
 
@@ -349,7 +355,7 @@ class TestRandaug:
         assert len({augmented(seed).tobytes() for seed in range(20)}) > 10
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_ops_give_new_images_of_the_same_shape_and_change_none(self, name, image):
+    def test_ops_return_new_images_and_do_not_change_their_input(self, name, image):
         before, rng = image.copy(), np.random.default_rng(0)
         for magnitude in (0, 0.5, 5, 10, 17, 30):
             result = randaug.OPS[name](image, magnitude, rng)
@@ -358,7 +364,7 @@ class TestRandaug:
             assert np.array_equal(image, before)
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_ops_do_not_depend_on_how_pixels_lie_in_memory(self, name):
+    def test_ops_do_not_depend_on_the_memory_layout(self, name):
         image = IMAGES["smooth"]
         crop, mirror = image[3:60, 5:41], image[:, ::-1]
         for view in (crop, mirror, image.transpose(1, 0, 2)):
@@ -368,6 +374,6 @@ class TestRandaug:
     @pytest.mark.parametrize(
         "image", [np.zeros((4, 4, 1), np.uint8), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)]
     )
-    def test_other_than_three_channels_of_bytes_raises(self, image):
+    def test_other_shapes_and_dtypes_are_refused(self, image):
         with pytest.raises(InputError, match="randaug: expected 3 channels of uint8, got shape"):
             randaug.randaug(image, np.random.default_rng(0), 2, 10)

@@ -1,0 +1,154 @@
+"""Folders of images: classes, splits, ignored files, and errors that name what is wrong."""
+
+import os
+import shutil
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline.images import folder
+
+
+@pytest.fixture(scope="module")
+def shared_root(tmp_path_factory):
+    """A folder with the splits train (8 images a class) and val (4) that no test changes."""
+    root = tmp_path_factory.mktemp("folder") / "pets"
+    datasets.image_folder(root)
+    return root
+
+
+@pytest.fixture
+def root(shared_root, tmp_path):
+    """A copy of the folder for tests that change it."""
+    return shutil.copytree(shared_root, tmp_path / "pets")
+
+
+def open_folder(data_dir, **options):
+    return ip.open_source("folder", data_dir=str(data_dir), **options)
+
+
+def locations(source):
+    return [source.describe(i) for i in range(len(source))]
+
+
+def test_subfolders_are_classes_in_the_order_of_their_names(shared_root):
+    for split, n in (("train", 8), ("val", 4)):
+        source = open_folder(shared_root, split=split)
+        assert source.class_names == ("cat", "dog", "fox")
+        files = sorted((shared_root / split).rglob("*.*"))
+        assert locations(source) == list(map(str, files))
+        assert [source[i]["label"] for i in range(3 * n)] == [0] * n + [1] * n + [2] * n
+        assert all(source[i]["image"] == file.read_bytes() for i, file in enumerate(files))
+        assert source.nbytes() == sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [({}, ["train"]), ({"split": "val"}, ["train", "val"]), ({"split": "val", "val_fraction": 0.5}, ["train"])],
+)
+def test_each_folder_is_listed_once(shared_root, monkeypatch, options, listed):
+    calls, class_folders = [], folder._class_folders
+    monkeypatch.setattr(folder, "_class_folders", lambda path: calls.append(path.name) or class_folders(path))
+    open_folder(shared_root / "train" if "val_fraction" in options else shared_root, **options)
+    assert calls == listed
+
+
+def test_val_fraction_splits_each_class(shared_root):
+    data_dir = shared_root / "train"
+    splits = {split: open_folder(data_dir, split=split, val_fraction=0.25) for split in ("train", "val")}
+    train, val = (set(locations(source)) for source in splits.values())
+    assert not train & val
+    assert train | val == {str(f) for f in data_dir.rglob("*.*")}
+    assert np.bincount(splits["val"].labels).tolist() == [2, 2, 2]
+    assert np.bincount(splits["train"].labels).tolist() == [6, 6, 6]
+
+
+def test_classes_from_keeps_the_class_numbers_of_a_subset(root, tmp_path):
+    shutil.copytree(root / "val", tmp_path / "a" / "test")
+    shutil.rmtree(tmp_path / "a" / "test" / "cat")
+    source = open_folder(tmp_path / "a", split="test", classes_from=str(root / "train"))
+    assert sorted(set(source.labels.tolist())) == [1, 2]
+    assert source.class_names == ("cat", "dog", "fox")
+
+
+def test_adding_files_moves_at_most_one_file_out_of_the_validation_split(root):
+    def held_out():
+        return set(locations(open_folder(root / "train", split="val", val_fraction=0.5)))
+
+    before = held_out()
+    for name in ("000a.jpg", "zzz.jpg"):
+        shutil.copy(root / "val" / "cat" / "000.jpg", root / "train" / "cat" / name)
+    assert len(before - held_out()) <= 1
+
+
+def test_hidden_files_other_suffixes_and_special_files_are_ignored(root):
+    before = len(open_folder(root))
+    cat = root / "train" / "cat"
+    (cat / ".checkpoints").mkdir()
+    shutil.copy(root / "val" / "cat" / "000.jpg", cat / ".checkpoints" / "000.jpg")
+    os.mkfifo(cat / "pipe.jpg")
+    (cat / "gone.jpg").symlink_to("/nowhere")
+    (cat / "folder.jpg").mkdir()
+    (cat / "notes.txt").write_text("x")
+    (cat / "._a.jpg").write_text("x")
+    (root / "train" / ".cache").mkdir()
+    assert len(open_folder(root)) == before
+
+
+def rename_a_class(root):
+    (root / "val" / "cat").rename(root / "val" / "emu")
+
+
+def empty_a_class(root):
+    for file in (root / "train" / "cat").iterdir():
+        file.unlink()
+
+
+def remove_all_classes(root):
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "error", "message"),
+    [
+        (rename_a_class, {"split": "val"}, ip.InputError, "class 'emu' of .*val is not among the 3 classes of .*train"),
+        (empty_a_class, {}, ip.InputError, "class folder .*cat holds no images"),
+        (remove_all_classes, {}, ip.InputError, "train holds no class folders"),
+        (None, {"split": "test"}, ip.MissingDataError, r"no folder .*test \(in .*pets: train, val\)"),
+        (None, {"classes_from": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
+        (
+            None,
+            {"val_fraction": 0.25},
+            ip.InputError,
+            "has the folders train, val, which are splits: omit val_fraction",
+        ),
+        (None, {"data_dir": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
+        (None, {"val_fraction": 1.5}, ip.InputError, "between 0 and 1"),
+        (None, {"val_fraction": 0.1, "split": "test"}, ip.InputError, "no split 'test'"),
+        (None, {"data": "x"}, ip.InputError, "did you mean 'data_dir'"),
+    ],
+)
+def test_invalid_folders_and_options_are_named(root, damage, options, error, message):
+    if damage:
+        damage(root)
+    with pytest.raises(error, match=message):
+        open_folder(**{"data_dir": root, **options})
+
+
+def test_class_with_too_few_images_to_split_is_named(root):
+    for file in sorted((root / "train" / "dog").iterdir())[1:]:
+        file.unlink()
+    with pytest.raises(ip.InputError, match=r"dog has 1 image\(s\), too few"):
+        open_folder(root / "train", val_fraction=0.5)
+
+
+def test_file_that_was_deleted_after_opening_is_named(root):
+    source = open_folder(root)
+    deleted = source.describe(2)
+    Path(deleted).unlink()
+    with pytest.raises(ip.InputError, match=f"{deleted}: No such file"):
+        list(ip.eval_batches(source, "decode(precise=True)|resize_pillow(8)", 24))

@@ -1,0 +1,184 @@
+"""Datasets of tensorflow-datasets: the stored examples of every split, and errors that name what is wrong."""
+
+import itertools
+import os
+import sys
+
+import datasets
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline.tfrecord import TFRecordFile
+
+PP = 'decode|resize_pillow(8)|flip_lr|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
+
+
+def open_imagenet(root, split="train", **options):
+    return ip.open_source("tfds", name="imagenet2012", split=split, data_dir=str(root), **options)
+
+
+def second_shard(root):
+    (path,) = (root / "imagenet2012/5.1.0").glob("imagenet2012-train*-00001-of-00003")
+    return path
+
+
+class TestExamples:
+    @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+    @pytest.mark.parametrize(
+        ("split", "chosen"),
+        [("train", slice(None)), ("train[:95%]", slice(114)), ("train[95%:]", slice(114, None)),
+         ("train[35:85]", slice(35, 85)), ("train[:5%]", slice(6))],
+    )  # fmt: skip
+    def test_split_contains_the_stored_examples(self, imagenet, file_format, split, chosen):
+        roots, examples = imagenet
+        source = open_imagenet(roots[file_format], split)
+        expected = examples["train"][chosen]
+        assert len(source) == len(expected)
+        for i, example in enumerate(expected):
+            found = source[i]
+            assert (found["image"], found["label"]) == (example["image"], example["label"])
+            assert found["file_name"].decode() == example["file_name"]
+
+    def test_class_names_size_and_location_are_known(self, imagenet):
+        for root in imagenet[0].values():
+            source = open_imagenet(root)
+            assert len(source.class_names) == 1000
+            assert source.class_names[0] == "n01440764"
+            stored = sum(len(example["image"]) for example in imagenet[1]["train"])
+            assert stored < source.nbytes() < 2 * stored
+            assert "imagenet2012-train." in source.describe(119)
+            assert source.describe(119).endswith("-00002-of-00003, record 39")
+
+    def test_batches_are_equal_for_both_formats_and_from_any_step(self, imagenet):
+        streams = [
+            list(itertools.islice(ip.train_batches(open_imagenet(root, "train[:95%]"), PP, 30, seed=7), 6))
+            for root in imagenet[0].values()
+        ]
+        for one, other in zip(*streams, strict=True):
+            for key in one:
+                np.testing.assert_array_equal(one[key], other[key])
+        source = open_imagenet(imagenet[0]["array_record"], "train[:95%]")
+        for step, expected in enumerate(streams[0]):
+            got = next(ip.train_batches(source, PP, 30, seed=7, start_step=step))
+            for key in got:
+                np.testing.assert_array_equal(got[key], expected[key])
+
+    def test_cached_and_plain_sources_give_the_same_batches(self, imagenet):
+        root = imagenet[0]["tfrecord"]
+        cached = open_imagenet(root, cache=True)
+        streams = (ip.train_batches(source, PP, 60, 0) for source in (cached, open_imagenet(root)))
+        for one, other in itertools.islice(zip(*streams, strict=True), 4):
+            for key in one:
+                np.testing.assert_array_equal(one[key], other[key])
+        assert len(cached.examples) == 120
+
+    def test_multiple_labels_become_a_multi_hot_vector(self, tmp_path):
+        pytest.importorskip("tensorflow_datasets")
+        examples = datasets.imagenet2012_real(tmp_path, n=9)["validation"]
+        source = ip.open_source("tfds", name="imagenet2012_real", split="validation", data_dir=str(tmp_path))
+        pp = 'onehot(1000, key="real_label")|keep("labels")'
+        (batch,) = ip.eval_batches(source, pp, 9)
+        for hot, example in zip(batch["labels"], examples, strict=True):
+            assert np.flatnonzero(hot).tolist() == sorted(example["real_label"])
+
+
+class TestNames:
+    def test_environment_variable_sets_the_folder(self, imagenet, monkeypatch):
+        monkeypatch.setenv("TFDS_DATA_DIR", str(imagenet[0]["tfrecord"]))
+        assert len(ip.open_source("tfds", name="imagenet2012:5.1.0", split="validation")) == 10
+
+    def test_only_config_of_a_dataset_need_not_be_named(self, tmp_path):
+        pytest.importorskip("tensorflow_datasets")
+        datasets.imagenet_v2(tmp_path, n=4)
+        for name in ("imagenet_v2", "imagenet_v2/matched-frequency", "imagenet_v2:3.0.0"):
+            assert len(ip.open_source("tfds", name=name, split="test", data_dir=str(tmp_path))) == 4
+
+    def test_error_about_a_missing_dataset_says_how_to_prepare_it(self, imagenet, tmp_path):
+        with pytest.raises(ip.MissingDataError) as error:
+            open_imagenet(tmp_path)
+        assert "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unextracted" in str(error.value)
+        assert f"in {tmp_path}/downloads/manual" in str(error.value)
+        assert f"tfds build imagenet2012 --data_dir {tmp_path}" in str(error.value)
+        options = {"split": "train", "data_dir": str(imagenet[0]["tfrecord"])}
+        with pytest.raises(ip.MissingDataError, match=r"'imagenet2012:9\.9\.9' .*existing versions: 5\.1\.0"):
+            ip.open_source("tfds", name="imagenet2012:9.9.9", **options)
+
+    def test_error_about_an_unknown_split_lists_the_splits(self, imagenet):
+        with pytest.raises(ip.InputError, match=r"no split 'test'; known: train \(120\), validation \(10\)"):
+            open_imagenet(imagenet[0]["tfrecord"], "test")
+
+    @pytest.mark.parametrize("split", ["train[:0]", "train[5:3]", "train[60%:40%]"])
+    def test_empty_split_is_refused(self, imagenet, split):
+        with pytest.raises(ip.InputError, match="holds no examples"):
+            open_imagenet(imagenet[0]["tfrecord"], split)
+
+    @pytest.mark.parametrize("name", ["", "/etc", "../x", "imagenet2012/../x", "a b"])
+    def test_invalid_dataset_name_is_refused(self, imagenet, name):
+        with pytest.raises(ip.InputError, match="is not a dataset name"):
+            ip.open_source("tfds", name=name, split="train", data_dir=str(imagenet[0]["tfrecord"]))
+
+    @pytest.mark.parametrize("module", ["tensorflow_datasets", "etils.epath"])
+    def test_missing_library_is_named(self, imagenet, monkeypatch, module):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ip.InputError, match="which is not installed: pip install"):
+            open_imagenet(imagenet[0]["tfrecord"])
+
+
+class TestDamage:
+    @pytest.mark.slow
+    def test_changed_byte_never_changes_an_example(self, imagenet_copy):
+        """Both formats have a checksum of every record."""
+        path = second_shard(imagenet_copy)
+        content, rng = path.read_bytes(), np.random.default_rng(0)
+        source = open_imagenet(imagenet_copy)
+        expected = [source[i] for i in range(len(source))]
+        used = len(content.rstrip(b"\0")) if "array" in path.name else len(content)
+        for at in rng.integers(used, size=25):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.integers(8)]) + content[at + 1 :])
+            refused = 0
+            try:
+                source = open_imagenet(imagenet_copy)
+            except ip.InputError:
+                continue
+            for i, example in enumerate(expected):
+                try:
+                    assert source[i] == example
+                except ip.InputError as e:
+                    refused += "damaged" in str(e) or "cannot read" in str(e)
+            assert refused or "array" in path.name  # ArrayRecord files contain unused padding
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [
+            ("dataset_info.json", "{broken"),
+            ("dataset_info.json", "{}"),
+            ("features.json", "{"),
+            ("features.json", None),
+        ],
+    )
+    def test_dataset_with_a_damaged_description_is_named(self, imagenet_copy, file, content):
+        path = imagenet_copy / "imagenet2012/5.1.0" / file
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(ip.InputError, match=r"imagenet2012/5\.1\.0 is damaged, prepare it again: "):
+            open_imagenet(imagenet_copy)
+
+    def test_file_cut_off_inside_a_record_is_named(self, imagenet_copy):
+        path = second_shard(imagenet_copy)
+        os.truncate(path, path.stat().st_size * 2 // 3)
+        with pytest.raises(ip.InputError, match=r"imagenet2012-train.*-00001-of-00003 is damaged or cut off"):
+            open_imagenet(imagenet_copy)
+
+    @pytest.mark.parametrize("imagenet_copy", ["tfrecord"], indirect=True)
+    def test_file_cut_off_between_records_contradicts_dataset_info(self, imagenet_copy):
+        path = second_shard(imagenet_copy)
+        complete = TFRecordFile(str(path))
+        os.truncate(path, int(complete.offsets[-3]))
+        message = f"-00001-of-00003 has {len(complete) - 2} records, but its dataset_info.json says {len(complete)}"
+        with pytest.raises(ip.InputError, match=message):
+            open_imagenet(imagenet_copy)
+
+    def test_missing_file_is_named(self, imagenet_copy):
+        second_shard(imagenet_copy).unlink()
+        with pytest.raises(ip.InputError, match=r"cannot read .*-00001-of-00003: No such file"):
+            open_imagenet(imagenet_copy)

@@ -1,0 +1,82 @@
+"""Parsing of preprocessing strings, and the errors of invalid ones."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline.preprocess import ops
+
+SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
+
+
+def apply(spec, image=SMALL, **example):
+    return ip.Preprocess(spec)({"image": image, **example}, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("pda(1)", "unknown op 'pda'; did you mean 'pad'"),
+        ("pad()", "missing a required argument: 'border'"),
+        ("pad('1')", "border='1' should be of type int"),
+        ("pad(True)", "border=True should be of type int"),
+        ("pad(n)", "must be literals"),
+        ("pad(__import__('os').getpid())", "must be literals"),
+        ("pad(1", "cannot parse"),
+        ("pad(1)||keep('image')", "cannot parse"),
+        ("os.system('true')", "not of the form"),
+        ("resize(8, metod='area')", "did you mean 'method'"),
+        ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
+        ("resize((8, 8, 3))", "expected one number or"),
+        ("decode(2)", "expected 1 or 3"),
+        ("random_crop(5)", "the image is only 2x3"),
+        ("central_crop(3)", "the image is only 2x3"),
+        ("onehot(10)", "preprocessing needs 'label', the example has image"),
+        ("onehot(0)", "expected 1 class or more"),
+        ("keep('labels')", "preprocessing needs 'labels'"),
+        ("keep('label')|pad(4)", "preprocessing needs"),
+        ("resize(0)", "a size of 0 pixels"),
+        ("inception_crop(8, 50, 5)", "expected min <= max"),
+        ("decode_jpeg_and_inception_crop(8, ratio_min=0)", "expected min <= max"),
+        ("randaug(-1)", "expected 0 or more layers"),
+        ("randaug(2, 31)", "magnitude 0 to 30"),
+        ("pad(-1)", "expected a border of 0 to 10,000"),
+        ("value_range(0, 1, 5, 5)", "in_min=5 should be below in_max=5"),
+    ],
+)
+def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
+    with pytest.raises(ip.InputError, match=message):
+        apply(spec, label=0) if spec.startswith("keep('label')") else apply(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "image", "message"),
+    [
+        ("decode", SMALL, "decode takes the bytes of an image file, not ndarray"),
+        ("resize_small(256)", np.zeros((20_000, 1, 3), np.uint8), "exceeds 178956970 pixels"),
+        ("onehot(10, key='image')", SMALL.astype(np.float32), "should be an integer or several, found float32"),
+        ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
+        ("randaug(2, 10)", "text", "preprocessing: "),
+    ],
+)
+def test_unsuitable_input_of_an_op_is_an_error_of_one_line(spec, image, message):
+    with pytest.raises(ip.InputError, match=message) as error:
+        apply(spec, image)
+    assert "\n" not in str(error.value)
+
+
+def test_every_op_and_argument_is_documented():
+    for name in ops.__all__:
+        op = getattr(ops, name)
+        first, *_ = inspect.getdoc(op).splitlines()
+        assert first.endswith((".", ":")) or len(first) < 120
+        for argument in inspect.signature(op).parameters:
+            assert re.search(rf"^  \*?{argument}: ", inspect.getdoc(op), re.MULTILINE), (name, argument)
+    tree = ast.parse(Path(ops.__file__).read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in defined if not name.startswith("_")} == set(ops.__all__)

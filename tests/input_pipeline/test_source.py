@@ -1,0 +1,97 @@
+"""Options of `open_source` that every kind of data has: limit, cache, and errors about invalid options."""
+
+import itertools
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline import source as sources
+
+
+class Rows:
+    """A source of token rows."""
+
+    class_names = None
+    context, vocab_size, end_of_text = 3, 10, 9
+    token_bytes = np.ones(10, np.int32)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"tokens": np.full(4, index, np.int32)}
+
+    def describe(self, index):
+        return f"row {index}"
+
+    def nbytes(self):
+        return 128
+
+
+@pytest.mark.parametrize("kind", ["digits", "folder"])
+def test_limit_selects_the_first_examples(kind, tmp_path):
+    if kind == "folder":
+        datasets.image_folder(tmp_path / "pets", train=3, val=1)
+    options = {"data_dir": str(tmp_path / "pets")} if kind == "folder" else {}
+    complete, limited = ip.open_source(kind, **options), ip.open_source(kind, limit=5, **options)
+    assert len(limited) == 5
+    assert limited.class_names == complete.class_names
+    assert 0 < limited.nbytes() < complete.nbytes()
+    for i in range(5):
+        assert limited.describe(i) == complete.describe(i)
+        np.testing.assert_array_equal(limited[i]["image"], complete[i]["image"])
+
+
+def test_cache_keeps_examples_in_memory_and_does_not_change_batches(caplog):
+    caplog.set_level("INFO")
+    pp = 'flip_lr|value_range(-1, 1)|onehot(10)|keep("image", "labels")'
+    plain = ip.open_source("digits", split="test")
+    cached = ip.open_source("digits", split="test", cache=True)
+    assert "keeping 0.0 GB of stored examples in memory" in caplog.text
+    streams = (ip.train_batches(source, pp, 120, 0) for source in (cached, plain))
+    for one, other in itertools.islice(zip(*streams, strict=True), 4):
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    assert len(cached.examples) == 360
+
+
+def test_cache_larger_than_the_available_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(sources.memory, "available", lambda: 10_000)
+    with pytest.raises(ip.InputError, match=r"cache=True would keep .* GB of stored examples in memory, but only 0\.0"):
+        ip.open_source("digits", cache=True)
+
+
+def test_limited_and_cached_token_sources_are_token_sources():
+    wrapped = sources._CachedSource(sources._LimitedSource(Rows(), 5))
+    for name in ("context", "vocab_size", "end_of_text", "token_bytes", "class_names"):
+        assert getattr(wrapped, name) is getattr(Rows, name)
+    assert len(wrapped) == 5
+    assert [wrapped[i]["tokens"][0] for i in range(5)] == [0, 1, 2, 3, 4]
+    assert not hasattr(wrapped, "no_such_attribute")
+    assert isinstance(wrapped, ip.TokenSource)
+    assert len(pickle.loads(pickle.dumps(wrapped.source))) == 5
+
+
+def test_image_sources_are_not_token_sources():
+    source = ip.open_source("digits", limit=3, cache=True)
+    assert isinstance(source, ip.Source)
+    assert not isinstance(source, ip.TokenSource)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "digts"}, "did you mean 'digits'"),
+        ({"kind": "digits", "split": "tset"}, "did you mean 'test'"),
+        ({"kind": "digits", "spilt": "test"}, "did you mean 'split'"),
+        ({"kind": "digits", "split": 3}, "split=3 should be of type str"),
+        ({"kind": "digits", "limit": 0}, "limit=0 should be 1 or more"),
+        ({"kind": "tfds", "name": "imagenet2012"}, "missing a required argument: 'split'"),
+    ],
+)
+def test_invalid_options_are_errors_that_name_the_option(options, message):
+    with pytest.raises(ip.InputError, match=message):
+        ip.open_source(**options)

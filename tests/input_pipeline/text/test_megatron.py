@@ -1,0 +1,161 @@
+"""Tokens in Megatron's .bin/.idx pairs: rows, selection, and errors that name the damaged file."""
+
+import struct
+import subprocess
+import sys
+
+import corpora
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline.text.megatron_writer import MegatronWriter
+
+CONTEXT = 16
+RNG = np.random.default_rng(0)
+
+
+def rows(source):
+    return [{key: value.tolist() for key, value in source[i].items()} for i in range(len(source))]
+
+
+def sequences(n=30, longest=40, high=60_000):
+    return [RNG.integers(1, high, RNG.integers(1, longest)).tolist() for _ in range(n)]
+
+
+def open_pair(path, **options):
+    return ip.open_source("megatron", **{"path": str(path), "context": CONTEXT, "vocab_size": 65_536, **options})
+
+
+def write_pair(prefix, documents, vocab_size=10, end_of_text=None):
+    with MegatronWriter(str(prefix), {"vocab_size": vocab_size, "end_of_text": end_of_text}) as writer:
+        for document in documents:
+            writer.add(document)
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype", "high"),
+    [(1, "u1", 256), (2, "i1", 128), (3, "<i2", 2**15), (4, "<i4", 2**20), (5, "<i8", 2**20), (8, "<u2", 2**16)],
+)
+def test_documents_of_every_dtype_are_packed(tmp_path, code, dtype, high):
+    documents = sequences(high=high)
+    prefix = corpora.write_megatron(tmp_path / "pile", [[*s, 0] for s in documents], code, dtype)
+    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        source = open_pair(path, vocab_size=high, end_of_text=0)
+        assert rows(source) == corpora.packed(documents, 0, CONTEXT)
+        assert (source.vocab_size, source.end_of_text, source.token_bytes) == (high, 0, None)
+        assert source.describe(3) == f"{prefix}.bin, row 3"
+
+
+def test_folder_with_one_pair_is_that_pair(tmp_path):
+    prefix = corpora.write_megatron(tmp_path / "pile", sequences())
+    assert rows(open_pair(tmp_path)) == rows(open_pair(prefix))
+    corpora.write_megatron(tmp_path / "another", sequences())
+    with pytest.raises(ip.MissingDataError, match=r"expected one \.bin file in it, found another\.bin, pile\.bin"):
+        open_pair(tmp_path)
+
+
+def test_vocabulary_smaller_than_that_of_the_files_is_refused(tmp_path):
+    write_pair(tmp_path / "pile", [[1, 2, 3]] * 20, vocab_size=500)
+    with pytest.raises(ip.InputError, match=r"pile\.json gives a vocab_size of 500, more than vocab_size=499"):
+        open_pair(tmp_path / "pile", vocab_size=499)
+
+
+def test_rows_are_selected_as_by_a_slice(tmp_path):
+    prefix = corpora.write_megatron(tmp_path / "pile", RNG.integers(0, 9, (50, CONTEXT + 1)).tolist())
+    complete = rows(open_pair(prefix))
+    assert len(complete) == 50
+    for chosen in ((0, -7), (-7, None), (None, 7), (3, 30), (0, 10**9)):
+        source = open_pair(prefix, rows=chosen)
+        assert rows(source) == complete[slice(*chosen)]
+        assert source.describe(0).endswith(f"row {range(50)[slice(*chosen)][0]}")
+        assert source.nbytes() == 2 * (CONTEXT + 1) * len(source)
+
+
+def test_token_bytes_of_a_padded_vocabulary_come_from_the_tokenizer(tmp_path, tokenizer_json):
+    prefix = corpora.write_megatron(tmp_path / "pile", [[1, 2, 3] * 9, [5, 1]])
+    source = open_pair(prefix, tokenizer=str(tokenizer_json), vocab_size=None)
+    assert (len(source.token_bytes), source.end_of_text) == (source.vocab_size, 1)
+    padded = open_pair(prefix, tokenizer=str(tokenizer_json), vocab_size=512, end_of_text=2)
+    assert (padded.vocab_size, padded.end_of_text) == (512, 2)
+    np.testing.assert_array_equal(padded.token_bytes[: source.vocab_size], source.token_bytes)
+    assert not padded.token_bytes[source.vocab_size :].any()
+
+
+def test_token_outside_the_vocabulary_is_named(tmp_path):
+    documents = [[1] * (CONTEXT + 1) for _ in range(5)]
+    documents[3][7] = 700
+    prefix = corpora.write_megatron(tmp_path / "pile", documents)
+    with pytest.raises(ip.InputError, match=r"pile\.bin, row 3: token 700 is not in the vocabulary of 700"):
+        list(ip.eval_batches(open_pair(prefix, vocab_size=700), "", 2))
+    with pytest.raises(ip.InputError, match=r"pile\.bin, row 3: token 700"):
+        open_pair(prefix, vocab_size=700, rows=(3, None))
+    assert len(list(ip.eval_batches(open_pair(prefix, vocab_size=701), "", 5))) == 1
+    negative = corpora.write_megatron(tmp_path / "negative", [[1, -1, 2]], 4, "<i4")
+    with pytest.raises(ip.InputError, match=r"negative\.bin, row 0: token -1"):
+        open_pair(negative, vocab_size=None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b, i: (b, b"MMIDIDY" + i[7:]), r"pile\.idx is not a Megatron index"),
+        (lambda b, i: (b, i[:20]), r"pile\.idx is not a Megatron index"),
+        (lambda b, i: (b, i[:9] + struct.pack("<Q", 2) + i[17:]), r"pile\.idx: version 2, expected 1"),
+        (lambda b, i: (b, i[:17] + b"\x06" + i[18:]), r"pile\.idx: dtype code 6 \(floats\)"),
+        (lambda b, i: (b, i[:17] + b"\x63" + i[18:]), r"pile\.idx: dtype code 99 \(unknown\)"),
+        (lambda b, i: (b, i[:17] + b"\x04" + i[18:]), r"pile\.bin has .* bytes, .*pile\.idx needs"),
+        (lambda b, i: (b, i[:-8]), r"pile\.idx has [\d,]+ bytes, its header needs [\d,]+: cut off"),
+        (lambda b, i: (b, i[:18] + bytes(16)), r"pile\.idx holds no sequences, or .*pile\.bin no tokens"),
+        (lambda b, i: (b[:-2], i), r"pile\.bin has .* bytes, .*pile\.idx needs .*: cut off, or not of one pair"),
+        (lambda b, i: (b + b"\0\0", i), r"pile\.bin has .* bytes, .*pile\.idx needs"),
+        (lambda b, i: (b"", i), r"or .*pile\.bin no tokens"),
+        (lambda b, i: (None, i), r"no file .*pile\.bin: expected"),
+        (lambda b, i: (b, None), r"no file .*pile\.idx: expected"),
+    ],
+)  # fmt: skip
+def test_damaged_pair_is_named(tmp_path, damage, message):
+    prefix = corpora.write_megatron(tmp_path / "pile", sequences())
+    files = [prefix.with_suffix(suffix) for suffix in (".bin", ".idx")]
+    for file, content in zip(files, damage(*(file.read_bytes() for file in files)), strict=True):
+        file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ip.InputError, match=message) as error:
+        open_pair(prefix)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_of_another_length_than_the_context_are_refused(tmp_path):
+    prefix = corpora.write_megatron(tmp_path / "pile", np.ones((9, 2049), int).tolist())
+    with pytest.raises(ip.InputError, match="rows of 2049 tokens, the config's context 1024 needs 1025"):
+        open_pair(prefix, context=1024)
+    assert len(open_pair(prefix, context=2048)) == 9
+    for chosen, message in (((9, None), "holds 9 rows, of which"), ((1,), "should be two numbers")):
+        with pytest.raises(ip.InputError, match=message):
+            open_pair(prefix, context=2048, rows=chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("equal", [True, False])
+def test_opening_two_gigabytes_reads_and_allocates_little(tmp_path, equal):
+    length, count = 2049, 524_288
+    sizes = np.full(count, length, "<i4")
+    sizes[:2] += [0, 0] if equal else [-1, 1]
+    starts = np.cumsum(np.concatenate([[0], sizes[:-1]]), dtype="<i8") * 2
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    order = np.arange(count + 1, dtype="<i8")
+    (tmp_path / "pile.idx").write_bytes(header + sizes.tobytes() + starts.tobytes() + order.tobytes())
+    with (tmp_path / "pile.bin").open("wb") as file:
+        file.truncate(2 * int(sizes.sum()))
+    assert (tmp_path / "pile.bin").stat().st_size > 2e9
+    code = (
+        "import input_pipeline as ip, input_pipeline.text.megatron\n"
+        "def rss(): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM'))\n"
+        "def read_bytes(): return int(open('/proc/self/io').readline().split()[1])\n"
+        "before, start = rss(), read_bytes()\n"
+        f"source = ip.open_source('megatron', path={str(tmp_path / 'pile')!r}, context=2048, vocab_size=50304)\n"
+        "source[len(source) // 2]; source[len(source) - 1]\n"
+        "print(read_bytes() - start, rss() - before, len(source))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    nbytes, kilobytes, n = map(int, done.stdout.split())
+    assert (n, nbytes < 10_000_000, kilobytes < 50_000) == (count, True, True), done.stdout + done.stderr

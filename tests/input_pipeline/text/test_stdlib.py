@@ -1,0 +1,49 @@
+"""The embedded text: the source code of Python's standard library."""
+
+import itertools
+import sysconfig
+from pathlib import Path
+
+import corpora
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+
+
+def test_splits_share_no_file_and_are_utf8():
+    splits = {split: ip.open_source("stdlib", split=split) for split in ("train", "validation")}
+    files = {split: set(source.files) for split, source in splits.items()}
+    assert not files["train"] & files["validation"]
+    assert "json/decoder.py" in files["train"] | files["validation"]
+    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in set.union(*files.values()))
+    assert 0.02 < len(files["validation"]) / len(files["train"]) < 0.1
+    for source in splits.values():
+        assert source.vocab_size == source.tokens.max() + 1 == 257
+        assert (source.tokens == 256).sum() == len(source.files)
+        assert source.tokens[-1] == 256
+        assert source.nbytes() == 2 * len(source.tokens)
+        bytes.decode(bytes(source.tokens[source.tokens < 256].tolist()[:10_000]))
+
+
+def test_rows_equal_those_of_the_same_files_read_as_text(tmp_path):
+    source = ip.open_source("stdlib", split="validation", context=256)
+    for i, name in enumerate(source.files):
+        corpora.write(tmp_path / f"{i:05}.txt", (Path(sysconfig.get_path("stdlib")) / name).read_bytes())
+    same = ip.open_source("text", path=str(tmp_path), context=256)
+    assert len(same) == len(source)
+    streams = (ip.train_batches(one, "", 32, 0) for one in (same, source))
+    for one, other in itertools.islice(zip(*streams, strict=True), 3):
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    assert source.describe(0).endswith(f"row 0, {source.files[0]}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"split": "test"}, "no split 'test'"), ({"context": 0}, "context=0 should be 1 or more")],
+)
+def test_invalid_options_are_named(options, message):
+    with pytest.raises(ip.InputError, match=message):
+        ip.open_source("stdlib", **options)
