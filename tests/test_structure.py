@@ -17,9 +17,6 @@ TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {
-    "dcvit/models/attention.py::Attention": "to be split from its composition fields",
-    "dcvit/models/attention.py::__call__": "to be split from its composition fields",
-    "dcvit/models/lm.py::LM": "to be split from its composition fields",
     "dcvit/dcmha/pallas_gpu/kernels.py::run": "to be split by pass",
     "dcvit/dcmha/pallas_gpu/tiling.py::Tile": "to be split by pass",
     "dcvit/checkpoint/checkpointer.py::Checkpoints": "to be split by subject",

@@ -1,39 +1,50 @@
-"""How many floating point operations a pass takes, by formula: what a table of results gives beside accuracy.
+"""Formulas for the number of floating point operations of a forward pass and of a training step.
 
-A multiply-add counts as two operations. Matrix products count, and so do the gates of a compose, which are products
+A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
 with a diagonal matrix. Embedding lookups, rotary embeddings, biases, norms, softmax, activations, pooling and residual
 additions do not.
 
-Letters as in the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers, F the
-MLP's width, V the vocabulary, C classes; and here P query-key pairs of which the query sees the key, J = H/G heads in
-a group, I = 2·R·J the inner width of a group's dynamic projection.
+Letters are those of the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers,
+F the MLP's width, V the vocabulary, C classes. In addition, P is the number of visible query-key pairs, J = H/G that of
+heads in a group, and I = 2·R·J the inner width of a group's dynamic projection.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+import flax.linen as nn
 import jax
 
+from dcvit.models.fields import TransformerFields
 from dcvit.models.lm import LM, layer_windows
 from dcvit.models.vit import ViT
 
 
-def training_flops(net: Any, example: jax.ShapeDtypeStruct) -> int | None:
-    """Operations that learning from one example needs: a backward pass counts as two forward ones.
+def training_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
+    """Return the operations of a training step for one example, in which a backward pass counts as two forward passes.
 
-    What rematerialisation computes again is not counted. Divided by the seconds that an example takes and by the peak
-    of the chips, this is model FLOPs utilisation (MFU; Chowdhery et al., 2022, Appendix B). None where there is no
-    formula for the model.
+    Recomputation by rematerialisation does not count. Divided by the time of an example and by the peak rate of the
+    chips, this is model FLOPs utilisation (MFU; Chowdhery et al., 2022, Appendix B).
+
+    Args:
+      net: the model.
+      example: see `forward_flops`.
+
+    Returns:
+      None if there is no formula for the model.
     """
     forward = forward_flops(net, example)
     return forward and 3 * forward
 
 
-def forward_flops(net: Any, example: jax.ShapeDtypeStruct) -> int | None:
-    """Operations from one example, an image (1 height width channels) or a row of tokens (1 T), to its logits.
+def forward_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
+    """Return the operations from one example to its logits.
 
-    None where there is no formula for the model.
+    Args:
+      net: the model.
+      example: the shape of an image (1 height width channels) or of a row of tokens (1 T).
+
+    Returns:
+      None if there is no formula for the model.
     """
     if isinstance(net, ViT):
         _, height, width, channels = example.shape
@@ -42,24 +53,24 @@ def forward_flops(net: Any, example: jax.ShapeDtypeStruct) -> int | None:
 
 
 def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
-    """Operations from one image (height, width, channels) to its logits.
+    """Return the operations from one image (height, width, channels) to its logits.
 
-    In multiply-adds, with T tokens (one more than patches for `pool_type="tok"`), which all see each other:
+    In multiply-adds, with T tokens (one more than patches for `pool_type="tok"`), which all attend to each other:
 
       patches · p_h·p_w·channels·M                           embedding
-      L · (attention(T, T, T²) + composes + 2·T·M·F)         blocks, with 0, 1 or 2 composes
-      attention(1, T, T) + 2·M·F                             attention pooling, never composed
+      L · (attention(T, T, T²) + compositions + 2·T·M·F)       blocks, with 0, 1 or 2 compositions
+      attention(1, T, T) + 2·M·F                             attention pooling, plain
       M·rep + rep·C, once (T times unpooled)                 pre_logits and head
 
-    The intermediates for every patch, `pre_logits_2d` and `logits_2d`, are left out: a compiled prediction does not
-    compute them.
+    The intermediates of every patch, `pre_logits_2d` and `logits_2d`, do not count, because a compiled prediction does
+    not compute them.
     """
     (height, width, channels), (p_h, p_w) = image_shape, net.patch_size
     patches = (height // p_h) * (width // p_w)
     tokens = patches + (net.pool_type == "tok")
     mlp = 2 * net.width * (net.mlp_dim or 4 * net.width)
     total = patches * p_h * p_w * channels * net.width
-    block = _attention(net.width, net.width, tokens, tokens, tokens**2) + _composes(net, tokens, tokens**2)
+    block = _attention(net.width, net.width, tokens, tokens, tokens**2) + _compositions(net, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, tokens, tokens) + mlp
@@ -69,17 +80,16 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
 
 
 def lm_flops(net: LM, length: int) -> int:
-    """Operations from one row of `length` tokens, T, to the logits after each of them.
+    """Return the operations from one row of `length` tokens, T, to the logits after each of them.
 
     In multiply-adds, summed over the layers:
 
-      attention(T, T, P) + composes + n·T·M·F      n = 3 matrices for SwiGLU, 2 for the others
-      T·M·V, once                                  the head, tied or not
+      attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2
+      T·M·V, once                                      the head, tied or not
 
-    Whatever is computed for each query-key pair, q·k, weights·v and the composes, counts for the P pairs that causality
-    and the layer's window let a query see (`visible_pairs`), about half of all; an implementation that computes the
-    others, too, does more. Pairs of different documents count although `end_of_text` hides them: how many there are
-    depends on the data.
+    Computation for each query-key pair (q·k, weights·v and the compositions) counts for the P pairs that causality and
+    the layer's window allow (`visible_pairs`), about half of all pairs; implementations may also compute masked pairs.
+    Pairs of different documents count although `end_of_text` masks them, because their number depends on the data.
     """
     windows = layer_windows(net)
     key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
@@ -88,23 +98,23 @@ def lm_flops(net: LM, length: int) -> int:
     total = length * (net.depth * mlp + net.width * net.vocab_size)
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
-        total += _attention(net.width, key_width, length, length, pairs) + _composes(net, length, pairs)
+        total += _attention(net.width, key_width, length, length, pairs) + _compositions(net, length, pairs)
     return 2 * total
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """How many keys all queries of a causal row see: Σ min(i, window) for i = 1 … length, so T·(T+1)/2 without one."""
+    """Return the visible query-key pairs of a causal row: Σ min(i, window) for i = 1 … T, or T·(T+1)/2 if unlimited."""
     full = length if window is None else min(window, length)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) -> int:
-    """Multiply-adds of plain attention: 2·T·M² for q and out, 2·S·M·K·D for k and v, 2·P·H·D for q·k and weights·v."""
+    """Return multiply-adds of plain attention: 2·T·M² (q, out), 2·S·M·K·D (k, v), 2·P·H·D (q·k, weights·v)."""
     return 2 * (queries * width + keys * key_width + pairs) * width
 
 
-def _composes(net: ViT | LM, tokens: int, pairs: int) -> int:
-    """Multiply-adds of a layer's 0, 1 or 2 composes: their dynamic weights, then Eqn 7 on every query-key pair.
+def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
+    """Return multiply-adds of a layer's 0, 1 or 2 compositions: their dynamic weights, then Eqn 7 on every pair.
 
       each side of T tokens:    T·(M·G·I + G·I²) for w_1 and w_2,   T·M·H for the gate
       each of P pairs:          2·R·H (down H→R, up R→H) and H (gate) for each side,   H·J for the static W_b
@@ -115,8 +125,8 @@ def _composes(net: ViT | LM, tokens: int, pairs: int) -> int:
         return 0
     heads, rank, per_group = net.num_heads, net.rank, net.num_heads // net.groups
     inner = 2 * rank * per_group
-    to_weights = net.projection * net.groups * inner * (net.width + inner) + net.gate * net.width * heads
+    weights = net.projection * net.groups * inner * (net.width + inner) + net.gate * net.width * heads
     each_pair = net.projection * 2 * rank * heads + net.gate * heads
     sides = len(net.branches)
-    one = tokens * sides * to_weights + pairs * (sides * each_pair + net.static * heads * per_group)
+    one = tokens * sides * weights + pairs * (sides * each_pair + net.static * heads * per_group)
     return (2 if net.compose == "both" else 1) * one

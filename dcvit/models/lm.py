@@ -1,173 +1,75 @@
-"""Decoder-only language models with plain or dynamically composed attention: the paper's and their baselines.
+"""Decoder-only language models with plain or dynamically composed attention: the paper's models and their baselines.
 
-Three architectures behind one set of fields: GPT-3's (Transformer), LLaMA's (Transformer++) and Pythia's. With
-composed attention they are the paper's DCFormer, DCFormer++ and DCPythia (Section 4).
+Three architectures share one set of fields: GPT-3's (Transformer), LLaMA's (Transformer++) and Pythia's. With composed
+attention they are the paper's DCFormer, DCFormer++ and DCPythia (Section 4).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer, normal
+from jax.nn.initializers import normal
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.kv_cache import Cache
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.models.attention import Attention, Progress, in_float32
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.models import Outputs, Params
+from dcvit.models.attention import Attention
+from dcvit.models.decoder import Decoder, DecoderBlock, token_context
+from dcvit.models.fields import (
+    REMAT_POLICIES,
+    AttentionFields,
+    TransformerFields,
+    check_choices,
+    check_not_negative,
+    check_positive,
+    check_transformer,
+    values_of,
+)
+from dcvit.models.layers import ACTIVATIONS, MlpBlock
+from dcvit.models.loading import load_params_into, pop_blocks, stack, unstack
 from dcvit.models.presets import decode_preset
-from dcvit.models.vit import REMAT, REMATS
 from dcvit.parallel.mesh import BATCH, constrain
 
-# Which layers of a repeating group see only a window (L) and which all (G): Section 4, Table 10, as released.
+# Local layers (L), which attend to a window, and global layers (G) of a repeated group: Section 4, Table 10, in the
+# order of the released code.
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 POSITIONS = ("rotary", "learned")
 NORMS = ("layernorm", "rmsnorm")
-MLPS: dict[str, Callable[..., Array]] = {
-    "gelu": functools.partial(nn.gelu, approximate=False),
-    "gelu_tanh": nn.gelu,
-    "swiglu": nn.silu,
-}
+MLP_NAMES = ("in", "gate", "out")  # in the parameter tree
 
 
-class Sight(NamedTuple):
-    """What the layers share: where each token stands and which others it may see."""
+class LM(TransformerFields):
+    """The language model. Build it with `Model`, which also knows the paper's models by name.
 
-    positions: Int[Array, "#B T"]  # for rotary embeddings
-    mask: Bool[Array, "B 1 T T"] | None  # besides causality and windows
-    progress: Progress | None  # of decoding
-
-
-class MlpBlock(nn.Module):
-    """Two dense layers with an activation between; SwiGLU gates what it activates with a third (Shazeer, 2020)."""
-
-    mlp_dim: int
-    kind: str
-    use_bias: bool
-    kernel_init: Initializer
-    out_init: Initializer
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        dense = functools.partial(nn.Dense, use_bias=self.use_bias, dtype=self.dtype)
-        hidden = MLPS[self.kind](dense(self.mlp_dim, kernel_init=self.kernel_init, name="in")(x))
-        if self.kind == "swiglu":
-            hidden = hidden * dense(self.mlp_dim, kernel_init=self.kernel_init, name="gate")(x)
-        return dense(x.shape[-1], kernel_init=self.out_init, name="out")(constrain(hidden, BATCH, None, "tensor"))
-
-
-class DecoderBlock(nn.Module):
-    """Attention and MLP, each after a norm: one after the other, or both from the same input (`parallel`)."""
-
-    attention: Callable[..., Attention]
-    mlp: Callable[..., MlpBlock]
-    norm: Callable[..., nn.Module]
-    parallel: bool
-    window: int | None
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], sight: Sight, cache: Cache | None
-    ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], Cache | None]]:
-        attention = self.attention(window=self.window, name="MultiHeadDotProductAttention_0")
-        out = {}
-        y = in_float32(self.norm(name="attention_norm"), x)
-        y = attention(y, mask=sight.mask, positions=sight.positions, cache=cache, progress=sight.progress)
-        if cache is not None:
-            y, cache = y
-        out["sa"] = y
-        after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, None, None)
-        y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)
-        y = out["mlp"] = self.mlp(name="MlpBlock_0")(y)
-        x = out["+mlp"] = constrain(after + y, BATCH, None, None)
-        return x, (out, cache)
-
-
-class Group(nn.Module):
-    """The layers of one window pattern, one after the other: what a scan repeats."""
-
-    layer: Callable[..., DecoderBlock]
-    windows: Sequence[int | None]
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], sight: Sight, caches: Any) -> tuple[Array, tuple[Any, Any]]:
-        outs, kept = [], []
-        for i, window in enumerate(self.windows):
-            x, (out, cache) = self.layer(window=window, name=f"layer_{i}")(x, sight, caches and caches[i])
-            outs.append(out)
-            kept.append(cache)
-        return x, (outs, kept if caches else None)
-
-
-class Decoder(nn.Module):
-    """`depth` layers whose windows follow a pattern; unrolled, or a scan over whole patterns and an unrolled rest."""
-
-    depth: int
-    windows: Sequence[int | None]
-    layer: Callable[..., DecoderBlock]
-    norm: Callable[..., nn.Module]
-    scanned: Callable[..., DecoderBlock] | None  # the layers inside the scan, where there is one
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], sight: Sight, caches: dict[str, Any] | None
-    ) -> tuple[Array, dict[str, Any], dict[str, Any] | None]:
-        """The normalised output, intermediates for each layer, and the caches with these tokens."""
-        period, out = len(self.windows), {}
-        repeats = self.depth // period if self.scanned is not None else 0
-        kept: dict[str, Any] = {}
-        if self.scanned is not None and repeats:
-            scanned = nn.scan(
-                Group, variable_axes={"params": 0}, split_rngs={"params": True}, length=repeats,
-                in_axes=(nn.broadcast, 0),
-            )(self.scanned, self.windows, name="group")  # fmt: skip
-            x, (stacked, kept["group"]) = scanned(x, sight, caches and caches["group"])
-            for layer in range(repeats * period):
-                at = layer // period, layer % period
-                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=at[0]: o[i], stacked[at[1]])
-        for layer in range(repeats * period, self.depth):
-            name = f"decoderblock_{layer}"
-            block = self.layer(window=self.windows[layer % period], name=name)
-            x, (out[f"block{layer:02d}"], kept[name]) = block(x, sight, caches[name] if caches else None)
-        out["pre_ln"] = x
-        return in_float32(self.norm(name="decoder_norm"), x), out, kept if caches else None
-
-
-class LM(nn.Module):
-    """The language model; build it with `Model`, which also knows the paper's models by name.
-
-    Fields:
+    Fields, in addition to those of `TransformerFields`:
       vocab_size: V.
       context: T of training rows, and the number of learned positions.
-      width, depth, mlp_dim, num_heads, num_key_heads: the architecture; `mlp_dim` is 4·M by default.
-      position: "rotary" on the `rotary_fraction` of a head's width, with `rotary_base`; or "learned".
-      norm: "layernorm" or "rmsnorm", with `norm_epsilon`.
-      mlp: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
-      use_bias: biases in attention and MLP.
+      num_key_heads: K, for grouped-query attention; None means `num_heads`.
+      position: "rotary" or "learned" position embeddings.
+      rotary_fraction: part of a head's width that carries the rotary embedding.
+      rotary_base: base of the frequencies of the rotary embedding.
+      norm: "layernorm" or "rmsnorm".
+      norm_epsilon: epsilon of the norms.
+      mlp: activation of the MLPs: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
+      use_bias: attention and MLPs have biases.
       parallel: attention and MLP of a layer read the same input (GPT-NeoX).
       tied: the head is the embedding.
-      window_pattern: "none", "1:1", "3:1" or "7:1" local to global layers; local ones see `window` tokens.
-      end_of_text: with the token that ends a document, tokens see their own document only, itself included at the
-        start of the next one, and positions begin anew there. None: attention across documents, as in the paper.
-      init_std: of all kernels and embeddings; `out_init_std` of the layers that write to the residual stream.
-      scan: one scanned group of layers, a window pattern, instead of `depth` unrolled ones.
-      remat: "none", "attention" (recompute what is as large as T×T), "dots" (keep matrix products) or "full" (every
-        layer), in the backward pass.
-      dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
-      compose … implementation: see `dcvit.models.attention.Attention`.
+      window_pattern: "none", "1:1", "3:1" or "7:1" local to global layers.
+      window: number of tokens that a local layer attends to.
+      end_of_text: token that ends a document. Tokens attend to their own document only, in which positions restart;
+        the next document starts with the token. None: attention across documents, as in the paper.
+      init_std: standard deviation of the initial kernels and embeddings.
+      out_init_std: that of the layers that write to the residual stream; None means `init_std`.
     """
 
     vocab_size: int
     context: int = 2048
-    width: int = 768
-    depth: int = 12
-    mlp_dim: int | None = None
-    num_heads: int = 12
     num_key_heads: int | None = None
     position: str = "rotary"
     rotary_fraction: float = 1.0
@@ -183,18 +85,6 @@ class LM(nn.Module):
     end_of_text: int | None = None
     init_std: float = 0.006
     out_init_std: float | None = None
-    scan: bool = False
-    remat: str = "none"
-    dtype_mm: str = "float32"
-    compose: str | None = None
-    branches: str = "qk"
-    projection: bool = True
-    gate: bool = True
-    static: bool = False
-    rank: int = 2
-    groups: int = 1
-    qk_norm: str | None = None
-    implementation: str | None = None
 
     @nn.compact
     def __call__(
@@ -204,112 +94,83 @@ class LM(nn.Module):
         train: bool = False,
         cache: dict[str, Any] | None = None,
         count: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], dict[str, Any]]:
-        """Logits of each next token, float32, and a dict of every named intermediate.
+    ) -> tuple[Float[Array, "B T V"], Outputs]:
+        """Return the float32 logits of each next token, and a dict of all named intermediates.
 
         Args:
-          tokens: below `vocab_size`.
-          train: nothing depends on it; the models have no dropout.
-          cache: as `init_cache` makes it, for decoding: several tokens fill an empty one, then one at a time. What
-            it becomes is `out["cache"]`.
-          count: with `cache`, how many tokens of each example are real; the rest, at its end, is padding.
+          tokens: integers below `vocab_size`.
+          train: unused, because the models have no dropout.
+          cache: returned by `init_cache`, for decoding. Several tokens may fill an empty cache; after that, give one
+            token at a time. The extended cache is `out["cache"]`.
+          count: with `cache`, number of real tokens of each example; the rest at its end is padding.
 
         Raises:
-          ValueError: a field's value is unknown or does not fit the others.
+          ValueError: a field is invalid or does not fit the others.
         """
-        self._check(tokens.shape[1])
+        check_fields(self, tokens.shape[1])
         dtype = jnp.dtype(self.dtype_mm)
-        out: dict[str, Any] = {}
+        out: Outputs = {}
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=normal(self.init_std), name="embedding")
         x = out["stem"] = embed(tokens).astype(dtype)
-        sight, state = self._sight(tokens, cache, count)
+        start, first = (cache["length"], cache["first"]) if cache is not None else (None, None)
+        context = token_context(tokens, self.end_of_text, start, first, count)
+        if update := context.update:
+            out["cache"] = {"length": update.start + update.added, "first": update.oldest_visible}
         if self.position == "learned":
             table = self.param("pos_embedding", normal(self.init_std), (self.context, self.width))
-            x = out["with_posemb"] = x + jnp.take(table, sight.positions, axis=0, mode="clip").astype(dtype)
+            x = out["with_posemb"] = x + jnp.take(table, context.positions, axis=0, mode="clip").astype(dtype)
         x = constrain(x, BATCH, None, None)
-        x, out["decoder"], caches = self._decoder(dtype)(x, sight, cache and cache["layers"])
-        if cache is not None:
-            out["cache"] = {**state, "layers": caches}
+        x, out["decoder"], caches = self._decoder(dtype)(x, context, cache and cache["layers"])
+        if update:
+            out["cache"]["layers"] = caches
         out["pre_logits"] = x
-        kernel = embed.embedding.T if self.tied else _Kernel(self.vocab_size, self.init_std, name="head")(self.width)
+        kernel = embed.embedding.T if self.tied else _Head(self.vocab_size, self.init_std, name="head")(self.width)
         out["logits"] = unembed(x, kernel)
         return out["logits"], out
 
-    def _sight(
-        self, tokens: Array, cache: dict[str, Any] | None, count: Array | None
-    ) -> tuple[Sight, dict[str, Array]]:
-        """Positions, the mask between documents, and with a cache how far each example then is."""
-        batch, length = tokens.shape
-        before = jnp.zeros(batch, jnp.int32) if cache is None else cache["length"]
-        at = before[:, None] + jnp.arange(length)[None]
-        first, mask = jnp.zeros_like(at), None  # of each token, the oldest one that it may see
-        if self.end_of_text is not None:
-            begins = jnp.where(tokens == self.end_of_text, at, 0)
-            if cache is not None:
-                begins = begins.at[:, 0].max(cache["first"])
-            first = jax.lax.cummax(begins, axis=1)
-            if length > 1:
-                mask = (at[:, None, :] >= first[:, :, None])[:, None]
-        if cache is None:
-            return Sight(at - first, mask, None), {}
-        count = jnp.full(batch, length, jnp.int32) if count is None else count
-        newest = jnp.take_along_axis(first, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        sight = Sight(at - first, mask, Progress(before, count, newest))
-        return sight, {"length": before + count, "first": newest}
-
-    def _decoder(self, dtype: Any) -> Decoder:
-        """The layers as the fields describe them."""
+    def _decoder(self, dtype: jnp.dtype) -> Decoder:
+        """Return the layers that the fields describe."""
         init, out_init = normal(self.init_std), normal(self.out_init_std or self.init_std)
         rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(
-            Attention, self.num_heads, num_key_heads=self.num_key_heads, compose=self.compose, branches=self.branches,
-            projection=self.projection, gate=self.gate, static=self.static, rank=self.rank, groups=self.groups,
-            qk_norm=self.qk_norm, rotary=rotary, rotary_base=self.rotary_base, causal=True, use_bias=self.use_bias,
-            kernel_init=init, out_init=out_init, dtype=dtype, implementation=self.implementation,
-            remat=self.remat == "attention",
+            Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
+            causal=True, use_bias=self.use_bias, kernel_init=init, out_init=out_init, dtype=dtype,
+            remat=self.remat == "attention", **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
-            MlpBlock, self.mlp_dim or 4 * self.width, self.mlp, self.use_bias, init, out_init, dtype
-        )
-        norm: Any = nn.RMSNorm if self.norm == "rmsnorm" else nn.LayerNorm
-        norm = functools.partial(norm, epsilon=self.norm_epsilon)
+            MlpBlock, self.mlp_dim, activation=self.mlp, use_bias=self.use_bias, kernel_init=init, out_init=out_init,
+            bias_init=nn.initializers.zeros, dtype=dtype, names=MLP_NAMES,
+        )  # fmt: skip
+        norm_class: Callable[..., nn.Module] = nn.RMSNorm if self.norm == "rmsnorm" else nn.LayerNorm
+        norm = functools.partial(norm_class, epsilon=self.norm_epsilon)
 
         def layer(scanned: bool) -> Callable[..., DecoderBlock]:
-            block: Any = DecoderBlock
-            if self.remat in REMAT:
-                block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not scanned)
+            block: Callable[..., DecoderBlock] = DecoderBlock
+            if self.remat in REMAT_POLICIES:
+                # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
+                block = nn.remat(DecoderBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
             return functools.partial(block, attention, mlp, norm, self.parallel)
 
         scanned = layer(True) if self.scan else None
         return Decoder(self.depth, layer_windows(self), layer(False), norm, scanned, name="Transformer")
 
-    def _check(self, length: int) -> None:
-        """Raises ValueError for fields that are unknown or do not fit `length` tokens."""
-        known = {
-            "position": POSITIONS, "norm": NORMS, "mlp": tuple(MLPS), "remat": REMATS,
-            "window_pattern": tuple(WINDOW_PATTERNS), "dtype_mm": ("float32", "bfloat16"),
-        }  # fmt: skip
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, values))}")
-        for name in ("vocab_size", "context", "width", "num_heads", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} should be 1 or more")
-        for name in ("depth", "mlp_dim", "num_key_heads", "out_init_std"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} should not be negative")
-        if not 0 < self.rotary_fraction <= 1 or self.rotary_base <= 0 or self.norm_epsilon <= 0 or self.init_std <= 0:
-            raise ValueError("rotary_fraction should be in (0, 1], rotary_base, norm_epsilon and init_std above 0")
-        if self.position == "learned" and length > self.context:
-            raise ValueError(f"{length} tokens are more than the model's context of {self.context}")
-        if self.width % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} does not divide width={self.width}")
-        if self.end_of_text is not None and not 0 <= self.end_of_text < self.vocab_size:
-            raise ValueError(f"end_of_text={self.end_of_text} is none of {self.vocab_size} tokens")
+
+def check_fields(net: LM, length: int) -> None:
+    """Raise ValueError if the fields of a model are invalid or do not fit rows of `length` tokens."""
+    check_choices(net, position=POSITIONS, norm=NORMS, mlp=ACTIVATIONS, window_pattern=WINDOW_PATTERNS)
+    check_positive(net, "vocab_size", "context", "window")
+    check_not_negative(net, "num_key_heads", "out_init_std")
+    check_transformer(net)
+    if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:
+        raise ValueError("rotary_fraction should be in (0, 1], rotary_base, norm_epsilon and init_std above 0")
+    if net.position == "learned" and length > net.context:
+        raise ValueError(f"{length} tokens are more than the model's context of {net.context}")
+    if net.end_of_text is not None and not 0 <= net.end_of_text < net.vocab_size:
+        raise ValueError(f"end_of_text={net.end_of_text} should be 0 or more, below vocab_size={net.vocab_size}")
 
 
-class _Kernel(nn.Module):
-    """A parameter `kernel`, M×V: the head, which is applied in pieces by a chunked loss."""
+class _Head(nn.Module):
+    """The head's parameter `kernel`, M×V, without its product: a chunked loss applies it to a part at a time."""
 
     vocab_size: int
     init_std: float
@@ -321,45 +182,32 @@ class _Kernel(nn.Module):
 
 
 def unembed(hidden: Float[Array, "*B M"], kernel: Float[Array, "M V"]) -> Float[Array, "*B V"]:
-    """Logits in float32 from the last hidden states, in whose dtype the factors are multiplied. What comes back to
-    them in a backward pass is float32."""
-    wide = jnp.float32 if hidden.dtype == jnp.bfloat16 else hidden.dtype  # promote_types refuses where it is strict
+    """Return the logits of hidden states, in float32.
+
+    The factors are multiplied in the dtype of the hidden states. Their gradients are float32.
+    """
+    wide = jnp.float32 if hidden.dtype == jnp.bfloat16 else hidden.dtype  # strict mode forbids promote_types
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
 
 
-def head_kernel(params: Mapping[str, Any]) -> Float[Array, "M V"]:
-    """The head of a model's parameters, tied or not."""
+def head_kernel(params: Params) -> Float[Array, "M V"]:
+    """Return the head of a model's parameters, tied or not."""
     kernel: Array = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"].T
     return kernel
 
 
 def layer_windows(net: LM) -> tuple[int | None, ...]:
-    """The window of each layer of the repeating pattern, None for all tokens."""
+    """Return the window of each layer of the repeated pattern; None is a global layer."""
     return tuple(net.window if kind == "L" else None for kind in WINDOW_PATTERNS[net.window_pattern])
 
 
 def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
-    """An empty cache for decoding `batch` examples of up to `length` tokens; see `LM.__call__`.
+    """Return an empty cache for decoding `batch` examples of up to `length` tokens; see `LM.__call__`.
 
-    Local layers keep a window, in a ring; the others `length` tokens.
+    A local layer has a ring of `window` slots, a global layer `length` slots.
     """
-    windows, dtype = layer_windows(net), jnp.dtype(net.dtype_mm)
-    key_heads, key_wise = net.num_key_heads or net.num_heads, net.compose and "k" in net.branches
-
-    def layer(window: int | None) -> Cache:
-        def slots(*per_token: int) -> Array:
-            return jnp.zeros((batch, min(window or length, length), *per_token), dtype)
-
-        def composed(where: str) -> ComposeWeights | None:
-            if not key_wise or net.compose not in (where, "both") or not (net.projection or net.gate):
-                return None
-            factors = [slots(net.rank, net.num_heads) if net.projection else None for _ in range(2)]
-            return ComposeWeights(k1=factors[0], k2=factors[1], kg=slots(net.num_heads) if net.gate else None)
-
-        keys, values = (slots(key_heads * (net.width // net.num_heads)) for _ in range(2))
-        return Cache(keys, values, composed("pre"), composed("post"))
-
-    caches = [layer(window) for window in windows]
+    windows = layer_windows(net)
+    caches = [_layer_cache(net, batch, min(window or length, length)) for window in windows]
     repeats = net.depth // len(windows) if net.scan else 0
     layers: dict[str, Any] = {
         f"decoderblock_{i}": caches[i % len(windows)] for i in range(repeats * len(windows), net.depth)
@@ -370,57 +218,74 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     return {"length": zeros, "first": zeros, "layers": layers}
 
 
+def _layer_cache(net: LM, batch: int, slots: int) -> Cache:
+    """Return the empty cache of one layer."""
+    dtype, key_heads = jnp.dtype(net.dtype_mm), net.num_key_heads or net.num_heads
+
+    def zeros(*per_token: int) -> Array:
+        return jnp.zeros((batch, slots, *per_token), dtype)
+
+    def composed(where: str) -> ComposeWeights | None:
+        if net.compose not in (where, "both") or "k" not in net.branches or not (net.projection or net.gate):
+            return None
+        k1, k2 = (zeros(net.rank, net.num_heads) if net.projection else None for _ in range(2))
+        return ComposeWeights(k1=k1, k2=k2, kg=zeros(net.num_heads) if net.gate else None)
+
+    keys, values = (zeros(key_heads * (net.width // net.num_heads)) for _ in range(2))
+    return Cache(keys, values, composed("pre"), composed("post"))
+
+
 def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  # noqa: N802
-    """Builds the module, e.g. `Model(50257, preset="DCFormer++-405M")`; `fields` override the preset's.
+    """Build the model, such as `Model(50257, preset="DCFormer++-405M")`; `fields` override the preset's.
 
     Raises:
-      ValueError: an unknown preset; the message names the nearest ones.
+      ValueError: the preset is unknown; the message names the nearest ones.
     """
     return LM(vocab_size, **{**decode_preset(preset), **fields})
 
 
-def stack_blocks(params: Mapping[str, Any], period: int) -> dict[str, Any]:
-    """Parameters of the unrolled decoder as those of the scanned one, whose groups have `period` layers."""
+def stack_blocks(params: Params, period: int) -> Params:
+    """Convert the parameters of an unrolled decoder to those of a scanned one with groups of `period` layers.
+
+    Parameters of a scanned decoder are returned as they are.
+    """
     transformer = dict(params["Transformer"])
-    names = [f"decoderblock_{i}" for i in range(len(transformer)) if f"decoderblock_{i}" in transformer]
-    repeats = 0 if "group" in transformer else len(names) // period
-    if repeats:
-        blocks = [transformer.pop(name) for name in names[: repeats * period]]
-        transformer["group"] = {
-            f"layer_{i}": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks[i::period]) for i in range(period)
-        }
+    blocks = [] if "group" in transformer else pop_blocks(transformer, "decoderblock_", multiple_of=period)
+    if blocks:
+        transformer["group"] = {f"layer_{i}": stack(blocks[i::period]) for i in range(period)}
     return {**params, "Transformer": transformer}
 
 
-def unstack_blocks(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the scanned decoder as those of the unrolled one; already unrolled ones stay as they are."""
+def unstack_blocks(params: Params) -> Params:
+    """Convert the parameters of a scanned decoder to those of an unrolled one, which are returned as they are."""
     transformer = dict(params["Transformer"])
     group = transformer.pop("group", {})
     for i in range(len(group)):
-        layers = group[f"layer_{i}"]
-        for repeat in range(len(jax.tree.leaves(layers)[0])):
-            name = f"decoderblock_{repeat * len(group) + i}"
-            transformer[name] = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], layers)
+        for repeat, layer in enumerate(unstack(group[f"layer_{i}"])):
+            transformer[f"decoderblock_{repeat * len(group) + i}"] = layer
     return {**params, "Transformer": transformer}
 
 
 def load(
-    init_params: Mapping[str, Any], init_file: str, model_cfg: Mapping[str, Any], dont_load: Sequence[str] = ()
+    init_params: Params, init_file: str, model_cfg: Mapping[str, Any], dont_load: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`init_params` with the values of a checkpoint of this project; scanned and unrolled trees convert.
+    """Return `init_params` with the values of a checkpoint of this project, scanned or unrolled.
 
-    Parameters whose name matches a regex of `dont_load` keep their initial value.
+    Args:
+      init_params: parameters of the model.
+      init_file: a workdir, a checkpoint folder or a `.npz` file.
+      model_cfg: unused; big_vision's trainer passes it.
+      dont_load: regexes; parameters whose name matches one keep their initial value.
 
     Raises:
-      dcvit.errors.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
+      dcvit.errors.CheckpointError: the file is unreadable, or names or shapes differ (both sides are listed).
     """
-    from dcvit.checkpoint.checkpointer import load_params
-    from dcvit.checkpoint.params import merge_params
 
-    loaded = load_params(init_file)
-    if "Transformer" in loaded:
-        loaded = unstack_blocks(loaded)
+    def convert(loaded: Params) -> Params:
+        if "Transformer" not in loaded:
+            return loaded
+        unrolled = unstack_blocks(loaded)
         group = init_params["Transformer"].get("group")
-        if group is not None:
-            loaded = stack_blocks(loaded, len(group))
-    return merge_params(loaded, init_params, dont_load)
+        return unrolled if group is None else stack_blocks(unrolled, len(group))
+
+    return load_params_into(init_params, init_file, dont_load, convert)

@@ -1,4 +1,4 @@
-"""Training objectives: a loss for each example, label smoothing, mixup. The config's `loss` is a function's name."""
+"""Training objectives: losses of each example, label smoothing and mixup. A config's `loss` is one of `NAMES`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ NAMES = ("softmax_xent", "sigmoid_xent")
 
 
 def softmax_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
-    """-Σ_c labels·log softmax(logits), in nats."""
+    """Return the cross-entropy -Σ_c labels·log softmax(logits) of each example, in nats."""
     return optax.softmax_cross_entropy(logits, labels)
 
 
 def sigmoid_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
-    """The sum over classes of the binary cross-entropies, in nats (Beyer et al., 2020)."""
+    """Return the sum over classes of the binary cross-entropies of each example, in nats (Beyer et al., 2020)."""
     return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, labels), axis=-1)
 
 
 def smooth(labels: Float[Array, "B C"], amount: float) -> Float[Array, "B C"]:
-    """Label smoothing (Szegedy et al., 2016): (1 - amount)·labels + amount/C."""
+    """Apply label smoothing (Szegedy et al., 2016): (1 - amount)·labels + amount/C."""
     return labels * (1 - amount) + amount / labels.shape[-1]
 
 
 def mixup(
     key: jax.Array, images: Float[Array, "B *image"], labels: Float[Array, "B C"], alpha: float
 ) -> tuple[Float[Array, "B *image"], Float[Array, "B C"]]:
-    """Mixes each example with its neighbour in the batch (Zhang et al., 2018).
+    """Mix each example with its neighbour in the batch (Zhang et al., 2018).
 
-    One λ for the whole batch, drawn from Beta(alpha, alpha) and taken as max(λ, 1-λ), so that an example
-    always keeps at least half of itself.
+    One λ is drawn from Beta(alpha, alpha) for the whole batch. Each example gets the weight max(λ, 1-λ), which is at
+    least 1/2, and its neighbour the rest.
     """
     drawn = jax.random.beta(key, alpha, alpha)
     share = jnp.maximum(drawn, 1 - drawn)
-    return tuple(x * share + jnp.roll(x, 1, axis=0) * (1 - share) for x in (images, labels))  # type: ignore[return-value]
+    mixed_images, mixed_labels = (x * share + jnp.roll(x, 1, axis=0) * (1 - share) for x in (images, labels))
+    return mixed_images, mixed_labels
 
 
 def token_xent(
@@ -50,19 +51,21 @@ def token_xent(
     chunk: int | None = None,
     z_loss: float = 0.0,
 ) -> Float[Array, "B T"]:
-    """Cross-entropy of each token, in nats, and z_loss · log²Z beside it (PaLM, Section 5): Z normalises its logits.
+    """Return the cross-entropy of each token plus z_loss · log²Z (PaLM, Section 5), in nats.
+
+    Z is the normaliser of a token's softmax, Σ exp(logits).
 
     Args:
-      unembed: hidden states to logits.
-      hidden: what predicts the targets.
-      targets: below V.
-      chunk: so many positions have logits at a time, in the forward and, computed again, in the backward pass: the
-        B·T·V logits of a long batch never exist at once. None: all of them.
+      unembed: function from hidden states to logits.
+      hidden: hidden states that predict the targets.
+      targets: the tokens, below V.
+      chunk: number of positions whose logits exist at the same time, in the forward pass and, recomputed, in the
+        backward pass. The B·T·V logits of a long batch may not fit into memory. None: all positions.
       z_loss: weight of the z-loss.
     """
 
     def nats(hidden: Array, targets: Array) -> Array:
-        # The mesh axis that splits heads splits positions here: no exchange of logits, for any size of vocabulary.
+        # Positions are split over the axis of the heads, so that devices exchange no logits, for any vocabulary size.
         logits = unembed(constrain(hidden, BATCH, "tensor", None))
         log_z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

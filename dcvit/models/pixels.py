@@ -1,4 +1,4 @@
-"""The last step of preprocessing, taken on the device: bytes travel there, and become numbers where they are used."""
+"""Device side of preprocessing: images are sent as bytes, and `value_range` converts them on the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import input_pipeline
 
 
 def split(pp: str) -> tuple[str, Callable[[jax.Array], jax.Array]]:
-    """What of a preprocessing string is left to the host, and the function of images B H W C for the device.
+    """Split a preprocessing string into the string for the host and a function of images B H W C for the device.
 
-    The function is `value_range` where the string ends with it (see `input_pipeline.defer_value_range`), equal to
-    the host's but for how a compiler rounds float32; otherwise it changes nothing.
+    If the string ends with `value_range` (see `input_pipeline.defer_value_range`), the function applies it, with the
+    same result except for the compiler's rounding of float32. Otherwise the function returns its input.
     """
     host, found = input_pipeline.defer_value_range(pp)
     if found is None:

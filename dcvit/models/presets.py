@@ -1,4 +1,4 @@
-"""The language models of the paper by name: the architectures, and the sizes of its Tables 3, 4 and 6."""
+"""Language models of the paper by name: architectures, and sizes from Tables 3, 4 and 6."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ COMPOSED = {"compose": "both", "window_pattern": "1:1"}
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    """Every model that the paper trains or times, as fields of `dcvit.models.lm.LM`."""
+    """Return the fields of `dcvit.models.lm.LM` for each model that the paper trains or times."""
     presets: dict[str, dict[str, Any]] = {}
     for size, (depth, width, heads, mlp_dim) in SIZES.items():
         shape = {"depth": depth, "width": width, "num_heads": heads}
-        qk_norm = {"qk_norm": "rmsnorm"} if size in ("405M", "834M", "1.4B") else {}  # as released: on, but not at 2.8B
+        qk_norm = {"qk_norm": "rmsnorm"} if size in ("405M", "834M", "1.4B") else {}  # as released: used up to 1.4B
         composed = COMPOSED | qk_norm
         if qk_norm:  # the sizes of Table 3
             presets[f"Transformer-{size}"] = GPT3 | shape
@@ -55,10 +55,10 @@ PRESETS = _presets()
 
 
 def decode_preset(preset: str | None) -> dict[str, Any]:
-    """The fields of a preset, such as "DCFormer++-405M".
+    """Return the fields of a preset, such as "DCFormer++-405M".
 
     Raises:
-      ValueError: an unknown preset; the message names the nearest ones.
+      ValueError: the preset is unknown; the message names the nearest ones.
     """
     if preset is None:
         return {}

@@ -1,12 +1,13 @@
-"""`dcvit.dcmha.attention` on a mesh of devices: each attends with the examples, and where it can the heads, it holds.
+"""`dcvit.dcmha.attention` on a mesh of devices: each device computes its own examples and, if possible, its own heads.
 
-Blocks and kernels cannot be split by the compiler as `reference`'s einsums are, so they run under `jax.shard_map`.
+The compiler splits the einsums of the reference implementation by itself. It cannot split blocks and kernels, so these
+run under `jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,44 +27,44 @@ def attention(
     post: ComposeWeights | None,
     *,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    causal: bool = False,
+    window: int | None = None,
     groups: int = 1,
     implementation: str | None = None,
-    **options: Any,
 ) -> Float[Array, "B T H D"]:
-    """As `dcvit.dcmha.attention`, on the mesh in force (`jax.set_mesh`); that itself where it places nothing.
+    """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
-    Examples are split over the batch axes, heads over "tensor". Heads that compose with heads of another device are
-    left to the compiler and the reference implementation, which exchange the least, unless another one is asked for:
-    then each device of a "tensor" axis attends with all heads.
+    Examples are split over the batch axes, heads over "tensor". If heads are composed with heads of another device, the
+    compiler splits the reference implementation, which exchanges the least. If another implementation is named, each
+    device of the "tensor" axis computes all heads instead.
     """
     mesh = active_mesh()
-    options |= {"groups": groups, "implementation": implementation}
+    attend = functools.partial(dcmha.attention, causal=causal, window=window)
     if mesh is None or implementation == "reference":
-        return dcmha.attention(q, k, v, pre, post, mask=mask, **options)
+        return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation=implementation)
     tensor = mesh.shape.get("tensor", 1)
-    apart = (pre is None and post is None) or groups % tensor == 0
-    if tensor > 1 and not apart and implementation is None:
-        return dcmha.attention(q, k, v, pre, post, mask=mask, **options | {"implementation": "reference"})
-    if tensor > 1 and apart and q.shape[2] % tensor == 0 and k.shape[2] % tensor:
-        times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the fewest key heads that the axis divides
+    independent = (pre is None and post is None) or groups % tensor == 0  # no composition across devices
+    if tensor > 1 and not independent and implementation is None:
+        return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation="reference")
+    if tensor > 1 and independent and q.shape[2] % tensor == 0 and k.shape[2] % tensor:
+        times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the smallest repetition that the axis divides
         k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
-    heads = "tensor" if tensor > 1 and apart and q.shape[2] % tensor == 0 else None
+    heads = "tensor" if tensor > 1 and independent and q.shape[2] % tensor == 0 else None
     batch = divisible_axes(q.shape[:1], [BATCH], mesh)[0]
-    if heads:
-        options["groups"] = max(1, groups // tensor)
+    local_groups = max(1, groups // tensor) if heads else groups
 
-    def of(w: ComposeWeights | None) -> Any:
-        if w is None:
-            return None
-        rank, gate = P(batch, None, None, heads), P(batch, None, heads)
-        specs: list[Any] = [rank, rank, gate, rank, rank, gate, P(heads)]
-        return ComposeWeights(*[None if x is None else spec for x, spec in zip(w, specs, strict=True)])
-
-    whole = P(batch, None, heads, None)
-    seen = None if mask is None else P(None if mask.shape[0] == 1 else batch)
-    attend = jax.shard_map(
-        lambda q, k, v, pre, post, mask: dcmha.attention(q, k, v, pre, post, mask=mask, **options),
-        in_specs=(whole, whole, whole, of(pre), of(post), seen), out_specs=whole, check_vma=False,
+    by_head = P(batch, None, heads, None)
+    mask_spec = None if mask is None else P(None if mask.shape[0] == 1 else batch)
+    local = functools.partial(attend, groups=local_groups, implementation=implementation)
+    rank, gate = P(batch, None, None, heads), P(batch, None, heads)
+    specs = (rank, rank, gate, rank, rank, gate, P(heads))  # in the order of the fields of ComposeWeights
+    pre_specs, post_specs = (
+        w and jax.tree.unflatten(jax.tree.structure(w), [s for x, s in zip(w, specs, strict=True) if x is not None])
+        for w in (pre, post)
+    )
+    sharded = jax.shard_map(
+        lambda q, k, v, pre, post, mask: local(q, k, v, pre, post, mask=mask),
+        in_specs=(by_head, by_head, by_head, pre_specs, post_specs, mask_spec), out_specs=by_head, check_vma=False,
     )  # fmt: skip
-    out: Array = attend(q, k, v, pre, post, mask)
+    out: Array = sharded(q, k, v, pre, post, mask)
     return out

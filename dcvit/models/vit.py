@@ -1,8 +1,8 @@
 """Vision Transformer (Dosovitskiy et al., 2021) with plain or dynamically composed attention.
 
-The plain model's parameter tree is big_vision's, name for name, so its checkpoints load. DCViT replaces
-the attention of every block (Section 4.5 of the DCMHA paper); the pooling head of `pool_type="map"`
-stays plain attention.
+The plain model's parameter tree is that of big_vision, name for name, so big_vision's checkpoints load. DCViT replaces
+the attention of every block (Section 4.5 of the DCMHA paper). The pooling head of `pool_type="map"` keeps plain
+attention.
 """
 
 from __future__ import annotations
@@ -16,9 +16,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.models.attention import Attention, in_float32
+from dcvit.models import Outputs, Params
+from dcvit.models.attention import Attention
+from dcvit.models.fields import (
+    REMAT_POLICIES,
+    AttentionFields,
+    TransformerFields,
+    check_choices,
+    check_not_negative,
+    check_transformer,
+    values_of,
+)
+from dcvit.models.layers import MlpBlock, in_float32
+from dcvit.models.loading import load_params_into, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
@@ -34,61 +47,48 @@ VARIANTS = {
     "g": (1408, 40, 6144, 16),
     "G": (1664, 48, 8192, 16),
 }
-REMAT = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-REMATS = ("none", "attention", *REMAT)
 POOLS = ("gap", "map", "tok", "0", "none")
 POSEMBS = ("learn", "sincos2d")
 
 
-class MlpBlock(nn.Module):
-    """Two dense layers with GELU between; `mlp_dim` is 4·M by default."""
-
-    mlp_dim: int | None = None
-    dropout: float = 0.0
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> Float[Array, "B T M"]:
-        dense = functools.partial(
-            nn.Dense,
-            kernel_init=nn.initializers.xavier_uniform(),
-            bias_init=nn.initializers.normal(1e-6),
-            dtype=self.dtype,
-        )
-        width = x.shape[-1]
-        x = constrain(nn.gelu(dense(self.mlp_dim or 4 * width)(x)), BATCH, None, "tensor")
-        x = nn.Dropout(self.dropout)(x, deterministic)
-        return dense(width)(x)
-
-
 class Encoder1DBlock(nn.Module):
-    """Attention and MLP, each after a LayerNorm and inside a residual connection."""
+    """Attention and MLP, each after a LayerNorm and inside a residual connection.
+
+    Fields:
+      attention: constructor of the attention module.
+      mlp_dim: F; None means 4·M.
+      dropout: dropout rate inside the MLP and on both residual branches.
+      dtype: dtype of the computation.
+      deterministic: disable dropout and stochastic depth.
+    """
 
     attention: Callable[..., Attention]
     mlp_dim: int | None = None
     dropout: float = 0.0
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     deterministic: bool = True
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T M"], drop_rate: Float[Array, ""]
     ) -> tuple[Float[Array, "B T M"], dict[str, Array]]:
-        """`drop_rate` is the probability that stochastic depth skips a residual branch of an example."""
+        """Return the output and the intermediates.
+
+        Args:
+          x: the input.
+          drop_rate: probability that stochastic depth skips a residual branch of an example.
+        """
         out = {}
         y = in_float32(nn.LayerNorm(), x)
         y = out["sa"] = self.attention(name="MultiHeadDotProductAttention_0")(y)
         x = out["+sa"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         y = in_float32(nn.LayerNorm(), x)
-        y = out["mlp"] = MlpBlock(self.mlp_dim, self.dropout, self.dtype)(y, self.deterministic)
+        y = out["mlp"] = MlpBlock(self.mlp_dim, dropout=self.dropout, dtype=self.dtype)(y, self.deterministic)
         x = out["+mlp"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         return x, out
 
     def _residual(self, y: Array, drop_rate: Array) -> Array:
-        """Dropout, then stochastic depth (Huang et al., 2016): whole examples dropped, the rest rescaled."""
+        """Apply dropout, then stochastic depth (Huang et al., 2016), which drops examples and rescales the others."""
         y = nn.Dropout(self.dropout)(y, self.deterministic)
         if self.deterministic:
             return y
@@ -98,7 +98,13 @@ class Encoder1DBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`depth` blocks, unrolled or as one scanned block with parameters stacked over layers, then a LayerNorm."""
+    """`depth` blocks, unrolled or as one scanned block with parameters stacked over layers, then a LayerNorm.
+
+    Fields:
+      depth: L.
+      attention, mlp_dim, dropout, dtype: see `Encoder1DBlock`.
+      stochastic_depth, scan, remat: see `ViT` and `TransformerFields`.
+    """
 
     depth: int
     attention: Callable[..., Attention]
@@ -107,15 +113,17 @@ class Encoder(nn.Module):
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Array, dict[str, Any]]:
-        out: dict[str, Any] = {}
-        block: Any = Encoder1DBlock
-        if self.remat in REMAT:
-            block = nn.remat(block, policy=REMAT[self.remat], prevent_cse=not self.scan)
-        fields = {
+    def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
+        """Return the normalised output, and the intermediates by block."""
+        out: Outputs = {}
+        block = Encoder1DBlock
+        if self.remat in REMAT_POLICIES:
+            # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
+            block = nn.remat(block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.scan)
+        fields: dict[str, Any] = {
             "attention": self.attention, "mlp_dim": self.mlp_dim, "dropout": self.dropout,
             "dtype": self.dtype, "deterministic": deterministic,
         }  # fmt: skip
@@ -135,15 +143,23 @@ class Encoder(nn.Module):
 
 
 class MAPHead(nn.Module):
-    """Multi-head attention pooling: a learned probe attends to all tokens (Zhai et al., 2022)."""
+    """Multi-head attention pooling: a learned probe attends to all tokens (Zhai et al., 2022).
+
+    Fields:
+      num_heads: H.
+      mlp_dim: F; None means 4·M.
+      dtype: dtype of the computation.
+      implementation: see `dcvit.dcmha.attention`.
+    """
 
     num_heads: int
     mlp_dim: int | None = None
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     implementation: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B M"]:
+        """Return one vector for each example."""
         batch, _, width = x.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width)).astype(x.dtype)
         probe = jnp.tile(probe, (batch, 1, 1))
@@ -155,63 +171,48 @@ class MAPHead(nn.Module):
         return (x + MlpBlock(self.mlp_dim, dtype=self.dtype)(y))[:, 0]
 
 
-class ViT(nn.Module):
-    """The Vision Transformer; build it with `Model`, which also knows the variants by name.
+class ViT(TransformerFields):
+    """The Vision Transformer. Build it with `Model`, which also knows the variants by name.
 
-    Fields:
-      num_classes: C; None or 0 leaves the head away.
-      patch_size, width, depth, mlp_dim, num_heads: the architecture.
+    Fields, in addition to those of `TransformerFields`:
+      num_classes: C; None or 0 omits the head.
+      patch_size: height and width of a patch in pixels.
       posemb: "learn" or "sincos2d" (MoCo v3's fixed embedding).
       pool_type: "gap" (mean), "map" (attention pooling), "tok" (class token), "0" (first token), "none".
-      rep_size: width of a tanh `pre_logits` layer before the head; True means `width`; False, none.
-      head_zeroinit: the head's kernel starts at zero.
-      dropout: rate after the position embedding, inside the MLP and on both residual branches.
-      stochastic_depth: rate of the last block; grows linearly from 0 at the first (so a single block has 0).
-      scan: one scanned block instead of `depth` unrolled ones: compiles faster, same result.
-      remat: "none", "attention" (recompute what is as large as T×T), "dots" (keep matrix products) or "full" (every
-        block), in the backward pass.
-      dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
-      compose … implementation: see `dcvit.models.attention.Attention`.
+      rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
+      head_zeroinit: initialise the head's kernel to zero.
+      dropout: dropout rate after the position embedding, inside the MLPs and on both residual branches.
+      stochastic_depth: drop rate of the last block; it grows linearly from 0 at the first (a single block has 0).
     """
 
     num_classes: int | None = None
     patch_size: Sequence[int] = (16, 16)
-    width: int = 768
-    depth: int = 12
-    mlp_dim: int | None = None
-    num_heads: int = 12
     posemb: str = "learn"
     pool_type: str = "gap"
     rep_size: int | bool = False
     head_zeroinit: bool = True
     dropout: float = 0.0
     stochastic_depth: float = 0.0
-    scan: bool = False
-    remat: str = "none"
-    dtype_mm: str = "float32"
-    compose: str | None = None
-    branches: str = "qk"
-    projection: bool = True
-    gate: bool = True
-    static: bool = False
-    rank: int = 2
-    groups: int = 1
-    qk_norm: str | None = None
-    implementation: str | None = None
 
     @nn.compact
     def __call__(
         self, image: Float[Array, "B height width channels"], *, train: bool = False
-    ) -> tuple[Float[Array, "..."], dict[str, Any]]:
-        """Logits (B C), and a dict of every named intermediate, in float32 from `pre_logits` on.
+    ) -> tuple[Float[Array, "..."], Outputs]:
+        """Return the logits B C, and a dict of all named intermediates, in float32 from `pre_logits` on.
+
+        Without a head, the first result is the pooled features; with `pool_type="none"` it has an axis of tokens.
+
+        Args:
+          image: a batch of images.
+          train: enable dropout and stochastic depth, which need an rng "dropout".
 
         Raises:
-          ValueError: a field's value is unknown, the patch does not divide the image, or the heads do not
-            divide the width.
+          ValueError: a field is invalid, the patch size does not divide the image, or the heads do not divide the
+            width.
         """
-        self._check(image.shape)
+        check_fields(self, image.shape)
         dtype = jnp.dtype(self.dtype_mm)
-        out: dict[str, Any] = {}
+        out: Outputs = {}
         patch = tuple(self.patch_size)
         x = out["stem"] = nn.Conv(
             self.width, patch, strides=patch, padding="VALID", dtype=dtype, name="embedding"
@@ -225,10 +226,8 @@ class ViT(nn.Module):
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
         attention = functools.partial(
-            Attention, self.num_heads, compose=self.compose, branches=self.branches, projection=self.projection,
-            gate=self.gate, static=self.static, rank=self.rank, groups=self.groups, qk_norm=self.qk_norm,
-            dtype=dtype, implementation=self.implementation, remat=self.remat == "attention",
-        )  # fmt: skip
+            Attention, self.num_heads, dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields)
+        )
         x, out["encoder"] = Encoder(
             self.depth, attention, self.mlp_dim, self.dropout, self.stochastic_depth,
             self.scan, self.remat, dtype, name="Transformer",
@@ -239,16 +238,17 @@ class ViT(nn.Module):
         x = out["head_input"] = self._pool(x, dtype).astype(jnp.float32)
         return self._head(x, x_2d, out)
 
-    def _pool(self, x: Array, dtype: Any) -> Array:
-        """One vector for each image, or all tokens with `pool_type="none"`."""
+    def _pool(self, x: Array, dtype: jnp.dtype) -> Array:
+        """Return one vector for each image, or all tokens with `pool_type="none"`."""
         if self.pool_type == "map":
-            return MAPHead(self.num_heads, self.mlp_dim, dtype, self.implementation, name="MAPHead_0")(x)
+            pooled: Array = MAPHead(self.num_heads, self.mlp_dim, dtype, self.implementation, name="MAPHead_0")(x)
+            return pooled
         if self.pool_type == "gap":
             return jnp.mean(x, axis=1)
         return x if self.pool_type == "none" else x[:, 0]
 
-    def _head(self, x: Array, x_2d: Array, out: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
-        """Applies `pre_logits` and `head` to the pooled vector and to every patch alike."""
+    def _head(self, x: Array, x_2d: Array, out: Outputs) -> tuple[Array, Outputs]:
+        """Apply `pre_logits` and `head` to the pooled vector, and to every patch."""
         if self.rep_size:
             hidden = nn.Dense(self.width if self.rep_size is True else self.rep_size, name="pre_logits")
             x, x_2d = nn.tanh(hidden(x)), nn.tanh(hidden(x_2d))
@@ -264,45 +264,39 @@ class ViT(nn.Module):
         if self.posemb == "sincos2d":
             return posemb_sincos_2d(rows, columns, self.width)
         init = nn.initializers.normal(1 / np.sqrt(self.width))
-        return self.param("pos_embedding", init, (1, rows * columns, self.width))
+        table: Array = self.param("pos_embedding", init, (1, rows * columns, self.width))
+        return table
 
-    def _check(self, shape: Sequence[int]) -> None:
-        """Raises ValueError for fields that are unknown or do not fit an image batch of `shape`."""
-        for name, known in (("pool_type", POOLS), ("posemb", POSEMBS), ("remat", REMATS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}")
-        for name in ("width", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} should be 1 or more")
-        for name in ("depth", "rep_size", "mlp_dim"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} should not be negative")
-        for name in ("dropout", "stochastic_depth"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1)")
-        if self.dtype_mm not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype_mm={self.dtype_mm!r}; known: 'float32', 'bfloat16'")
-        if len(self.patch_size) != 2 or any(
-            p < 1 or size % p for p, size in zip(self.patch_size, shape[1:3], strict=True)
-        ):
-            raise ValueError(f"patch_size={tuple(self.patch_size)} does not divide the image, {shape[1]}x{shape[2]}")
-        if self.width % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} does not divide width={self.width}")
-        if self.posemb == "sincos2d" and (self.width % 4 or self.width < 8):
-            raise ValueError(f"posemb='sincos2d' needs a width that is a multiple of 4 from 8 on, found {self.width}")
+
+def check_fields(net: ViT, shape: Sequence[int]) -> None:
+    """Raise ValueError if the fields of a model are invalid or do not fit images of shape B height width channels."""
+    check_choices(net, pool_type=POOLS, posemb=POSEMBS)
+    check_not_negative(net, "rep_size")
+    for name in ("dropout", "stochastic_depth"):
+        if not 0 <= getattr(net, name) < 1:
+            raise ValueError(f"{name}={getattr(net, name)} should be in [0, 1)")
+    check_transformer(net)
+    if len(net.patch_size) != 2 or any(p < 1 or size % p for p, size in zip(net.patch_size, shape[1:3], strict=True)):
+        raise ValueError(f"patch_size={tuple(net.patch_size)} does not divide the image, {shape[1]}x{shape[2]}")
+    if net.posemb == "sincos2d" and (net.width % 4 or net.width < 8):
+        raise ValueError(f"posemb='sincos2d' needs a width of at least 8 that is a multiple of 4, found {net.width}")
 
 
 def Model(num_classes: int | None = None, *, variant: str | None = None, **fields: Any) -> ViT:  # noqa: N802
-    """Builds the module, e.g. `Model(1000, variant="DCViT-S/16", rep_size=True)`; `fields` override the variant's.
+    """Build the model, such as `Model(1000, variant="DCViT-S/16", rep_size=True)`; `fields` override the variant's.
 
     Raises:
-      ValueError: an unknown variant; the message names the nearest ones.
+      ValueError: the variant is unknown; the message names the nearest ones.
     """
     return ViT(num_classes, **{**decode_variant(variant), **fields})
 
 
 def decode_variant(variant: str | None) -> dict[str, Any]:
-    """Fields of a variant name: "S", "S/16", "ViT-S/16", or "DCViT-S/16" for composed attention."""
+    """Return the fields of a variant: "S", "S/16", "ViT-S/16", or "DCViT-S/16" for composed attention.
+
+    Raises:
+      ValueError: the variant is unknown; the message names the nearest ones.
+    """
     if variant is None:
         return {}
     size, slash, patch = variant.partition("/")
@@ -323,7 +317,7 @@ def decode_variant(variant: str | None) -> dict[str, Any]:
 
 
 def posemb_sincos_2d(rows: int, columns: int, width: int) -> Float[Array, "1 T M"]:
-    """MoCo v3's fixed embedding: sin and cos of x, then of y, at width/4 frequencies from 1 down to 1/10,000."""
+    """Return MoCo v3's fixed embedding: sine and cosine of x, then of y, at width/4 frequencies from 1 to 1/10,000."""
     y, x = (grid.reshape(-1, 1) for grid in np.mgrid[:rows, :columns])
     frequencies = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
     table = [f(position * frequencies) for position in (x, y) for f in (np.sin, np.cos)]
@@ -331,7 +325,11 @@ def posemb_sincos_2d(rows: int, columns: int, width: int) -> Float[Array, "1 T M
 
 
 def resample_posemb(old: Float[Array, "1 S M"], tokens: int) -> Float[Array, "1 T M"]:
-    """Position embeddings of a square grid, interpolated linearly (corners aligned) to `tokens` positions."""
+    """Interpolate the position embeddings of a square grid linearly (corners aligned) to `tokens` positions.
+
+    Raises:
+      ValueError: either number of positions is not a square.
+    """
     sizes = [round(n**0.5) for n in (old.shape[1], tokens)]
     if [n * n for n in sizes] != [old.shape[1], tokens]:
         raise ValueError(f"cannot resample position embeddings from {old.shape[1]} to {tokens}: not square grids")
@@ -344,45 +342,47 @@ def resample_posemb(old: Float[Array, "1 S M"], tokens: int) -> Float[Array, "1 
     return jnp.asarray(both.reshape(1, tokens, -1), old.dtype)
 
 
-def stack_blocks(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the unrolled encoder as those of the scanned one; already scanned ones stay as they are."""
+def stack_blocks(params: Params) -> Params:
+    """Convert the parameters of an unrolled encoder to those of a scanned one, which are returned as they are."""
     transformer = dict(params["Transformer"])
-    names = [f"encoderblock_{i}" for i in range(len(transformer)) if f"encoderblock_{i}" in transformer]
-    if names:
-        blocks = [transformer.pop(name) for name in names]
-        transformer["encoderblock"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    blocks = pop_blocks(transformer, "encoderblock_")
+    if blocks:
+        transformer["encoderblock"] = stack(blocks)
     return {**params, "Transformer": transformer}
 
 
-def unstack_blocks(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the scanned encoder as those of the unrolled one; already unrolled ones stay as they are."""
+def unstack_blocks(params: Params) -> Params:
+    """Convert the parameters of a scanned encoder to those of an unrolled one, which are returned as they are."""
     transformer = dict(params["Transformer"])
     stacked = transformer.pop("encoderblock", None)
     if stacked is not None:
-        for i in range(len(jax.tree.leaves(stacked)[0])):
-            transformer[f"encoderblock_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        transformer |= {f"encoderblock_{i}": layer for i, layer in enumerate(unstack(stacked))}
     return {**params, "Transformer": transformer}
 
 
 def load(
-    init_params: Mapping[str, Any], init_file: str, model_cfg: Mapping[str, Any], dont_load: Sequence[str] = ()
+    init_params: Params, init_file: str, model_cfg: Mapping[str, Any], dont_load: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`init_params` with the values of a checkpoint: big_vision's `.npz`, or one of this project.
+    """Return `init_params` with the values of a checkpoint of big_vision or of this project, scanned or unrolled.
 
-    Position embeddings are resampled to the model's grid; scanned and unrolled trees convert into each
-    other. Parameters whose name matches a regex of `dont_load` keep their initial value.
+    Learned position embeddings are resampled to the model's grid.
+
+    Args:
+      init_params: parameters of the model.
+      init_file: a workdir, a checkpoint folder or a `.npz` file.
+      model_cfg: fields of the model; only `scan` is used.
+      dont_load: regexes; parameters whose name matches one keep their initial value.
 
     Raises:
-      dcvit.errors.CheckpointError: unreadable file, or trees or shapes that differ (both sides listed).
+      dcvit.errors.CheckpointError: the file is unreadable, or names or shapes differ (both sides are listed).
     """
-    from dcvit.checkpoint.checkpointer import load_params
-    from dcvit.checkpoint.params import merge_params
 
-    loaded = load_params(init_file)
-    if "Transformer" in loaded:
-        loaded = (stack_blocks if model_cfg.get("scan") else unstack_blocks)(loaded)
-    if "pos_embedding" in loaded and "pos_embedding" in init_params:
-        loaded["pos_embedding"] = resample_posemb(
-            jnp.asarray(loaded["pos_embedding"]), init_params["pos_embedding"].shape[1]
-        )
-    return merge_params(loaded, init_params, dont_load)
+    def convert(loaded: Params) -> Params:
+        if "Transformer" in loaded:
+            loaded = (stack_blocks if model_cfg.get("scan") else unstack_blocks)(loaded)
+        if "pos_embedding" in loaded and "pos_embedding" in init_params:
+            tokens = init_params["pos_embedding"].shape[1]
+            loaded = {**loaded, "pos_embedding": resample_posemb(jnp.asarray(loaded["pos_embedding"]), tokens)}
+        return loaded
+
+    return load_params_into(init_params, init_file, dont_load, convert)

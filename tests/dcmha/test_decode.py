@@ -10,7 +10,7 @@ import pytest
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha import kv_cache as decode_cache
 from dcvit.models import lm
-from dcvit.models.attention import Attention, Progress
+from dcvit.models.attention import Attention, CacheUpdate
 
 VOCAB, WINDOW, CONTEXT = 7, 4, 18
 PROMPTS = (1, 3, 9, 6)  # lengths: one token, less than a window, several windows
@@ -120,18 +120,16 @@ def test_all_that_is_cached_of_a_compose_is_used():
 
 
 def test_a_mask_holds_while_decoding_too():
-    """Against the whole sequence, in which a token is hidden from all others; and a cache alone is refused."""
+    """Against the whole sequence, in which a token is hidden from all others."""
     layer, x = Attention(4, causal=True, compose="both"), jax.random.normal(jax.random.key(0), (2, 6, 16))
     params = layer.init(jax.random.key(1), x)
     seen = jnp.ones((2, 1, 6, 6), bool).at[1, :, :, 2].set(False)
     cache = jax.tree.map(lambda leaf: jnp.zeros((2, 6, *leaf.shape[2:])), (x, x, *weights_of(layer, params, x)))
     cache = decode_cache.Cache(*cache)
     for t in range(6):
-        at = Progress(jnp.full(2, t), jnp.ones(2, jnp.int32), jnp.zeros(2, jnp.int32))
-        out, cache = layer.apply(params, x[:, t : t + 1], mask=seen[:, :, t : t + 1], cache=cache, progress=at)
+        update = CacheUpdate(jnp.full(2, t), jnp.ones(2, jnp.int32), jnp.zeros(2, jnp.int32))
+        out, cache = layer.apply(params, x[:, t : t + 1], cache, update, seen[:, :, t : t + 1], method="decode")
     np.testing.assert_allclose(out, layer.apply(params, x, mask=seen)[:, -1:], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="a cache needs progress"):
-        layer.apply(params, x[:, :1], cache=cache)
 
 
 def weights_of(layer, params, x):

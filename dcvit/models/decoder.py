@@ -1,0 +1,165 @@
+"""Decoder layers of the language models, unrolled or scanned, and their KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha.kv_cache import Cache
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.models import Outputs
+from dcvit.models.attention import Attention, CacheUpdate
+from dcvit.models.layers import MlpBlock, in_float32
+from dcvit.parallel.mesh import BATCH, constrain
+
+LayerCaches: TypeAlias = dict[str, Any]  # a Cache for each unrolled layer, and a stacked list of them for a scan
+
+
+class TokenContext(NamedTuple):
+    """Positions of the tokens and the tokens that each may attend to; the same for all layers."""
+
+    positions: Int[Array, "#B T"]  # for position embeddings
+    mask: Bool[Array, "B 1 T T"] | None  # in addition to causality and windows
+    update: CacheUpdate | None  # if tokens are decoded with a cache
+
+
+def token_context(
+    tokens: Int[Array, "B T"],
+    end_of_text: int | None,
+    start: Int[Array, " B"] | None = None,
+    first: Int[Array, " B"] | None = None,
+    count: Int[Array, " B"] | None = None,
+) -> TokenContext:
+    """Return the positions and masks of tokens, which restart at each document if `end_of_text` is given.
+
+    Args:
+      tokens: the tokens of a call.
+      end_of_text: token that ends a document. The next document starts with it. None: one document.
+      start: with a cache, number of tokens before this call.
+      first: with a cache, first token of the document that the last token before this call belongs to.
+      count: with a cache, number of real tokens of each example; None means all.
+    """
+    batch, length = tokens.shape
+    at = (jnp.zeros(batch, jnp.int32) if start is None else start)[:, None] + jnp.arange(length)[None]
+    oldest, mask = jnp.zeros_like(at), None  # for each token, the first one that it may attend to
+    if end_of_text is not None:
+        starts = jnp.where(tokens == end_of_text, at, 0)
+        if first is not None:
+            starts = starts.at[:, 0].max(first)
+        oldest = jax.lax.cummax(starts, axis=1)
+        if length > 1:
+            mask = (at[:, None, :] >= oldest[:, :, None])[:, None]
+    if start is None:
+        return TokenContext(at - oldest, mask, None)
+    count = jnp.full(batch, length, jnp.int32) if count is None else count
+    newest = jnp.take_along_axis(oldest, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return TokenContext(at - oldest, mask, CacheUpdate(start, count, newest))
+
+
+class DecoderBlock(nn.Module):
+    """Attention and MLP, each after a norm; one after the other, or both from the same input.
+
+    Fields:
+      attention, mlp, norm: constructors of the submodules.
+      parallel: attention and MLP read the same input (GPT-NeoX).
+      window: number of tokens that a token attends to, itself included; None means all.
+    """
+
+    attention: Callable[..., Attention]
+    mlp: Callable[..., MlpBlock]
+    norm: Callable[..., nn.Module]
+    parallel: bool
+    window: int | None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], context: TokenContext, cache: Cache | None
+    ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], Cache | None]]:
+        """Return the output, and the intermediates with the extended cache."""
+        attention = self.attention(window=self.window, name="MultiHeadDotProductAttention_0")
+        out = {}
+        y = in_float32(self.norm(name="attention_norm"), x)
+        if cache is None or context.update is None:
+            y = attention(y, mask=context.mask, positions=context.positions)
+        else:
+            y, cache = attention.decode(y, cache, context.update, context.mask, context.positions)
+        out["sa"] = y
+        after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, None, None)
+        y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)
+        y = out["mlp"] = self.mlp(name="MlpBlock_0")(y)
+        x = out["+mlp"] = constrain(after + y, BATCH, None, None)
+        return x, (out, cache)
+
+
+class LayerGroup(nn.Module):
+    """The layers of one window pattern, one after the other: the body of a scan.
+
+    Fields:
+      layer: constructor of a layer.
+      windows: the window of each layer.
+    """
+
+    layer: Callable[..., DecoderBlock]
+    windows: Sequence[int | None]
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], context: TokenContext, caches: list[Cache] | None
+    ) -> tuple[Float[Array, "B T M"], tuple[list[dict[str, Array]], list[Cache] | None]]:
+        """Return the output, and the intermediates and extended caches by layer."""
+        outs: list[dict[str, Array]] = []
+        extended: list[Cache] = []
+        for i, window in enumerate(self.windows):
+            block = self.layer(window=window, name=f"layer_{i}")
+            x, (out, cache) = block(x, context, caches[i] if caches else None)
+            outs.append(out)
+            if cache is not None:
+                extended.append(cache)
+        return x, (outs, extended if caches else None)
+
+
+class Decoder(nn.Module):
+    """`depth` layers whose windows repeat a pattern: unrolled, or a scan over whole patterns and an unrolled rest.
+
+    Fields:
+      depth: L.
+      windows: the window of each layer of the pattern.
+      layer: constructor of an unrolled layer.
+      norm: constructor of the last norm.
+      scanned: constructor of a layer inside the scan; None means no scan.
+    """
+
+    depth: int
+    windows: Sequence[int | None]
+    layer: Callable[..., DecoderBlock]
+    norm: Callable[..., nn.Module]
+    scanned: Callable[..., DecoderBlock] | None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], context: TokenContext, caches: LayerCaches | None
+    ) -> tuple[Float[Array, "B T M"], Outputs, LayerCaches | None]:
+        """Return the normalised output, the intermediates by layer, and the extended caches."""
+        period = len(self.windows)
+        out: Outputs = {}
+        repeats = self.depth // period if self.scanned else 0
+        extended: LayerCaches = {}
+        if self.scanned and repeats:
+            group = nn.scan(
+                LayerGroup, variable_axes={"params": 0}, split_rngs={"params": True}, length=repeats,
+                in_axes=(nn.broadcast, 0),
+            )(self.scanned, self.windows, name="group")  # fmt: skip
+            x, (stacked, extended["group"]) = group(x, context, caches["group"] if caches else None)
+            for layer in range(repeats * period):
+                repeat, place = divmod(layer, period)
+                out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
+        for layer in range(repeats * period, self.depth):
+            name = f"decoderblock_{layer}"
+            block = self.layer(window=self.windows[layer % period], name=name)
+            x, (out[f"block{layer:02d}"], extended[name]) = block(x, context, caches[name] if caches else None)
+        out["pre_ln"] = x
+        return in_float32(self.norm(name="decoder_norm"), x), out, extended if caches else None

@@ -1,0 +1,137 @@
+"""Fields that several modules share: the composition of attention, and the size and computation of a transformer.
+
+Each field is declared, documented and checked here once. Modules inherit the fields and keep their flat names, which
+are also the keys of `config.model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+COMPOSE = ("both", "pre", "post", None)
+BRANCHES = ("qk", "q", "k")
+QK_NORMS = ("layernorm", "rmsnorm", None)
+DTYPES = ("float32", "bfloat16")
+# What a rematerialised layer keeps for the backward pass. "attention" rematerialises inside the attention module.
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+REMATS = ("none", "attention", *REMAT_POLICIES)
+
+
+class BranchFields(nn.Module, kw_only=True):
+    """The branches of a composition (Section 3, Table 9).
+
+    Fields:
+      branches: "qk", "q" or "k": the composition is driven by queries, keys or both.
+      projection: the dynamic projections exist.
+      gate: the dynamic gates exist.
+      static: the static projection W_b exists.
+      rank: R of the dynamic projections.
+      groups: heads are composed inside each of this many equal groups (Section 3.2).
+    """
+
+    branches: str = "qk"
+    projection: bool = True
+    gate: bool = True
+    static: bool = False
+    rank: int = 2
+    groups: int = 1
+
+
+class AttentionFields(BranchFields, kw_only=True):
+    """The composition and normalisation of attention.
+
+    Fields:
+      compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
+      qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
+      implementation: see `dcvit.dcmha.attention`. Implementations for a single query cannot train a model.
+    """
+
+    compose: str | None = None
+    qk_norm: str | None = None
+    implementation: str | None = None
+
+
+class TransformerFields(AttentionFields, kw_only=True):
+    """The size of a transformer and the way it is computed.
+
+    Fields:
+      width: M.
+      depth: L, the number of layers.
+      mlp_dim: F, the width of the MLPs; None means 4·M.
+      num_heads: H; divides `width`.
+      scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
+      remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
+        matrix products) or "full" (whole layers).
+      dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
+    """
+
+    width: int = 768
+    depth: int = 12
+    mlp_dim: int | None = None
+    num_heads: int = 12
+    scan: bool = False
+    remat: str = "none"
+    dtype_mm: str = "float32"
+
+
+def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
+    """Return the values that `module` gives to the fields declared by the class `fields` and its bases."""
+    names = [field.name for field in dataclasses.fields(fields) if field.name not in ("parent", "name")]
+    return {name: getattr(module, name) for name in names}
+
+
+def check_choices(module: nn.Module, **choices: Iterable[str | None]) -> None:
+    """Raise ValueError if a field has none of the values given for it."""
+    for name, valid in choices.items():
+        value = getattr(module, name)
+        if value not in valid:
+            raise ValueError(f"{name}={value!r}; known: {', '.join(map(repr, valid))}")
+
+
+def check_positive(module: nn.Module, *names: str) -> None:
+    """Raise ValueError if an integer field is below 1."""
+    for name in names:
+        if getattr(module, name) < 1:
+            raise ValueError(f"{name}={getattr(module, name)} should be 1 or more")
+
+
+def check_not_negative(module: nn.Module, *names: str) -> None:
+    """Raise ValueError if a field is below 0. None is valid."""
+    for name in names:
+        if (getattr(module, name) or 0) < 0:
+            raise ValueError(f"{name}={getattr(module, name)} should not be negative")
+
+
+def check_heads(num_heads: int, width: int) -> None:
+    """Raise ValueError if the heads do not divide the model width."""
+    if width % num_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide width={width}")
+
+
+def check_attention(module: AttentionFields, num_heads: int) -> None:
+    """Raise ValueError if the fields of `AttentionFields` are invalid for a number of heads."""
+    check_choices(module, compose=COMPOSE, branches=BRANCHES, qk_norm=QK_NORMS)
+    if module.compose is None:
+        return
+    if module.groups < 1 or num_heads % module.groups:
+        raise ValueError(f"groups={module.groups} does not divide num_heads={num_heads}")
+    if module.rank < 1:
+        raise ValueError(f"rank={module.rank}: the dynamic projections need at least rank 1")
+    if not (module.projection or module.gate or module.static):
+        raise ValueError("compose without projection, gate or static composes nothing; use compose=None")
+
+
+def check_transformer(module: TransformerFields) -> None:
+    """Raise ValueError if the fields of `TransformerFields` are invalid. `Attention` checks those that it inherits."""
+    check_choices(module, remat=REMATS, dtype_mm=DTYPES)
+    check_positive(module, "width", "num_heads")
+    check_not_negative(module, "depth", "mlp_dim")
+    check_heads(module.num_heads, module.width)

@@ -1,0 +1,65 @@
+"""Layers that both models use: normalisation in float32 and the MLP block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+
+from dcvit.dcmha.shapes import Array, Float
+from dcvit.parallel.mesh import BATCH, constrain
+
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_tanh": nn.gelu,
+    "swiglu": nn.silu,
+}
+
+
+def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Apply a normalisation layer in float32 and return the result in the dtype of `x`."""
+    normalised: Array = norm(x.astype(jnp.float32))
+    return normalised.astype(x.dtype)
+
+
+class MlpBlock(nn.Module):
+    """Two dense layers with an activation between them; SwiGLU multiplies by a third, the gate (Shazeer, 2020).
+
+    Fields:
+      mlp_dim: F, the hidden width; None means 4·M.
+      activation: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
+      dropout: dropout rate of the hidden layer.
+      use_bias: the dense layers have biases.
+      kernel_init: initialiser of the kernels.
+      out_init: initialiser of the last kernel; None means `kernel_init`.
+      bias_init: initialiser of the biases.
+      dtype: dtype of the computation; parameters are float32.
+      names: names of the first layer, the gate and the last layer in the parameter tree; big_vision's by default.
+    """
+
+    mlp_dim: int | None = None
+    activation: str = "gelu_tanh"
+    dropout: float = 0.0
+    use_bias: bool = True
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    out_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.normal(1e-6)
+    dtype: DTypeLike | None = None
+    names: tuple[str, str, str] = ("Dense_0", "gate", "Dense_1")
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> Float[Array, "B T M"]:
+        dense = functools.partial(nn.Dense, use_bias=self.use_bias, bias_init=self.bias_init, dtype=self.dtype)
+        first, gate, last = self.names
+        width = x.shape[-1]
+        mlp_dim = self.mlp_dim or 4 * width
+        hidden = ACTIVATIONS[self.activation](dense(mlp_dim, kernel_init=self.kernel_init, name=first)(x))
+        if self.activation == "swiglu":
+            hidden = hidden * dense(mlp_dim, kernel_init=self.kernel_init, name=gate)(x)
+        hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, None, "tensor"), deterministic)
+        out: Array = dense(width, kernel_init=self.out_init or self.kernel_init, name=last)(hidden)
+        return out

@@ -1,0 +1,51 @@
+"""Checkpoints as initial parameters, and conversion between the trees of scanned and unrolled layers.
+
+A scan stacks the parameters of its layers along a new first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.models import Params
+
+
+def stack(layers: Sequence[Params]) -> Params:
+    """Return the parameters of several layers as one tree, stacked along a new first axis."""
+    stacked: Params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return stacked
+
+
+def unstack(stacked: Params) -> list[Params]:
+    """Return the parameters of each layer of a stacked tree."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
+
+
+def pop_blocks(transformer: dict[str, Any], prefix: str, multiple_of: int = 1) -> list[Params]:
+    """Remove the blocks `prefix`0, `prefix`1, … from a tree and return them.
+
+    Blocks beyond the largest multiple of `multiple_of` stay in the tree.
+    """
+    count = 0
+    while f"{prefix}{count}" in transformer:
+        count += 1
+    return [transformer.pop(f"{prefix}{i}") for i in range(count // multiple_of * multiple_of)]
+
+
+def load_params_into(
+    init_params: Params, init_file: str, dont_load: Sequence[str], convert: Callable[[Params], Params]
+) -> dict[str, Any]:
+    """Return `init_params` with the values of a checkpoint, converted to the layout of the model by `convert`.
+
+    Raises:
+      dcvit.errors.CheckpointError: the file is unreadable, or names or shapes differ (both sides are listed).
+    """
+    # Imported late: the models import where Orbax, which reads checkpoints, is not installed.
+    from dcvit.checkpoint.checkpointer import load_params
+    from dcvit.checkpoint.params import merge_params
+
+    return merge_params(convert(load_params(init_file)), init_params, dont_load)
