@@ -128,7 +128,7 @@ def loading_weights(folder):
     import jax
     import numpy as np
 
-    from dcvit.checkpoint import load_params
+    from dcvit.checkpoint.checkpointer import load_params
 
     params = jax.device_get(load_params(folder / "vit"))
     np.savez(folder / "weights.npz", **flax.traverse_util.flatten_dict(params, sep="/"))

@@ -1,0 +1,207 @@
+"""Stand-ins for gcloud and for the workers of a TPU slice, and a checkout with the launchers."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TOOLS = [
+    *["awk", "bash", "cat", "cp", "dirname", "flock", "git", "gzip", "hostname", "mkdir", "mktemp", "mv"],
+    *["rm", "setsid", "sleep", "tar"],
+]
+RUN = ["--config", "configs/c.py:size=2", "--workdir", "/shared/w"]
+TIMEOUT = 600  # seconds after which a test fails; no test waits for time to pass
+
+# gcloud for one slice. The files "tpu-vm" and "queued-resources" hold the states that successive queries return; the
+# last state stays. A slice has two workers, whose home folders are home0 and home1.
+GCLOUD = """
+import json, os, shutil, subprocess, sys
+from pathlib import Path
+sandbox = Path(os.environ["SANDBOX"])
+words = sys.argv[1:]
+with (sandbox / "calls.jsonl").open("a") as calls:
+    calls.write(json.dumps(words) + "\\n")
+assert words[:2] == ["compute", "tpus"]
+kind, verb, *rest = words[2:]
+options = dict(word.split("=", 1) for word in rest if word.startswith("--") and "=" in word)
+homes = [sandbox / f"home{i}" for i in range(2)]
+def read(kind):
+    path = sandbox / kind
+    return path.read_text().split() if path.exists() else []
+def write(kind, states):
+    (sandbox / kind).write_text("\\n".join(states))
+    if kind == "tpu-vm" and states == ["READY"]:
+        for home in homes:
+            home.mkdir(exist_ok=True)
+def refused(file):
+    if (sandbox / file).exists():
+        (sandbox / file).unlink()
+        sys.exit(f"ERROR: (gcloud) {file}")
+if verb == "list":
+    refused("no-connection")
+    states = read(kind)
+    if states:
+        print(states[0])
+        write(kind, states[1:] or states)
+        if kind == "queued-resources" and states[0] == "ACTIVE" and not read("tpu-vm"):
+            write("tpu-vm", ["READY"])
+elif verb == "create":
+    refused("no-capacity")
+    queue = (sandbox / "queue").read_text().split() if (sandbox / "queue").exists() else ["ACTIVE"]
+    write(kind, ["READY"] if kind == "tpu-vm" else queue)
+elif verb == "delete":
+    assert read(kind), "nothing to delete"
+    for gone in {kind, "tpu-vm"}:
+        (sandbox / gone).unlink(missing_ok=True)
+    for home in homes:
+        shutil.rmtree(home, ignore_errors=True)
+else:
+    if read("tpu-vm") != ["READY"] or (sandbox / "deaf").exists():
+        (sandbox / "deaf").unlink(missing_ok=True)
+        sys.exit("ERROR: (gcloud) cannot connect")
+    chosen = homes if options["--worker"] == "all" else [homes[int(options["--worker"])]]
+    status = 0
+    for home in chosen:
+        if verb == "scp":
+            source, target = (word for word in rest if not word.startswith("--"))
+            shutil.copy(source, home / target.removeprefix("pod:"))
+        else:  # split and joined by spaces, as gcloud and ssh do
+            line = " ".join(options["--command"].split(" "))
+            env = {**os.environ, "HOME": str(home), "WORKER": home.name[-1]}
+            status = subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode or status
+    if (sandbox / "preempt-after-status").exists() and options.get("--command", "").endswith("worker status"):
+        (sandbox / "preempt-after-status").unlink()
+        write("tpu-vm", ["PREEMPTED"])
+    sys.exit(status)
+"""
+
+# Python on a worker: the n-th word of the file "plan" is the outcome of the n-th training run.
+TRAINING = """
+import json, os, signal, sys, time
+from pathlib import Path
+sandbox, worker = Path(os.environ["SANDBOX"]), os.environ["WORKER"]
+with (sandbox / f"runs{worker}.jsonl").open("a") as runs:
+    runs.write(json.dumps([str(Path.cwd()), sys.argv[1:]]) + "\\n")
+attempt = len((sandbox / f"runs{worker}.jsonl").read_text().splitlines())
+plan = (sandbox / "plan").read_text().split()[attempt - 1]
+print(f"training {attempt} on worker {worker}: {plan}", flush=True)
+if plan == "preempted":
+    while worker == "1" and (sandbox / "tpu-vm").read_text() == "READY":
+        time.sleep(0.02)
+    (sandbox / "tpu-vm").write_text("PREEMPTED")
+    sys.exit(1)
+if plan == "gone":
+    os.killpg(0, signal.SIGKILL)
+if plan == "waits":
+    while not (sandbox / "go").exists():
+        time.sleep(0.02)
+sys.exit(int(plan) if plan.isdigit() else 0)
+"""
+
+SETUP = """
+mkdir -p "$DCVIT_VENV/bin"
+cp "$SANDBOX/training" "$DCVIT_VENV/bin/python"
+echo "$WORKER $PYTHON $*" >>"$SANDBOX/setup"
+"""
+
+
+def program(path, text, interpreter=None):
+    path.write_text(f"#!{interpreter or f'{sys.executable} -IS'}\n{text}")
+    path.chmod(0o755)
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+class Sandbox:
+    """A checkout with the launchers, a PATH with only stand-ins and the required tools, and a folder for their state.
+
+    No real cloud or cluster can be reached.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.path, self.checkout = folder / "sandbox", folder / "bin", folder / "checkout"
+        (self.checkout / "scripts").mkdir(parents=True)
+        self.folder.mkdir()
+        self.path.mkdir()
+        for tool in TOOLS:
+            (self.path / tool).symlink_to(shutil.which(tool))
+        (self.path / "python3").symlink_to(sys.executable)
+        program(self.path / "tail", f'echo $$ >"$SANDBOX/tail"; exec {shutil.which("tail")} "$@"', "/bin/bash")
+        program(self.path / "gcloud", GCLOUD)
+        program(self.folder / "training", TRAINING)
+        for tool in ("sudo", "mountpoint"):  # nothing is mounted or can be mounted
+            text = f'echo "{tool} $*" >>"$SANDBOX/{tool}"' + ("; exit 1" if tool == "mountpoint" else "")
+            program(self.path / tool, text, "/bin/bash")
+        for name in ("tpu_pod.sh", "slurm.sbatch"):
+            shutil.copy(SCRIPTS / name, self.checkout / "scripts" / name)
+        (self.checkout / "scripts" / "setup.sh").write_text(SETUP)
+        git(self.checkout, "init", "-q")
+        git(self.checkout, "add", ".")
+        git(self.checkout, "commit", "-qm", "first")
+
+    @property
+    def env(self):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DCVIT_"))}
+        return {
+            **kept,
+            "PATH": str(self.path),
+            "SANDBOX": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "DCVIT_POLL": "0.05",
+        }
+
+    def start(self, script, *words, **env):
+        return subprocess.Popen(
+            ["bash", self.checkout / "scripts" / script, *words], env={**self.env, **env}, cwd=self.checkout,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, script, *words, **env):
+        process = self.start(script, *words, **env)
+        out, err = process.communicate(timeout=TIMEOUT)
+        return process.returncode, out, err
+
+    def pod(self, *words, **env):
+        return self.run("tpu_pod.sh", *words, **env)
+
+    def set(self, **files):
+        for name, text in files.items():
+            (self.folder / name.replace("_", "-")).write_text(text)
+
+    def lines(self, name):
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def calls(self):
+        """The arguments of all calls of gcloud, without "compute tpus"."""
+        return [words[2:] for words in self.lines("calls.jsonl")]
+
+    @property
+    def verbs(self):
+        """The calls of gcloud that create or delete something."""
+        short = [(words[0], words[1]) for words in self.calls]
+        return [f"{kind} {verb}" for kind, verb in short if verb in ("create", "delete")]
+
+    def trainings(self, worker=0):
+        return [words for _, words in self.lines(f"runs{worker}.jsonl")]
+
+
+def parsed(out):
+    """The words of every line of a shell script."""
+    return [shlex.split(line) for line in out.splitlines()]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

