@@ -1,12 +1,13 @@
-"""Whole training steps: the composed (DC) model's time over the plain one's, both in one run.
+"""Benchmark of training steps: the time of the composed (DC) model divided by the time of the plain one.
 
     python scripts/bench_train.py --model vit_s16            DCViT-S/16 and ViT-S/16
     python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and Transformer++ of a size of the paper
     python scripts/bench_train.py --model 6.9B --depth 4     a stack of its layers
 
-A step is the model's forward and backward pass on random data, softmax cross-entropy, and Adam's update, compiled as
-one program whose state stays on the device. Rounds are interleaved: each makes two steps of every model and times the
-second. "XLA" is plain attention as XLA compiles einsum, softmax, einsum; "best" is what the package chooses.
+A step consists of the forward and backward pass on random data with softmax cross-entropy, and Adam's update. It is
+compiled as one program whose state stays on the device. Every round runs two steps of each model and times the second.
+"XLA" is the reference implementation, which XLA compiles from einsum, softmax and einsum; "best" is the implementation
+that the package selects.
 """
 
 import argparse
@@ -17,24 +18,26 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
 
 CONTEXT = 2048
+Build = Callable[[bool, str | None], tuple[nn.Module, jax.Array, jax.Array]]  # see ROWS
+# Row -> composed, implementation of attention.
 ROWS = {"plain, XLA": (False, "reference"), "plain, best": (False, None), "DC, best": (True, None)}
 
 
-def vision(batch: int, dtype: str) -> Callable[..., tuple[Any, jax.Array, jax.Array]]:
-    """Of a row: ViT-S/16, images and labels."""
+def vision(batch: int, dtype: str) -> Build:
+    """Return a function from a row of `ROWS` to ViT-S/16, images and labels."""
 
-    def build(composed: bool, implementation: str | None) -> tuple[Any, jax.Array, jax.Array]:
+    def build(composed: bool, implementation: str | None) -> tuple[nn.Module, jax.Array, jax.Array]:
         variant = "DCViT-S/16" if composed else "ViT-S/16"
         fields = {"pool_type": "gap", "posemb": "sincos2d", "rep_size": True, "dtype_mm": dtype}
         net = vit.Model(1000, variant=variant, implementation=implementation, **fields)
@@ -44,10 +47,10 @@ def vision(batch: int, dtype: str) -> Callable[..., tuple[Any, jax.Array, jax.Ar
     return build
 
 
-def language(size: str, depth: int | None, batch: int, dtype: str) -> Callable[..., tuple[Any, jax.Array, jax.Array]]:
-    """Of a row: a model of the paper, tokens and the tokens that follow."""
+def language(size: str, depth: int | None, batch: int, dtype: str) -> Build:
+    """Return a function from a row of `ROWS` to a model of the paper, tokens and next tokens."""
 
-    def build(composed: bool, implementation: str | None) -> tuple[Any, jax.Array, jax.Array]:
+    def build(composed: bool, implementation: str | None) -> tuple[nn.Module, jax.Array, jax.Array]:
         preset = f"{'DCFormer++' if composed else 'Transformer++'}-{size}"
         fields = {"depth": depth} if depth else {}
         fields |= {"scan": True, "remat": "full", "dtype_mm": dtype, "context": CONTEXT}
@@ -58,13 +61,15 @@ def language(size: str, depth: int | None, batch: int, dtype: str) -> Callable[.
     return build
 
 
-def stepper(net: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Callable[[], None], int]:
-    """A function that makes one training step, and the temporary bytes of its program."""
+def stepper(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[Callable[[], None], int]:
+    """Return a function that runs one training step, and the temporary bytes of its program."""
     params = jax.jit(net.init)(jax.random.key(0), inputs[:1])["params"]
     tx = optax.adam(1e-3)
 
-    def update(params: Any, state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, Any, jax.Array]:
-        def loss(params: Any) -> jax.Array:
+    def update(
+        params: optax.Params, state: optax.OptState, inputs: jax.Array, targets: jax.Array
+    ) -> tuple[optax.Params, optax.OptState, jax.Array]:
+        def loss(params: optax.Params) -> jax.Array:
             logits, _ = net.apply({"params": params}, inputs)
             return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
@@ -72,25 +77,37 @@ def stepper(net: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Callable[[
         change, state = tx.update(gradient, state)
         return optax.apply_updates(params, change), state, value
 
-    held = [params, tx.init(params)]
-    program = jax.jit(update, donate_argnums=(0, 1)).lower(*held, inputs, targets).compile()
+    carry = [params, tx.init(params)]
+    program = jax.jit(update, donate_argnums=(0, 1)).lower(*carry, inputs, targets).compile()
 
     def step() -> None:
-        *held[:], value = program(*held, inputs, targets)
-        jax.block_until_ready((held, value))
+        *carry[:], value = program(*carry, inputs, targets)
+        jax.block_until_ready((carry, value))
 
     step()
     return step, program.memory_analysis().temp_size_in_bytes
+
+
+def measure(steps: dict[str, tuple[Callable[[], None], int]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every timed step, by row, in interleaved rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, (step, _) in steps.items():
+            step()  # not timed: it allocates the memory that a larger row before it has returned
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["vit_s16", *SIZES], default="vit_s16")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--depth", type=int, help="layers of a language model, where not all fit")
-    parser.add_argument("--dtype", help="of the computation; float32 on a CPU, else bfloat16")
+    parser.add_argument("--depth", type=int, help="number of layers of a language model, if not all fit")
+    parser.add_argument("--dtype", help="dtype of the computation (default: float32 on a CPU, else bfloat16)")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -99,13 +116,7 @@ def main() -> None:
     else:
         build = language(args.model, args.depth, args.batch, dtype)
     steps = {name: stepper(*build(*row)) for name, row in ROWS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds):
-        for name, (step, _) in steps.items():
-            step()  # not timed: it pays for the memory that a larger row before it gave back
-            begun = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - begun)
+    seconds = measure(steps, args.rounds)
     machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
     print(f"{args.model}, batch {args.batch}, {dtype}, {args.rounds} rounds; {machine}")
     median = {name: statistics.median(times) for name, times in seconds.items()}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a model with dynamically composed attention and a plain one of the same shape, and compares them.
+# Trains a model with DCMHA and a plain model of the same shape, and compares them.
 #   scripts/demo.sh    [--epochs N] [--out FOLDER]                   DCViT and ViT on embedded images
 #   scripts/demo.sh lm [--steps N] [--seeds 0,1,2] [--out FOLDER]    DCFormer++ and Transformer++ on embedded text
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment (.venv, or $DCVIT_VENV) and installs the package in it, once for each state
-# of pyproject.toml and constraints.txt.   scripts/setup.sh [extra,extra]
+# Creates the virtual environment (.venv, or $DCVIT_VENV) and installs the package there. Does nothing until pyproject.toml
+# or constraints.txt changes.   scripts/setup.sh [extra,extra]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${DCVIT_VENV:-.venv}
@@ -13,11 +13,11 @@ if [ ! -x "$venv/bin/python" ]; then
     echo "error: $python is older than Python 3.11; set PYTHON to a newer one" >&2
     exit 2
   }
-  echo "making the virtual environment $venv"
+  echo "creating the virtual environment $venv"
   "$python" -m venv "$venv"
 fi
 if [ ! -e "$stamp" ]; then
-  echo "installing $package into $venv (once; takes minutes)"
+  echo "installing $package into $venv (takes minutes the first time)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$package"
   touch "$stamp"
 fi
