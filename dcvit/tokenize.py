@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if overrides:
         raise ConfigError(f"tokenize takes no --config.{overrides[0]}")
     start = time.monotonic()
-    with ByteProgress("tokenising", "tok") as progress:
+    with ByteProgress("tokenizing", "tok") as progress:
         description = tokenize_files(
             str(args.data),
             None if args.tokenizer is None else str(args.tokenizer),

@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import ConfigError
 from dcvit.inference.generation import Sampling, TextStream, generate, narrowed
 from dcvit.models.lm import LM, head_kernel, unembed
 from dcvit.parallel.sharding import data_mesh, prefetch, replicated
+from dcvit.runs.progress import ProgressBar
 
 SHORTEST = 32  # rows are padded to this length at least, and to few others: each is compiled once
 POSITIONS = 256  # of a row have logits at a time: those of all, B·T·V, may not fit in memory
@@ -150,14 +150,14 @@ class HarnessModel(TemplateLM):
         made = (self._batch([rows[i] for i in part]) for part in parts)
         batches = prefetch(made, self.mesh, self.batch_size)
         found: dict[int, tuple[float, bool]] = {}
-        with tqdm(total=len(rows), desc="loglikelihood", disable=None) as bar:  # None: only on a terminal
+        with ProgressBar("loglikelihood", len(rows)) as bar:
             for part, batch in zip(parts, batches, strict=True):
                 scores = jax.device_get(self.score(self.params, batch))
                 sums = scores["log_p"].sum(axis=1, dtype=np.float64)
                 if not np.isfinite(sums).all():
                     raise FloatingPointError("the model's logits are not finite")
                 found.update((i, (float(sums[j]), bool(scores["greedy"][j]))) for j, i in enumerate(part))
-                bar.update(len(part))
+                bar.show(len(found))
         return [found[i] for i in range(len(rows))]
 
     def _batch(self, rows: Sequence[tuple[list[int], int]]) -> dict[str, np.ndarray]:
@@ -200,7 +200,7 @@ class HarnessModel(TemplateLM):
         for i, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         texts: dict[int, str] = {}
-        with tqdm(total=len(requests), desc="generation", disable=None) as bar:
+        with ProgressBar("generation", len(requests)) as bar:
             for members in alike.values():
                 how = read_generation(requests[members[0]].args[1], self.max_length)
                 room = self.max_length - how.max_tokens
@@ -208,7 +208,7 @@ class HarnessModel(TemplateLM):
                 members.sort(key=lambda i: -len(prompts[i]))
                 for part in _parts(members, self.batch_size):
                     texts.update(zip(part, self._continue([prompts[i] for i in part], part, how), strict=True))
-                    bar.update(len(part))
+                    bar.show(len(texts))
         return [texts[i] for i in range(len(requests))]
 
     def _continue(self, prompts: Sequence[list[int]], numbers: Sequence[int], how: Generation) -> list[str]:

@@ -1,7 +1,7 @@
-"""What a run records: `metrics.jsonl`, `timing.jsonl`, and TensorBoard where it is installed.
+"""Metrics of a run: `metrics.jsonl`, `timing.jsonl`, and TensorBoard if it is installed.
 
-`metrics.jsonl` holds one row for each logged step and only what is a function of config and data, so two
-runs of one config write the same file; wall times go to `timing.jsonl`.
+`metrics.jsonl` has one row for each logged step. It contains only functions of the config and the data, so two runs of
+one config write the same file; wall times are in `timing.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,41 +14,46 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import MetricsError
 
 FILES = ("metrics.jsonl", "timing.jsonl")
-UPLOAD_SECONDS = 30
+UPLOAD_SECONDS = 30  # between uploads of a file to an object store
 
 
 class JsonLines:
-    """A file of one JSON object a line, each with its own `step`, in rising order.
+    """File with one JSON object per line. Each has a `step`, and steps increase.
 
-    A store cannot append to an object: there the whole file is written anew, at most every `UPLOAD_SECONDS`.
+    Nothing can be appended to an object in a store. There the whole file is uploaded, at most every `UPLOAD_SECONDS`.
     """
 
     def __init__(self, path: Folder, *, resume_step: int | None = None):
-        """Opens `path` to append after the row of `resume_step`; later rows, of a lost stretch, are dropped."""
+        """Opens a file for appending.
+
+        Args:
+          path: the file.
+          resume_step: the step of the checkpoint that a run resumes from; later rows are removed. None removes all.
+        """
         self.path = path
         self.rows = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
-        self.last_step = self.rows[-1]["step"] if self.rows else -1
+        self.last_step: int = self.rows[-1]["step"] if self.rows else -1
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
         self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends a row, unless this step has one. What is not finite is null, which JSON can say.
+    def write(self, step: int, values: Mapping[str, object]) -> None:
+        """Appends a row, unless the file already has a row of this or a later step. NaN and Inf are written as null.
 
         Raises:
-          OSError: the disk is full, or gone; with the path.
+          OSError: the disk is full or unavailable; the message names the file.
         """
         if step <= self.last_step:
             return
-        said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"step": step, **said}) + "\n"
+        valid = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        line = json.dumps({"step": step, **valid}) + "\n"
         if self.file:
             try:
                 self.file.write(line)
@@ -62,7 +67,7 @@ class JsonLines:
         self.last_step = step
 
     def flush(self) -> None:
-        """What was written is on the disk, or in the store, when this returns."""
+        """Returns when all rows are on the disk or in the store."""
         if self.file:
             os.fsync(self.file.fileno())
         elif self.text != self.uploaded:
@@ -70,18 +75,19 @@ class JsonLines:
             self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
+        """Writes remaining rows and closes the file."""
         if not self.file:
             self.flush()
-        with contextlib.suppress(OSError):  # what could not be written was said by `write`
+        with contextlib.suppress(OSError):  # `write` has raised it before
             if self.file:
                 self.file.close()
 
 
 def read(path: Folder) -> list[dict[str, Any]]:
-    """The rows of a file; a last line cut short by a kill is left out; no file, no rows.
+    """Reads the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
 
     Raises:
-      MetricsError: any other line that is no JSON object with a step.
+      MetricsError: any other line that is not a JSON object with a step.
     """
     rows = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
@@ -95,19 +101,34 @@ def read(path: Folder) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricWriter:
-    """Writes a run's metrics and timings to its workdir, and the metrics to TensorBoard too.
+@runtime_checkable
+class SummaryWriter(Protocol):
+    """The part of clu's TensorBoard writer that is used here."""
 
-    Steps of a stretch that a kill lost are dropped from the files; TensorBoard, append-only, shows them twice, and is
-    written to disks only.
+    def write_scalars(self, step: int, scalars: Mapping[str, object]) -> None:
+        """Writes the scalars of a step."""
+
+    def flush(self) -> None:
+        """Writes buffered scalars to the disk."""
+
+    def close(self) -> None:
+        """Closes the writer."""
+
+
+class MetricWriter:
+    """Writes metrics and timings to the workdir, and metrics to TensorBoard.
+
+    Rows after the step that a run resumes from are removed from the files. TensorBoard, which only appends, shows these
+    steps twice; it is used for local workdirs only.
     """
 
     def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
+        """Opens the files of a workdir; see `JsonLines` for `resume_step`."""
         self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resume_step) for name in FILES)
         self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
 
-    def write(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float] | None = None) -> None:
-        """Records one step; a step that stands in the file already is not written again."""
+    def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
+        """Writes the metrics and timings of a step, unless the file already has them."""
         if self.tensorboard and step > self.metrics.last_step:
             self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
         self.metrics.write(step, metrics)
@@ -116,30 +137,32 @@ class MetricWriter:
 
     @property
     def last_step(self) -> int:
-        """The newest step that stands in the file; -1 where none does."""
+        """The last step in `metrics.jsonl`; -1 if it is empty."""
         return self.metrics.last_step
 
     def flush(self) -> None:
-        """What was recorded up to now is where it will be found after a kill."""
+        """Returns when everything written so far would survive a kill."""
         self.metrics.flush()
         self.timing.flush()
         if self.tensorboard:
             self.tensorboard.flush()
 
     def close(self) -> None:
+        """Closes all files."""
         self.metrics.close()
         self.timing.close()
         if self.tensorboard:
             self.tensorboard.close()
 
 
-def _tensorboard(workdir: Folder) -> Any:
-    """clu's TensorBoard writer, or None where clu, tensorflow or tensorboard is absent."""
+def _tensorboard(workdir: Folder) -> SummaryWriter | None:
+    """Returns clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
     from input_pipeline.optional import tensorflow
 
-    tensorflow()  # before clu uses it: kept off the accelerators
+    tensorflow()  # before clu imports it: keeps TensorFlow off the accelerators
     from clu import metric_writers
 
-    return metric_writers.SummaryWriter(str(workdir))
+    writer: SummaryWriter = metric_writers.SummaryWriter(str(workdir))
+    return writer

@@ -1,8 +1,10 @@
-"""Being told to stop. SIGTERM, once, saves the run and ends it with status 75, whatever its main thread is at: a step,
-a compilation, an evaluation, waiting for data. Another SIGTERM, not right after it, or Ctrl-C, ends it at once.
+"""Stop signals: one SIGTERM saves the run and ends the process with status 75, in any state of the main thread.
 
-Python runs handlers of signals in the main thread, which cannot while it compiles. So a thread listens to the file
-that the interpreter writes each signal's number to, and another one saves.
+The run is also saved during a compilation, an evaluation, or while it waits for data. A second SIGTERM, at least
+`REPEAT_SECONDS` after the first, or Ctrl-C ends the process at once.
+
+Python executes signal handlers in the main thread, which cannot do so while it compiles. Therefore a thread reads the
+socket to which the interpreter writes the number of each signal, and another thread saves.
 """
 
 from __future__ import annotations
@@ -20,27 +22,31 @@ from collections.abc import Callable, Iterator
 from dcvit.errors import first_line
 from dcvit.parallel import multihost
 
-SAVED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
-INTERRUPTED, KILLED = 130, 143  # as the shell says of SIGINT and SIGTERM
-AGAIN_SECONDS = 2  # SIGTERMs less apart are one: `timeout` sends it to its child and then to the group
-POLL_SECONDS = 0.5  # how often one of several processes looks whether another was told
+SAVED = 75  # exit status EX_TEMPFAIL of sysexits.h: the same command resumes the run
+INTERRUPTED, KILLED = 130, 143  # exit statuses that a shell reports for SIGINT and SIGTERM
+REPEAT_SECONDS = 2  # SIGTERMs at a shorter distance count as one: `timeout` sends it to its child and to the group
+POLL_SECONDS = 0.5  # interval at which one of several processes checks if another received a signal
 
 
 class Preemption:
-    """Listens to signals while it is entered, which only the main thread can."""
+    """Context manager that listens to signals; only the main thread can enter it."""
 
     def __init__(self) -> None:
-        self.save: Callable[[], str] | None = None  # saves the run; returns one line for the user
+        self.save: Callable[[], str] | None = None  # saves the run and returns a message for the user
         self.ended = threading.Event()
-        self.stopper: threading.Thread | None = None  # saves and ends the process, once a stop has begun
-        self.starting = threading.Lock()  # held while a stop begins, or is ruled out
+        self.stopper: threading.Thread | None = None  # saves and ends the process, once a stop has started
+        self.starting = threading.Lock()  # held while a stop starts, or is ruled out
 
     @contextlib.contextmanager
     def saving(self, save: Callable[[], str], ended: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """A stop calls `save` while the body runs.
+        """Sets the function that a stop calls while the body runs.
 
-        However the body ends, a stop that has begun by then is completed first: `ended` is called, so that `save` does
-        not wait for the main thread, and the process exits with the stop's status.
+        A stop that has started is always completed: when the body returns or raises, this calls `ended` and waits until
+        the process exits with the status of the stop.
+
+        Args:
+          save: saves the run and returns a message for the user; called in another thread.
+          ended: informs `save` that the main thread completes no further step, so that it does not wait for one.
         """
         outer, self.save = self.save, save
         try:
@@ -50,7 +56,7 @@ class Preemption:
             self.save = outer
 
     def _finish(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Does not return once a stop has begun, which ends the process."""
+        """Does not return if a stop has started, because the stop ends the process."""
         with self.starting:
             stopper = self.stopper
         if stopper:
@@ -63,7 +69,7 @@ class Preemption:
         self.before_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in self.before:
-            signal.siginterrupt(number, False)  # the main thread's reads and writes go on
+            signal.siginterrupt(number, False)  # do not interrupt system calls of the main thread
         self.listener = threading.Thread(target=self._listen, name="signals", daemon=True)
         self.listener.start()
         return self
@@ -80,18 +86,18 @@ class Preemption:
         self.writer.close()
 
     def _listen(self) -> None:
-        told = math.inf  # when SIGTERM came first
+        first = math.inf  # time of the first SIGTERM
         while self.stopper or not self.ended.is_set():
             ready, _, _ = select.select([self.reader], [], [], POLL_SECONDS)
             for number in self.reader.recv(64) if ready else b"":
                 if number == signal.SIGINT:
-                    self._at_once("interrupted", INTERRUPTED)
+                    self._exit_at_once("interrupted", INTERRUPTED)
                 elif number == signal.SIGTERM:
-                    if time.monotonic() > told + AGAIN_SECONDS:
-                        self._at_once("killed by a second SIGTERM", KILLED)
-                    told = min(told, time.monotonic())
+                    if time.monotonic() > first + REPEAT_SECONDS:
+                        self._exit_at_once("killed by a second SIGTERM", KILLED)
+                    first = min(first, time.monotonic())
                     multihost.request_stop()
-            if not self.stopper and (told < math.inf or multihost.stop_requested()):
+            if not self.stopper and (first < math.inf or multihost.stop_requested()):
                 with self.starting:
                     if not self.ended.is_set():
                         self.stopper = threading.Thread(target=self._stop, name="stop", daemon=True)
@@ -101,17 +107,17 @@ class Preemption:
         say("SIGTERM: saving and stopping")
         try:
             save = self.save
-            ready = all(multihost.gather("ready", save is not None))  # one may still be opening its data
-            done = save() if ready and save else "nothing to save"
+            ready = all(multihost.gather("ready", save is not None))  # False while a process opens its data
+            message = save() if ready and save else "nothing to save"
         except Exception as e:
             say(f"error: {first_line(e)}")
             if multihost.is_single_process():
                 multihost.exit_process(2)
             multihost.fail(first_line(e), 2)
-        say(f"stopped by SIGTERM: {done}; the same command goes on")
+        say(f"stopped by SIGTERM: {message}; re-run the same command to resume")
         multihost.exit_process(SAVED)
 
-    def _at_once(self, message: str, status: int) -> None:
+    def _exit_at_once(self, message: str, status: int) -> None:
         say(message)
         if multihost.is_single_process():
             multihost.exit_process(status)
@@ -119,7 +125,7 @@ class Preemption:
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr, of several processes only the first; that nobody reads it changes nothing."""
+    """Prints a line to stderr in the first process; ignores errors, such as a closed pipe."""
     if multihost.is_first():
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)

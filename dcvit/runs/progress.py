@@ -1,11 +1,11 @@
-"""A run on the console: a live bar with ETA on a terminal, plain lines elsewhere."""
+"""Progress on the console: a live bar with the estimated time left on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -13,75 +13,146 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
-LINE_SECONDS = 10.0  # between lines of `ByteProgress` without a terminal
-LIVE_SECONDS = 0.2  # between updates of its live bar
+LIVE_SECONDS = 0.2  # between updates of a live bar
+LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 
-def _bar(console: Console, counts: ProgressColumn) -> Progress:
-    """Return a bar with elapsed time and ETA, which is shown only on a terminal."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), counts, TextColumn("{task.fields[status]}"),
-        TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-    )  # fmt: skip
+class ProgressBar:
+    """Context manager that shows how much of some work is completed.
+
+    Attributes:
+      live: True on a terminal, where a bar is shown.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        start: int = 0,
+        in_bytes: bool = False,
+        lines: bool = False,
+        stderr: bool = True,
+    ):
+        """Prepares the bar.
+
+        Args:
+          title: name of the work.
+          total: its size.
+          start: how much of it was completed before.
+          in_bytes: if True, sizes are numbers of bytes and are shown in MB.
+          lines: if True, print a line every `LINE_SECONDS` where there is no terminal.
+          stderr: write to stderr instead of stdout.
+        """
+        self.title, self.total, self.in_bytes, self.lines = title, total, in_bytes, lines
+        self.console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+        self.live = self.console.is_terminal
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn() if in_bytes else MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            console=self.console, disable=not self.live,
+        )  # fmt: skip
+        self.task = self.bar.add_task(title, total=total, completed=start, status="")
+        self.started = self.shown = time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def show(self, completed: int, status: str = "") -> None:
+        """Shows how much is completed, and a status, unless the last update was shortly before."""
+        now = time.monotonic()
+        if now < self.shown + (LIVE_SECONDS if self.live else LINE_SECONDS):
+            return
+        self.shown = now
+        self.bar.update(self.task, completed=completed, total=self.total, status=status)
+        if self.lines and not self.live:
+            left = (now - self.started) * (self.total - completed) / max(1, completed)
+            scale, unit = (1e6, " MB") if self.in_bytes else (1, "")
+            amount = f"{completed / scale:,.0f} of {self.total / scale:,.0f}{unit}"
+            self.line(f"{self.title}: {amount}  {status}  ETA {left:.0f}s")
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        self.bar.console.print(text, markup=False)
 
 
-class _Lines(logging.Handler):
-    """Shows each distinct message of a logger once, as a line."""
+class ByteProgress(ProgressBar):
+    """Progress of a conversion of files: the bytes that are read, and the speed of the output."""
 
-    def __init__(self, progress: RunProgress):
-        super().__init__(logging.INFO)
-        self.progress, self.shown = progress, set[str]()
+    def __init__(self, title: str, unit: str):
+        """Prepares the display.
 
-    def emit(self, record: logging.LogRecord) -> None:
-        line = record.getMessage()
-        if line not in self.shown:
-            self.shown.add(line)
-            self.progress.line(line)
+        Args:
+          title: name of the operation.
+          unit: unit of the output, such as "tok"; the speed is shown in millions of it per second.
+        """
+        super().__init__(title, 0, in_bytes=True, lines=True)
+        self.unit = unit
+
+    def __enter__(self) -> ByteProgress:
+        super().__enter__()
+        return self
+
+    def update(self, completed: int, total: int, produced: int) -> None:
+        """Shows that `completed` of `total` bytes are read and `produced` units are written."""
+        self.total = total
+        self.show(completed, f"{produced / (time.monotonic() - self.started) / 1e6:.2f} M{self.unit}/s")
 
 
-class RunProgress:
-    """Use as a context manager around the training loop; `advance` at every step, `report` at logged ones.
+class RunProgress(ProgressBar):
+    """Progress of a training run, on stdout. Call `advance` at every step and `report` at logged steps.
 
-    `rate` is the unit of speed and how many of it an example is.
+    Inside the context, the log records of `dcvit` and `input_pipeline` are printed above the bar. The choice of an
+    attention implementation, which `dcvit.dcmha` logs whenever a model is traced, is printed once per distinct choice.
     """
 
     def __init__(self, title: str, total: int, start: int = 0, rate: tuple[str, int] = ("img/s", 1)):
+        """Prepares the display.
+
+        Args:
+          title: name of the run.
+          total: number of steps.
+          start: number of steps completed before.
+          rate: unit of speed, and how many of that unit an example is.
+        """
+        super().__init__(title, total, start=start, stderr=False)
         self.rate = rate
-        self.console = Console(soft_wrap=True, highlight=False)
-        self.live = self.console.is_terminal
-        self.total = total
-        self.bar = _bar(self.console, MofNCompleteColumn())
-        self.task = self.bar.add_task(title, total=total, completed=start, status="")
-        self.choices, self.lines = logging.getLogger("dcvit.dcmha"), _Lines(self)  # which implementation attends
+        self.logs = [_LogLines("dcvit.dcmha", self, distinct=True)]
+        if self.live:
+            self.logs += [_LogLines("dcvit", self), _LogLines("input_pipeline", self)]
 
     def __enter__(self) -> RunProgress:
-        self.bar.start()
-        self.choices.addHandler(self.lines)
-        self.choices.setLevel(logging.INFO)
-        self.choices.propagate = False  # Orbax has absl give the root logger a handler of its own
+        super().__enter__()
+        for log in self.logs:
+            log.attach()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.choices.removeHandler(self.lines)
-        self.choices.propagate = True
-        self.bar.stop()
-
-    def line(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        self.bar.console.print(text, markup=False)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for log in self.logs:
+            log.detach()
+        super().__exit__(kind, error, traceback)
 
     def advance(self, step: int) -> None:
+        """Shows the number of completed steps in the bar."""
         self.bar.update(self.task, completed=step)
 
-    def report(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Shows a logged step: evaluations as a line of their own, the rest in the bar or as a line."""
-        status = f"loss {metrics['loss']:.4f}" if metrics.get("loss") is not None else ""
+    def report(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float]) -> None:
+        """Shows a logged step: loss and speed in the bar, or as a line, and a line for each evaluation."""
+        loss = metrics.get("loss")
+        status = f"loss {loss:.4f}" if isinstance(loss, float) else ""
         if timing:
             unit, each = self.rate
             status += f"  {timing['examples_per_second'] * each:.0f} {unit}  {timing['step_seconds'] * 1e3:.1f} ms/step"
@@ -95,46 +166,39 @@ class RunProgress:
         for name, value in metrics.items():
             evaluator, slash, metric = name.partition("/")
             if slash:
-                shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-                evaluations.setdefault(evaluator, []).append(f"{metric} {shown}")
+                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                evaluations.setdefault(evaluator, []).append(f"{metric} {text}")
         for evaluator, values in evaluations.items():
             self.line(f"step {step}  {evaluator}: {'  '.join(values)}")
 
 
-class ByteProgress:
-    """Context manager that shows on stderr how many bytes of input are processed, and the speed of the output.
+class _LogLines(logging.Handler):
+    """Prints the log records of a logger above a progress bar, in place of the logger's other handlers.
 
-    A terminal shows a live bar; otherwise a line is printed every LINE_SECONDS.
+    Records do not reach the root logger, to which absl, imported by Orbax, adds a handler.
     """
 
-    def __init__(self, title: str, unit: str):
-        """
-        Args:
-          title: name of the operation.
-          unit: unit of the output, such as "tok"; the speed is shown in millions of it per second.
-        """
-        self.title, self.unit = title, unit
-        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self.bar = _bar(self.console, DownloadColumn())
-        self.task = self.bar.add_task(title, total=None, status="")
-        self.start = self.shown = time.monotonic()
+    def __init__(self, name: str, progress: ProgressBar, *, distinct: bool = False):
+        """Prepares the handler; if `distinct`, equal messages are printed once."""
+        super().__init__(logging.INFO)
+        self.logger, self.progress, self.distinct = logging.getLogger(name), progress, distinct
+        self.printed: set[str] = set()
 
-    def __enter__(self) -> ByteProgress:
-        self.bar.start()
-        return self
+    def attach(self) -> None:
+        """Replaces the handlers of the logger."""
+        self.previous = self.logger.handlers, self.logger.level, self.logger.propagate
+        self.logger.handlers, self.logger.propagate = [self], False
+        self.logger.setLevel(logging.INFO)
 
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    def detach(self) -> None:
+        """Restores the handlers of the logger."""
+        self.logger.handlers, level, self.logger.propagate = self.previous
+        self.logger.setLevel(level)
 
-    def update(self, completed: int, total: int, produced: int) -> None:
-        """Show that `completed` of `total` bytes are processed and `produced` units are written."""
-        now, live = time.monotonic(), self.console.is_terminal
-        if now < self.shown + (LIVE_SECONDS if live else LINE_SECONDS):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a record."""
+        line = record.getMessage()
+        if self.distinct and line in self.printed:
             return
-        self.shown, seconds = now, now - self.start
-        status = f"{produced / seconds / 1e6:.2f} M{self.unit}/s"
-        self.bar.update(self.task, completed=completed, total=total, status=status)
-        if not live:
-            remaining = seconds * (total - completed) / max(1, completed)
-            amount = f"{completed / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-            self.console.print(f"{self.title}: {amount}  {status}  ETA {remaining:.0f}s", markup=False)
+        self.printed.add(line)
+        self.progress.line(line)

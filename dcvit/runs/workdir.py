@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and whether what is started there is the run that it holds."""
+"""Identity of the run in a workdir: a workdir is resumed only with the config and the data that it was started with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from dcvit.runs import metrics
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
 
-SHARED_SECONDS = 20  # until what one process wrote is seen by all
+Record = dict[str, Any]  # a JSON object
+SHARED_SECONDS = 20  # a network file system shows the files of other processes with a delay
 SAMPLES = 16  # examples whose content identifies the data
-# What may change between the stretches of one run: it does not touch what a step computes.
+MAX_CHARACTERS = 60  # of a value in a message
+# Keys that may change when a run is resumed, because the result of a step does not depend on them.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
     "watchdog_seconds", "watchdog_exit",
@@ -31,15 +33,15 @@ FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 
 
-def data_identity(source: Source) -> dict[str, Any]:
-    """What a source of data is known by: size, class names, and the content of examples spread over all of it."""
+def data_identity(source: Source) -> Record:
+    """Identifies a data source by its size, its class names, and a hash of examples at regular distances."""
     digest = hashlib.sha256()
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:
             example = source[index]
         except ReadingError:
             raise
-        except InputError:  # a damaged one is as good a mark as any
+        except InputError:  # a damaged example identifies the data as well as an intact one
             digest.update(b"damaged")
             continue
         for key in sorted(example):
@@ -51,41 +53,41 @@ def data_identity(source: Source) -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """The versions that the bits of a result depend on."""
+    """Returns the versions of the packages on which the bits of a result depend."""
     found = {"python": platform.python_version()}
     for name in SOFTWARE:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        except importlib.metadata.PackageNotFoundError:  # not installed, but run from a checkout
             found[name] = "unknown"
     return found
 
 
-def devices() -> dict[str, Any]:
-    """What a run computes on."""
+def devices() -> Record:
+    """Returns the kind and number of the devices, and the number of processes."""
     return {"kind": jax.devices()[0].device_kind, "count": jax.device_count(), "processes": jax.process_count()}
 
 
 def check_accepted(accept: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is neither "data" nor a key of configs, or one inside it."""
-    known = ["data", *configs.known_keys()]
+    """Raises ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
+    valid = ["data", *configs.known_keys()]
     for name in accept:
-        if name.partition(".")[0] not in known:
-            raise ConfigError(f"--accept {name}; {nearest(name, known)}")
+        if name.partition(".")[0] not in valid:
+            raise ConfigError(f"--accept {name}; {nearest(name, valid)}")
 
 
 def has_started(workdir: Folder, saved: Sequence[int]) -> bool:
-    """Whether a workdir holds a run that has got somewhere: a checkpoint, or a row of metrics after step 0."""
+    """Returns True if the run in a workdir has a checkpoint (of the steps `saved`) or metrics of a step after 0."""
     return bool(saved) or any(row["step"] for row in metrics.read(workdir / "metrics.jsonl"))
 
 
-def existing(workdir: Folder) -> dict[str, Any]:
-    """What a workdir says of its run: "config" and "data", as far as it says so.
+def existing(workdir: Folder) -> Record:
+    """Reads the "config" and the "data" of the run in a workdir; a missing file is omitted.
 
     Raises:
-      ConfigError: it says so in files that are damaged.
+      ConfigError: a file is damaged.
     """
-    found: dict[str, Any] = {}
+    found: Record = {}
     if (workdir / "config.json").is_file():
         found["config"] = configs.read_json(workdir / "config.json").to_dict()
     if (workdir / "data.json").is_file():
@@ -94,79 +96,90 @@ def existing(workdir: Folder) -> dict[str, Any]:
 
 
 def check_same_run(
-    workdir: Folder,
-    theirs: Mapping[str, Any],
-    config: Mapping[str, Any],
-    data: Mapping[str, Any],
-    accept: Sequence[str] = (),
+    workdir: Folder, existing: Record, config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
 ) -> list[str]:
-    """The differences between this run and the one of `existing`, or of a checkpoint's `about`, that `accept` names.
+    """Checks that the config and the data equal those of the run in the workdir.
+
+    Args:
+      workdir: the run's folder, named in errors.
+      existing: "config" and "data" of the run in the workdir; a missing entry is not compared.
+      config: the config.
+      data: see `data_identity`.
+      accept: config keys, "data", or keys inside them, that may differ.
+
+    Returns:
+      A description of each accepted difference.
 
     Raises:
-      ConfigError: there are others; all are listed.
+      ConfigError: there are other differences; the message lists them all.
     """
-    differing: dict[str, str] = {}
-    if "config" in theirs:
-        mine = config
-        free = {key for key in {*theirs["config"], *mine} if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
-        for key in sorted({*theirs["config"], *mine} - free):
-            differing |= _differences(f"config.{key}", theirs["config"].get(key), mine.get(key))
-    if "data" in theirs:
-        differing |= _differences("data", theirs["data"], dict(data))
-    names = {what: what.removeprefix("config.") for what in differing}
-    allowed = [w for w, name in names.items() if any(name == a or name.startswith(f"{a}.") for a in accept)]
-    refused = [f"{what} ({differing[what]})" for what in differing if what not in allowed]
+    found: dict[str, str] = {}
+    if "config" in existing:
+        keys = {*existing["config"], *config}
+        free = {key for key in keys if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
+        for key in sorted(keys - free):
+            found |= _differences(f"config.{key}", existing["config"].get(key), config.get(key))
+    if "data" in existing:
+        found |= _differences("data", existing["data"], data)
+    names = {key: key.removeprefix("config.") for key in found}
+    accepted = [key for key, name in names.items() if any(name == a or name.startswith(f"{a}.") for a in accept)]
+    refused = {key: values for key, values in found.items() if key not in accepted}
     if refused:
-        flags = " ".join(f"--accept {names[what]}" for what in differing if what not in allowed)
-        kind = "on other data" if all(what.startswith("data") for what in refused) else "of another config"
-        raise ConfigError(f"{workdir} holds a run {kind}: {'; '.join(refused)}. To go on knowingly: {flags}")
-    return [f"{what} ({differing[what]})" for what in allowed]
+        kind = "on other data" if all(key.startswith("data") for key in refused) else "of another config"
+        different = "; ".join(f"{key} ({values})" for key, values in refused.items())
+        flags = " ".join(f"--accept {names[key]}" for key in refused)
+        raise ConfigError(f"{workdir} holds a run {kind}: {different}. To resume it anyway: {flags}")
+    return [f"{key} ({found[key]})" for key in accepted]
 
 
-def record(workdir: Folder, config: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+def record(workdir: Folder, config: Mapping[str, Any], data: Record) -> None:
     """Writes `config.json` and `data.json`."""
-    for name, content in (("data.json", dict(data)), ("config.json", dict(config))):
+    for name, content in (("data.json", data), ("config.json", dict(config))):
         replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 
-def resume_warnings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Why a run will not go on to the same bits, a line each: what was said `about` its checkpoint, and is so here."""
+def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each reason why the result of a resumed run will not be bitwise reproducible.
+
+    Args:
+      saved: the `about` of the checkpoint, with "software" and "devices".
+      current: the same for this process.
+    """
     lines = []
     for kind in ("software", "devices"):
-        differing = _differences(kind, there.get(kind, here[kind]), here[kind])
-        if differing:
-            what = "; ".join(f"{name} ({values})" for name, values in differing.items())
-            lines.append(f"going on with other {kind}, so no longer bit for bit: {what}")
+        if found := _differences(kind, saved.get(kind, current[kind]), current[kind]):
+            different = "; ".join(f"{key} ({values})" for key, values in found.items())
+            lines.append(f"resuming with other {kind}; the result is not bitwise reproducible: {different}")
     return lines
 
 
 def check_shared(workdir: Folder) -> None:
-    """Raises ConfigError where this process does not see what the first one has written to the workdir."""
-    for _ in range(SHARED_SECONDS):  # file systems of a network may remember for a while that there was nothing
+    """Raises ConfigError if this process does not find the file that the first process has written to the workdir."""
+    for _ in range(SHARED_SECONDS):
         if (workdir / "config.json").is_file():
             return
         time.sleep(1)
     raise ConfigError(f"workdir {workdir} is not on a file system that all processes share")
 
 
-def _differences(what: str, there: Any, here: Any) -> dict[str, str]:
-    """Each value that differs, by its name with dots."""
-    if isinstance(there, dict) and isinstance(here, dict):
+def _differences(name: str, saved: object, current: object) -> dict[str, str]:
+    """Returns a description of each value that differs, by its dotted name."""
+    if isinstance(saved, dict) and isinstance(current, dict):
         found: dict[str, str] = {}
-        for key in sorted({*there, *here}):
-            found |= _differences(f"{what}.{key}", there.get(key), here.get(key))
+        for key in sorted({*saved, *current}):
+            found |= _differences(f"{name}.{key}", saved.get(key), current.get(key))
         return found
-    return {} if there == here else {what: f"there {_short(there)}, here {_short(here)}"}
+    return {} if saved == current else {name: f"workdir: {_short(saved)}, now: {_short(current)}"}
 
 
-def _short(value: Any, most: int = 60) -> str:
+def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
 
 
-def _read(path: Folder) -> dict[str, Any]:
+def _read(path: Folder) -> Record:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: Record = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(found, dict):

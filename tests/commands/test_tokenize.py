@@ -101,13 +101,13 @@ def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monke
     assert commands.dispatch(words) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines
-    assert all(line.startswith("tokenising: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
+    assert all(line.startswith("tokenizing: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
 
 
 def test_progress_is_a_live_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
-    with progress.ByteProgress("tokenising", "tok") as shown:
+    with progress.ByteProgress("tokenizing", "tok") as shown:
         shown.update(500, 1000, 100)
         assert not shown.bar.disable
         assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (500, 1000)

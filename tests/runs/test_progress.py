@@ -1,0 +1,84 @@
+"""Progress on the console: a live bar on a terminal, lines elsewhere, and log records above the bar."""
+
+import logging
+
+import pytest
+
+from dcvit.runs import progress
+from dcvit.runs.progress import ByteProgress, ProgressBar, RunProgress
+
+TIMING = {"examples_per_second": 100.0, "step_seconds": 0.5, "mfu": 0.25}
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
+
+
+def test_bar_is_live_on_a_terminal(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)
+    with ProgressBar("reading", 1000) as bar:
+        bar.show(500, "fast")
+        assert bar.live
+        assert bar.bar.tasks[0].completed == 500
+    err = capsys.readouterr().err
+    assert "reading" in err
+    assert "ETA" in err
+
+
+@pytest.mark.parametrize(("lines", "expected"), [(True, "reading: 500 of 1,000  fast  ETA "), (False, "")])
+def test_bar_is_lines_or_nothing_elsewhere(monkeypatch, capsys, lines, expected):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with ProgressBar("reading", 1000, lines=lines) as bar:
+        bar.show(500, "fast")
+        assert not bar.live
+    out, err = capsys.readouterr()
+    assert (out, err.partition("ETA ")[0] + "ETA " * bool(err)) == ("", expected)
+
+
+def test_conversion_shows_megabytes_and_the_speed_of_the_output(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with ByteProgress("converting", "tok") as shown:
+        shown.started -= 10
+        shown.update(2_000_000, 3_000_000, 10**9)
+    err = capsys.readouterr().err
+    assert err.startswith("converting: 2 of 3 MB  ")
+    assert " Mtok/s  ETA " in err
+
+
+def test_updates_are_shown_at_intervals(capsys):
+    with ProgressBar("reading", 1000, lines=True) as bar:
+        for completed in range(1000):
+            bar.show(completed)
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys):
+    metrics = {"loss": 1.23456, "lr": 0.1, "test/top1": 0.5, "test/n": 360, "val/loss": None}
+    with RunProgress("run", 10, rate=("tok/s", 2)) as shown:
+        shown.report(4, metrics, TIMING)
+        shown.report(6, {"loss": None}, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 4/10  loss 1.2346  200 tok/s  500.0 ms/step  MFU 25.0%  ETA 3s",
+        "step 4  test: top1 0.5000  n 360",
+        "step 4  val: loss None",
+    ]
+
+
+def test_live_display_shows_steps_and_log_records_and_restores_the_handlers(terminal, capsys):
+    logger, handler = logging.getLogger("dcvit"), logging.NullHandler()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    try:
+        with RunProgress("run", 10, start=2) as shown:
+            assert shown.bar.tasks[0].completed == 2
+            shown.advance(5)
+            assert shown.bar.tasks[0].completed == 5
+            logging.getLogger("dcvit.training.hooks").warning("step 5: the loss is nan; skipped")
+            assert logger.handlers != [handler]
+        assert (logger.handlers, logger.level, logger.propagate) == ([handler], *before)
+    finally:
+        logger.removeHandler(handler)
+    out, err = capsys.readouterr()
+    assert out.count("step 5: the loss is nan; skipped") == 1
+    assert not err
