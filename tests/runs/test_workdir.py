@@ -1,153 +1,179 @@
-"""One run to a folder, and none that is not the one it holds."""
+"""A workdir holds one run: another config, other data or a second process is refused."""
 
+import logging
 import os
+import shutil
 
 import pytest
+from conftest import DIGITS
 from training_runs import same
 
+from dcvit import cli, train
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.steps import saved_steps
-from dcvit.runs import lock, metrics, workdir
+from dcvit.errors import ConfigError
+from dcvit.runs import lock, workdir
 from dcvit.training import trainer
+from input_pipeline import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_workdir_in_use_is_refused_before_anything_is_written(digits_run, capsys, tmp_path):
-    with lock.WorkdirLock(tmp_path / "run"):
-        status, folder = digits_run()
-    assert status == 2
-    assert f"error: workdir {folder} is in use by process {os.getpid()} on " in capsys.readouterr().err
-    assert [path.name for path in folder.iterdir()] == [lock.LOCK]
+def run(folder, *words, **overrides):
+    options = [f"--config.{key}={value}" for key, value in {**DIGITS, **overrides}.items()]
+    return cli.run(train.main, ["--config", "vit_digits", "--workdir", str(folder), *options, *words])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "difference", "flag"),
-    [
-        ({"seed": 1}, "config.seed (there 0, here 1)", "--accept seed"),
-        ({"input.batch_size": 72}, "config.input.batch_size (there 64, here 72)", "--accept input.batch_size"),
-        ({"input.data.limit": 400}, "data.examples (there 1437, here 400)", "--accept data.examples"),
-        ({"model.width": 32}, "config.model.width (there 16, here 32)", "--accept model.width"),
-        ({"optax_name": "scale_by_lion", "optax": {}}, "(there 'scale_by_adam', here 'scale_by_lion')", "optax_name"),
-        ({"total_steps": 8}, "config.total_steps (there 6, here 8)", "--accept total_steps"),
-    ],
-)
-def test_another_run_is_refused_with_all_differences_before_anything_changes(
-    digits_run, capsys, overrides, difference, flag
-):
-    _, folder = digits_run()
-    before = {path: path.read_bytes() for path in folder.rglob("*.json*")}
-    capsys.readouterr()
-    assert digits_run(**overrides)[0] == 2
+@pytest.fixture
+def folder(digits_workdir, tmp_path):
+    """A copy of a completed run of 60 steps."""
+    return shutil.copytree(digits_workdir, tmp_path / "run")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*.json*")}
+
+
+def test_workdir_in_use_is_refused_before_anything_is_written(tmp_path, capsys):
+    with lock.WorkdirLock(tmp_path):
+        assert run(tmp_path) == 2
+    assert f"error: workdir {tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [lock.LOCK]
+
+
+DIFFERENT = {
+    "seed": 1, "input.batch_size": 72, "input.data.limit": 400, "model.width": 16, "total_steps": 8,
+    "optax_name": "scale_by_lion", "optax": {},
+}  # fmt: skip
+
+
+def test_run_of_another_config_is_refused_with_all_differences_before_anything_changes(folder, capsys):
+    before = contents(folder)
+    assert run(folder, **DIFFERENT) == 2
     err = capsys.readouterr().err
-    assert difference in err
-    assert flag in err
+    assert f"{folder} holds a run of another config: " in err
+    for difference in (
+        "config.seed (workdir: 0, now: 1)",
+        "config.input.batch_size (workdir: 64, now: 72)",
+        "config.input.data.limit (workdir: None, now: 400)",
+        "data.examples (workdir: 1437, now: 400)",
+        "config.model.width (workdir: 32, now: 16)",
+        "config.optax_name (workdir: 'scale_by_adam', now: 'scale_by_lion')",
+        "config.total_steps (workdir: 60, now: 8)",
+    ):
+        assert difference in err
+        assert f"--accept {difference.partition(' ')[0].removeprefix('config.')}" in err.partition("To resume")[2]
     assert err.count("\n") == 1
-    assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before
+    assert contents(folder) == before
 
 
-def test_where_the_config_is_gone_the_checkpoint_says_what_the_run_is(digits_run, capsys):
-    _, folder = digits_run()
+def test_run_on_other_data_is_named_as_such(folder, capsys):
+    assert run(folder, "--accept", "input", **{"input.data.limit": 400}) == 2
+    assert "holds a run on other data: data.examples (workdir: 1437, now: 400)" in capsys.readouterr().err
+
+
+def test_checkpoint_identifies_the_run_if_its_files_are_missing(folder, capsys):
     (folder / "config.json").unlink()
     (folder / "data.json").unlink()
-    assert digits_run(seed=1)[0] == 2
-    assert "config.seed (there 0, here 1)" in capsys.readouterr().err
-    assert digits_run(**{"input.data.limit": 400})[0] == 2
-    assert "data.examples (there 1437, here 400)" in capsys.readouterr().err
-    assert digits_run()[0] == 0
+    assert run(folder, seed=1, **{"input.data.limit": 400}) == 2
+    err = capsys.readouterr().err
+    assert "config.seed (workdir: 0, now: 1)" in err
+    assert "data.examples (workdir: 1437, now: 400)" in err
+    assert run(folder) == 0
+    assert (folder / "config.json").is_file()
 
 
-def test_a_start_that_got_nowhere_claims_nothing(digits_run, monkeypatch):
-    """As of one whose batch was too large for the memory: the next command need not name what it mended."""
-    with monkeypatch.context() as broken:
-        broken.setattr(trainer.Trainer, "_advance", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
-        assert digits_run(seed=1)[0] == 2
-    status, folder = digits_run()
-    assert (status, configs.read_json(folder / "config.json").seed) == (0, 0)
-    assert digits_run(seed=1)[0] == 2
+@pytest.mark.slow
+def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_path, capsys, monkeypatch):
+    """The run failed, for example, because its batch was too large for the memory."""
+    monkeypatch.setattr(trainer.Trainer, "_compile", lambda *_: (_ for _ in ()).throw(OSError("out of memory")))
+    for seed in (1, 0):
+        assert run(tmp_path, seed=seed) == 2
+        assert "error: out of memory" in capsys.readouterr().err
+        assert configs.read_json(tmp_path / "config.json").seed == seed
 
 
-def test_a_difference_that_is_accepted_is_said_and_becomes_the_runs_own(digits_run, capsys, monkeypatch):
-    from dcvit import cli
-
-    _, folder = digits_run(**{"schedule.decay_type": "constant"})
-    real = cli.run
-    monkeypatch.setattr(cli, "run", lambda main, argv: real(main, [*argv, *accepted]))
-    accepted = ["--accept", "total_steps"]
-    assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8, seed=1)[0] == 2
+@pytest.mark.slow
+def test_accepted_difference_is_reported_and_recorded(folder, capsys):
+    accept = ("--accept", "total_steps")
+    assert run(folder, *accept, total_steps=62, seed=1) == 2
     assert "config.total_steps" not in capsys.readouterr().err
-    assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8)[0] == 0
-    assert "accepted: config.total_steps (there 6, here 8)" in capsys.readouterr().err
-    assert saved_steps(folder)[-1] == 8
-    assert configs.read_json(folder / "config.json").total_steps == 8
-    accepted = []
-    assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8)[0] == 0
-    accepted = ["--accept", "ema_decay"]
-    assert digits_run(**{"schedule.decay_type": "constant"}, total_steps=8, ema_decay=0.5)[0] == 2
-    assert "checkpoints/8 has no ema" in capsys.readouterr().err
-    accepted = ["--accept", "sead"]
-    assert digits_run()[0] == 2
+    assert run(folder, *accept, total_steps=62) == 0
+    assert "accepted: config.total_steps (workdir: 60, now: 62)" in capsys.readouterr().err
+    assert saved_steps(folder)[-1] == 62
+    assert configs.read_json(folder / "config.json").total_steps == 62
+    assert run(folder, total_steps=62) == 0
+
+
+def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder, capsys):
+    assert run(folder, "--accept", "model", **{"model.depth": 2}) == 2
+    assert "checkpoints/60 does not fit the model; " in capsys.readouterr().err
+    assert run(folder, "--accept", "sead") == 2
     assert "--accept sead; did you mean 'seed'" in capsys.readouterr().err
 
 
-def test_data_is_known_by_its_content(tmp_path):
-    class Source(list):
-        class_names = None
+class Examples(list):
+    class_names = None
 
-        def describe(self, index):
-            return f"example {index}"
+    def describe(self, index):
+        return f"example {index}"
 
-        def nbytes(self):
-            return len(self)
+    def nbytes(self):
+        return len(self)
 
-    one = Source({"tokens": bytes([i])} for i in range(100))
-    other = Source(one)
+
+def test_data_is_identified_by_its_content():
+    one = Examples({"tokens": bytes([i])} for i in range(100))
+    other = Examples(one)
     assert workdir.data_identity(one) == workdir.data_identity(other)
     other[99] = {"tokens": b"x"}
     assert workdir.data_identity(one)["sample"] != workdir.data_identity(other)["sample"]
-    assert workdir.data_identity(Source(one[:50]))["examples"] == 50
-    assert workdir.data_identity(Source(one[:1])) != workdir.data_identity(Source(one[1:2]))
+    assert workdir.data_identity(Examples(one[:50]))["examples"] == 50
+    assert workdir.data_identity(Examples(one[:1])) != workdir.data_identity(Examples(one[1:2]))
 
 
-def test_other_software_and_devices_are_said(digits_run, capsys, monkeypatch):
-    _, whole = digits_run("whole", ckpt_steps=3)
-    _, folder = digits_run(total_steps=6)
-    for path in (folder / "checkpoints").glob("6*"):
-        path.rename(folder / "six")
-    monkeypatch.setattr(workdir, "software", lambda: {"jax": "99.0"})
-    capsys.readouterr()
-    assert digits_run()[0] == 0
-    err = capsys.readouterr().err
-    assert "going on with other software, so no longer bit for bit: " in err
-    assert "software.jax (there " in err
-    assert "devices" not in err
-    assert same(load_params(whole), load_params(folder))
+def test_damaged_example_identifies_the_data_too():
+    class Damaged(Examples):
+        def __getitem__(self, index):
+            raise InputError("broken image")
+
+    assert workdir.data_identity(Damaged([{}] * 3)) == workdir.data_identity(Damaged([{}] * 3))
 
 
-def test_a_workdir_that_cannot_be_written_to_is_one_line(digits_run, capsys, tmp_path):
+def test_keys_without_effect_on_a_step_may_change(tmp_path):
+    config = {"seed": 0, "log_steps": 50, "ckpt_keep": 1, "mesh": [], "evals": {}}
+    other = {"seed": 0, "log_epochs": 1, "ckpt_keep": 2, "mesh": [["fsdp", -1]], "evals": {"a": {}}}
+    assert workdir.check_same_run(tmp_path, {"config": config}, other, {}) == []
+    with pytest.raises(
+        ConfigError, match=r"config\.seed \(workdir: 0, now: None\)\. To resume it anyway: --accept seed"
+    ):
+        workdir.check_same_run(tmp_path, {"config": config}, {}, {})
+
+
+@pytest.mark.slow
+def test_resuming_with_other_software_is_reported_and_reaches_the_same_result(folder, digits_workdir, caplog):
+    shutil.rmtree(folder / "checkpoints" / "60")
+    with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(workdir, "software", lambda: {"jax": "99.0"})
+        patched.setattr(cli, "LOGGERS", ())  # caplog listens at the root
+        assert run(folder) == 0
+    assert "resuming with other software; the result is not bitwise reproducible: " in caplog.text
+    assert "software.jax (workdir: " in caplog.text
+    assert "other devices" not in caplog.text
+    assert same(load_params(digits_workdir), load_params(folder))
+
+
+def test_other_devices_are_reported():
+    here = {"software": {"jax": "1"}, "devices": {"kind": "cpu", "count": 8}}
+    assert workdir.resume_warnings({}, here) == workdir.resume_warnings(here, here) == []
+    (line,) = workdir.resume_warnings({**here, "devices": {"kind": "cpu", "count": 4}}, here)
+    assert "resuming with other devices; " in line
+    assert "devices.count (workdir: 4, now: 8)" in line
+
+
+def test_file_in_place_of_the_workdir_is_one_line(tmp_path, capsys):
     (tmp_path / "run").write_text("a file")
-    assert digits_run()[0] == 2
-    assert capsys.readouterr().err == f"error: cannot write to workdir {tmp_path / 'run'}: File exists\n"
-
-
-def test_a_full_disk_ends_a_log_with_its_name(tmp_path):
-    rows = metrics.JsonLines(tmp_path / "metrics.jsonl")
-    rows.write(1, {"loss": 1.0})
-    rows.file.close()
-    rows.file = open("/dev/full", "a")  # noqa: SIM115, PTH123
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
-        rows.write(2, {"loss": 1.0})
-    rows.close()
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    from dcvit.checkpoint import files
-
-    path = tmp_path / "config.json"
-    files.replace(path, "old")
-    path.with_name("config.json.new").mkdir()  # stands in for what cannot be written
-    with pytest.raises(OSError, match=r"config\.json"):
-        files.replace(path, "new")
-    assert path.read_text() == "old"
+    assert run(tmp_path / "run") == 2
+    err = capsys.readouterr().err
+    assert err == f"error: cannot write to workdir {tmp_path / 'run'}: File exists\n"
