@@ -30,7 +30,7 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_custom_sections = [("Fields", "params_style")]
 
-SECTION = re.compile(r"\s*(Args|Fields|Raises|Returns|Yields):$")
+SECTION = re.compile(r"(\s*)(Args|Fields|Raises|Returns|Yields)(, .*)?:$")
 
 
 def markdown_to_rst(app, what, name, obj, options, lines):
@@ -39,8 +39,9 @@ def markdown_to_rst(app, what, name, obj, options, lines):
     in_section, literal = False, False
     for line in lines:
         indent = len(line) - len(line.lstrip())
-        if SECTION.match(line):
+        if match := SECTION.match(line):
             in_section, literal = True, False
+            line = f"{match[1]}{match[2]}:"  # napoleon knows only the plain name of a section
         elif line and indent == 0:
             in_section = literal = False
         if line and indent and not in_section and not literal:

@@ -27,7 +27,7 @@ from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTION = re.compile(r"^(Args|Fields|Raises|Returns|Yields):$")
+SECTION = re.compile(r"^(Args|Fields|Raises|Returns|Yields)(, .*)?:$")
 ENTRY = re.compile(r"^([\w*][^:]*?): (.*)$")
 
 
@@ -229,6 +229,7 @@ def shipped_configs() -> str:
 def fields(cls: type) -> str:
     """A table of the fields of a flax module with type, default and meaning, from its docstring."""
     own = [field for field in dataclasses.fields(cls) if field.name not in ("parent", "name")]
+    own.sort(key=lambda field: field.name not in cls.__annotations__)  # inherited fields come last
     documented = [entry for base in cls.__mro__ for entry in parse(base.__doc__).sections.get("Fields", ())]
     meanings = _by_name(documented, [field.name for field in own])
     rows = []
