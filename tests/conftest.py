@@ -1,17 +1,19 @@
-"""Every test runs with executed shape annotations, strict dtype and rank promotion, and eight CPU devices.
+"""Settings and fixtures of all tests: executed shape annotations, strict dtype and rank promotion, eight CPU devices.
 
-What is compiled once is not compiled again: most of a small training's time is its compilation.
+Workers and subprocesses of a session share one compilation cache, because compilation takes most of the time of a small
+training run.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for the whole session: workers and subprocesses inherit it
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit the variable
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
@@ -23,6 +25,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _clear_caches():
+    """Bound the memory of a worker: release the compiled programs of every test module."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
