@@ -27,12 +27,14 @@ def test_a_block_trains(name):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_plain_jax_has_a_gradient_for_every_parameter():
     out, gradient = load("plain_jax").main()
     assert out.shape == (2, 16, 32)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
     """The code cells run in order, in a folder with the workdir that the notebook opens."""
     (tmp_path / "runs").mkdir()

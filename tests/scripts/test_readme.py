@@ -43,6 +43,7 @@ def test_ci_runs_its_other_commands():
             assert command in ci, f"{command} is run by nothing"
 
 
+@pytest.mark.slow
 def test_its_snippet_is_a_working_block():
     (snippet,) = blocks(PAGE, "python")
     names: dict = {}
