@@ -1,32 +1,48 @@
-"""Evaluators; the `type` of one in a config is the name of a file here.
+"""Evaluators. The `type` of an evaluator in a config is the name of a module here, which has a class `Evaluator`.
 
-Each has a class `Evaluator(predict, mesh, **options)` with
-
-  source       the data that it reads
-  example      a model input of one example, a jax.ShapeDtypeStruct
-  run(params)  a dict of numbers, a function of parameters and data alone
-  metrics      the names of such numbers
-  rows(name, numbers, net)   what a table of results says of these numbers and of the last run's speed
-  columns      the keys of such rows, in order, after those that `dcvit.evaluate` gives every row
-
-This file holds what they share.
+This module holds the interface of these classes and the code that they share.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
+from dcvit.models import Outputs, Params
 from dcvit.models.flops import forward_flops
 from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
 
 IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_per_second")
+
+Batch: TypeAlias = Mapping[str, np.ndarray]  # arrays with a first axis of examples; `_mask` is 0 for padding
+DeviceBatch: TypeAlias = dict[str, jax.Array]
+Predict: TypeAlias = Callable[[Params, jax.Array], tuple[jax.Array, Outputs]]  # logits and named intermediates
+Row: TypeAlias = dict[str, Any]  # a row of a table of results: strings, numbers and None
+
+
+class Evaluator(Protocol):
+    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, **options)`."""
+
+    columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
+    source: input_pipeline.Source  # the data
+    example: jax.ShapeDtypeStruct  # a model input of one example; set after construction by `dcvit.training.setup`
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that `run` may return."""
+
+    def run(self, params: Params) -> dict[str, float]:
+        """Return the metrics, which are a function of the parameters and the data only."""
+
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return rows of a table of results for the evaluator called `name`, with the speed of the last run."""
 
 
 def batches(
@@ -36,40 +52,50 @@ def batches(
     mesh: Mesh,
     corrupt: input_pipeline.CorruptPolicy | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """This process's rows of `input_pipeline.eval_batches`, whose size is `rounded`."""
-    size = rounded(batch_size, mesh)
+    """Yield the rows of this process of `input_pipeline.eval_batches`, with batches of `rounded_batch_size`."""
+    size = rounded_batch_size(batch_size, mesh)
     return input_pipeline.eval_batches(source, pp, size, rows=local_rows(mesh, size), corrupt=corrupt)
 
 
-def rounded(batch_size: int, mesh: Mesh) -> int:
-    """The batch size, up to a multiple of the mesh's parts of a batch."""
+def rounded_batch_size(batch_size: int, mesh: Mesh) -> int:
+    """Round a batch size up to a multiple of the number of parts into which the mesh splits a batch."""
     return -(-batch_size // batch_shards(mesh)) * batch_shards(mesh)
 
 
-class Timed:
-    """A function (params, batch, …) of batches of one shape, compiled at the first, and its speed since.
+class TimedFunction:
+    """A function (params, batch, …) that is compiled for the first batch, and a timer of its calls.
 
-    `seconds` run from the end of compilation, or else from `restart`, to the last result, so that reading all batches
-    but the first counts; `examples` are the real ones, of all processes.
+    Attributes:
+      seconds: time from the end of compilation, or from `reset_timer`, to the last result. This includes the time of
+        reading the batches.
+      examples: number of examples in that time, without padding, over all processes.
     """
 
     def __init__(self, function: Callable[..., Any], mesh: Mesh, batch_size: int, keep: Sequence[str] = ()):
-        """`keep` are the parts of a batch that come back beside the result, so that every process has all rows."""
+        """
+        Args:
+          function: function of parameters, a batch on the devices, and further arrays.
+          mesh: the devices that share a batch.
+          batch_size: rounded up to a multiple of the device count.
+          keep: keys of a batch whose rows of all processes are returned next to the result.
+        """
 
-        def call(params: Any, batch: dict[str, jax.Array], *rest: Any) -> Any:
+        def call(params: Params, batch: DeviceBatch, *rest: jax.Array) -> Any:
             return function(params, batch, *rest), {key: batch[key] for key in (*keep, "_mask")}
 
         self.function = jax.jit(call, out_shardings=replicated(mesh))
-        self.mesh, self.batch_size = mesh, rounded(batch_size, mesh)
+        self.mesh, self.batch_size = mesh, rounded_batch_size(batch_size, mesh)
         self.compiled: Callable[..., Any] | None = None
-        self.restart()
+        self.reset_timer()
 
-    def restart(self) -> None:
-        """Begins to measure anew."""
+    def reset_timer(self) -> None:
+        """Start a new measurement."""
         self.examples, self.seconds, self.started = 0, 0.0, time.perf_counter()
 
-    def __call__(self, params: Any, batch: Mapping[str, np.ndarray], *rest: Any) -> tuple[Any, dict[str, np.ndarray]]:
-        """The result and what is kept of the batch, of all processes, on the host; `batch` is one of `batches`."""
+    def __call__(
+        self, params: Params, batch: Batch, *rest: np.ndarray | jax.Array
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        """Return the result and the kept keys of a batch of `batches`, from all processes and on the host."""
         sent = put_batch(batch, self.mesh, self.batch_size)
         if self.compiled is None:
             with jax.set_mesh(self.mesh):
@@ -80,8 +106,12 @@ class Timed:
         self.seconds = time.perf_counter() - self.started
         return result, kept
 
+    def rate(self) -> float:
+        """Return the examples per second of the measurement."""
+        return self.examples / self.seconds
 
-def about_images(net: Any, example: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """`gflops` of one image's forward pass, None where there is no formula for the model, and `image_size`."""
+
+def image_columns(net: nn.Module, example: jax.ShapeDtypeStruct) -> Row:
+    """Return `gflops` of an image's forward pass, None if there is no formula for the model, and `image_size`."""
     flops = forward_flops(net, example)
     return {"gflops": flops and round(flops / 1e9, 3), "image_size": f"{example.shape[1]}x{example.shape[2]}"}

@@ -1,36 +1,49 @@
-"""Top-1, top-5 and loss of a classifier over every example of a data source, exact for any batch size."""
+"""Top-1 accuracy, top-5 accuracy and loss of a classifier over all examples of a data source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
-from dcvit.models import losses, pixels
+from dcvit.evaluators import (
+    IMAGE_COLUMNS,
+    Batch,
+    DeviceBatch,
+    Predict,
+    Row,
+    TimedFunction,
+    batches,
+    image_columns,
+)
+from dcvit.models import Params, losses, pixels
 
-ABSENT = -1e9  # the logit of a class that is not to be chosen; finite, so that 0 · log p stays 0
+ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is 0
 
 
 class Evaluator:
-    """Counts an example as correct when any of its labels is hit; one without labels is left out, as in ReaL."""
+    """Count an example as correct if any of its labels is hit. Examples without labels are skipped, as in ReaL.
 
-    target = ("labels", 1)  # what the preprocessing yields beside the image, and its rank
+    The metrics are exact for any batch size and device count.
+    """
+
+    target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "loss", "n")
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(
         self,
-        predict: Callable[..., Any],
+        predict: Predict,
         mesh: Mesh,
         *,
-        data: dict,
+        data: dict[str, Any],
         pp: str,
         batch_size: int = 256,
         loss: str = "softmax_xent",
@@ -41,29 +54,29 @@ class Evaluator:
     ):
         """
         Args:
-          predict: (params, images) -> logits, B C, and named intermediates.
+          predict: function from parameters and images to logits, B C, and named intermediates.
           mesh: the devices that share a batch.
           data: arguments of `input_pipeline.open_source`.
           pp: a preprocessing string that yields `image` and multi-hot `labels`.
           batch_size: rounded up to a multiple of the device count.
           loss: a name in `dcvit.models.losses`.
-          present_classes_only: choose among the classes that occur in the data, as ImageNet-A and -R, which have
-            200 of ImageNet's 1000, are reported. The data's label is `label`.
+          present_classes_only: predict only classes that occur in the data, as in published results on ImageNet-A
+            and -R, which have 200 of ImageNet's 1000 classes. The data must have a key `label`.
           cache: keep the preprocessed batches in memory.
-          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.CorruptPolicy`.
+          corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
         """
         self.source = input_pipeline.open_source(**data)
         self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
         self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
         self.present_classes_only = present_classes_only
-        self.present: np.ndarray | None = None  # which classes may be chosen, known after the first batch
-        self.cached: list[dict[str, np.ndarray]] | None = [] if cache else None
-        self.images_per_second = 0.0  # of the last run, compilation left out
+        self.present: np.ndarray | None = None  # the classes that may be predicted, after the first batch
+        self.cached: list[Batch] | None = [] if cache else None
+        self.images_per_second = 0.0  # of the last run, without compilation
         self.host_pp, to_numbers = pixels.split(pp)
         loss_fn = getattr(losses, loss)
 
-        def score(params: Any, batch: dict[str, jax.Array], present: jax.Array) -> dict[str, jax.Array]:
-            logits = jnp.where(present, predict(params, to_numbers(batch["image"]))[0], ABSENT)
+        def score(params: Params, batch: DeviceBatch, present: jax.Array) -> DeviceBatch:
+            logits = jnp.where(present, predict(params, to_numbers(batch["image"]))[0], ABSENT_LOGIT)
             labels = batch["labels"]
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0
@@ -74,13 +87,13 @@ class Evaluator:
                 "loss": loss_fn(logits, labels),
             }
 
-        self.score = Timed(score, mesh, batch_size)
+        self.score = TimedFunction(score, mesh, batch_size)
 
-    def run(self, params: Any) -> dict[str, float]:
-        """`top1`, `top5` (fractions of `n`), `loss` (mean, nats) and `n`, the number of examples counted."""
+    def run(self, params: Params) -> dict[str, float]:
+        """Return `top1` and `top5` (fractions of `n`), `loss` (mean, in nats) and `n`, the counted examples."""
         correct = {"top1": 0, "top5": 0}
         total, n = 0.0, 0
-        self.score.restart()
+        self.score.reset_timer()
         for batch in self._batches():
             if self.present is None:
                 self.present = self._present(batch["labels"].shape[-1])
@@ -90,20 +103,20 @@ class Evaluator:
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
-        self.images_per_second = self.score.examples / self.score.seconds
+        self.images_per_second = self.score.rate()
         return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
 
-    def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
-        """One row."""
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return one row."""
         speed = {"images_per_second": round(self.images_per_second, 1)}
-        return [{"evaluation": name, **about_images(net, self.example), **numbers, **speed}]
+        return [{"evaluation": name, **image_columns(net, self.example), **metrics, **speed}]
 
-    def _batches(self) -> Iterator[dict[str, np.ndarray]]:
-        """The preprocessed batches, from memory where they are kept there."""
+    def _batches(self) -> Iterator[Batch]:
+        """Yield the preprocessed batches, from memory if they are cached."""
         if self.cached:
             yield from self.cached
             return
-        kept = []
+        kept: list[Batch] = []
         for batch in batches(self.source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             yield batch
             if self.cached is not None:
@@ -112,9 +125,12 @@ class Evaluator:
             self.cached = kept
 
     def _present(self, classes: int) -> np.ndarray:
-        """Which classes may be chosen, bool of shape (classes,)."""
+        """Return the mask of the classes that may be predicted, bool of shape (classes,)."""
         if not self.present_classes_only:
             return np.ones(classes, bool)
-        pp = f"onehot({classes})|keep('labels')"  # leaves the image encoded
-        read = input_pipeline.eval_batches(self.source, pp, self.batch_size, corrupt=self.corrupt)  # every process, all
-        return np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)
+        pp = f"onehot({classes})|keep('labels')"  # keeps the image encoded
+        read = input_pipeline.eval_batches(
+            self.source, pp, self.batch_size, corrupt=self.corrupt
+        )  # every process reads all
+        present: np.ndarray = np.any([np.any(batch["labels"] > 0, axis=0) for batch in read], axis=0)
+        return present

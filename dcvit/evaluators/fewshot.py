@@ -1,16 +1,18 @@
-"""Few-shot transfer: how well a linear classifier does that was fitted to a few examples of each class.
+"""Few-shot transfer: accuracy of a linear classifier that is fitted to a few examples of each class.
 
 The protocol is big_vision's (`evaluators/fewshot_lsr.py`; Dosovitskiy et al., 2021, Section 4.1): features are frozen,
-the classifier is ridge regression onto labels in {-1, 1}, and the accuracy is the mean over a few draws of the shots.
+the classifier is a ridge regression onto labels in {-1, 1}, and the accuracy is the mean over several random draws of
+the fitted examples (the shots).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,32 +21,32 @@ from jax.sharding import Mesh
 import input_pipeline
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import ConfigError, nearest
-from dcvit.evaluators import IMAGE_COLUMNS, Timed, about_images, batches
-from dcvit.models import pixels
+from dcvit.evaluators import IMAGE_COLUMNS, DeviceBatch, Predict, Row, TimedFunction, batches, image_columns
+from dcvit.models import Outputs, Params, pixels
 
-BIAS = 100.0  # the value of the constant feature, so large that the intercept is hardly regularised
+BIAS = 100.0  # the value of the constant feature, large enough that the intercept is hardly regularised
 STD_EPSILON = 1e-5  # added to a feature's standard deviation
 
 
 class Evaluator:
-    """Fits to `shots` examples of each class of one source and counts what it gets right in the other.
+    """Fit a classifier to `shots` examples of each class of one source, and measure its accuracy on another source.
 
     For each seed, the shots of class c are the first of `default_rng(seed).permutation(np.where(labels == c)[0])`,
-    the classes drawn in order from one generator: fewer shots are a part of more, and the same whatever the model.
-    A class that has fewer examples gives what it has.
+    where one generator draws all classes in order. Fewer shots are therefore a subset of more shots, and every model
+    gets the same shots. A class with fewer examples contributes all of them.
     """
 
-    target = ("label", 0)  # what the preprocessing yields beside the image, and its rank
+    target = ("label", 0)  # key of the preprocessed label, and its rank
     columns = IMAGE_COLUMNS
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(
         self,
-        predict: Callable[..., Any],
+        predict: Predict,
         mesh: Mesh,
         *,
-        data: dict,
-        test_data: dict,
+        data: dict[str, Any],
+        test_data: dict[str, Any],
         pp: str,
         shots: Sequence[int] = (1, 5, 10, 25),
         l2_reg: float = 2.0**10,
@@ -56,21 +58,21 @@ class Evaluator:
     ):
         """
         Args:
-          predict: (params, images) -> logits, and a dict of named intermediates.
+          predict: function from parameters and images to logits and a dict of named intermediates.
           mesh: the devices that share a batch.
-          data: arguments of `input_pipeline.open_source`, for the examples that are fitted to.
-          test_data: the same, for those that are counted.
+          data: arguments of `input_pipeline.open_source`, for the examples to fit.
+          test_data: the same, for the examples on which accuracy is measured.
           pp: a preprocessing string that yields `image` and an integer `label`.
-          shots: examples of each class.
+          shots: numbers of fitted examples of each class.
           l2_reg: λ of the ridge regression.
-          num_seeds: draws of the shots, with seeds 0, 1, …
-          representation: the intermediate that serves as features, "a/b" for b inside a; what has more axes than
-            B D is flattened.
+          num_seeds: number of draws of the shots, with seeds 0, 1, …
+          representation: the intermediate that serves as features, "a/b" for b inside a. Axes after the first are
+            flattened.
           batch_size: rounded up to a multiple of the device count.
-          corrupt, corrupt_max: what becomes of examples that cannot be read; see `input_pipeline.CorruptPolicy`.
+          corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
 
         Raises:
-          ConfigError: a number that is too small.
+          ConfigError: a number is too small, or the class names of the two sources differ.
         """
         if not shots or min(shots) < 1 or num_seeds < 1 or not 0 < l2_reg < math.inf:
             raise ConfigError(f"few-shot: {shots=}, {num_seeds=}, {l2_reg=} should all be above 0")
@@ -78,36 +80,36 @@ class Evaluator:
         self.test_source = input_pipeline.open_source(**test_data)
         names = self.source.class_names, self.test_source.class_names
         if names[0] != names[1] and all(names):
-            raise ConfigError("few-shot: data and test_data have other classes, or number them differently")
+            raise ConfigError("few-shot: data and test_data have different classes or number them differently")
         self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
         self.shots, self.l2_reg, self.num_seeds = tuple(dict.fromkeys(shots)), float(l2_reg), num_seeds
         self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
-        self.images_per_second = 0.0  # of the last run, compilation left out
+        self.images_per_second = 0.0  # of the last run, without compilation
 
         self.host_pp, to_numbers = pixels.split(pp)
 
-        def represent(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        def represent(params: Params, batch: DeviceBatch) -> jax.Array:
             images = to_numbers(batch["image"])
             features = intermediate(predict(params, images)[1], representation)
             return features.reshape(len(images), -1).astype(jnp.float32)
 
-        self.represent = Timed(represent, mesh, batch_size, keep=("label",))
+        self.represent = TimedFunction(represent, mesh, batch_size, keep=("label",))
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of what `run` returns."""
+        """Names of the metrics that `run` returns."""
         return (*(f"{k}shot" for k in self.shots), "n")
 
-    def run(self, params: Any) -> dict[str, float]:
-        """`1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
+    def run(self, params: Params) -> dict[str, float]:
+        """Return `1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
 
         Raises:
-          ConfigError: the model has no such intermediate.
+          ConfigError: the model has no intermediate called `representation`.
         """
-        self.represent.restart()
+        self.represent.reset_timer()
         x, labels = self._features(self.source, params)
         x_test, labels_test = self._features(self.test_source, params)
-        self.images_per_second = self.represent.examples / self.represent.seconds
+        self.images_per_second = self.represent.rate()
         classes = len(self.source.class_names or ()) or int(labels.max()) + 1
         hits = dict.fromkeys(self.shots, 0)
         for seed in range(self.num_seeds):
@@ -121,14 +123,14 @@ class Evaluator:
         n = len(labels_test)
         return {f"{k}shot": count / (self.num_seeds * n) for k, count in hits.items()} | {"n": n}
 
-    def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
-        """A row for each number of shots, "name/5shot", with its accuracy as `top1`."""
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return a row for each number of shots, such as "name/5shot", with the accuracy as `top1`."""
         speed = {"images_per_second": round(self.images_per_second, 1)}
-        about = {**about_images(net, self.example), "n": numbers["n"], **speed}
-        return [{"evaluation": f"{name}/{k}shot", **about, "top1": numbers[f"{k}shot"]} for k in self.shots]
+        common = {**image_columns(net, self.example), "n": metrics["n"], **speed}
+        return [{"evaluation": f"{name}/{k}shot", **common, "top1": metrics[f"{k}shot"]} for k in self.shots]
 
-    def _features(self, source: input_pipeline.Source, params: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Features N D and labels N of all examples of a source."""
+    def _features(self, source: input_pipeline.Source, params: Params) -> tuple[np.ndarray, np.ndarray]:
+        """Return the features N D and labels N of all examples of a source."""
         features, labels = [], []
         for batch in batches(source, self.host_pp, self.batch_size, self.mesh, self.corrupt):
             found, kept = self.represent(params, batch)
@@ -138,39 +140,40 @@ class Evaluator:
         return np.concatenate(features), np.concatenate(labels)
 
 
-def intermediate(out: dict[str, Any], name: str) -> Array:
-    """The array that a model's dict of intermediates holds under `name`, "a/b" for b inside a.
+def intermediate(out: Outputs, name: str) -> Float[Array, "B ..."]:
+    """Return an array of a model's intermediates by its name, "a/b" for b inside a.
 
     Raises:
-      ConfigError: there is none; the message names the nearest.
+      ConfigError: there is no such intermediate; the message names the nearest.
     """
     known = {
         "/".join(str(part.key) for part in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]
     }
     if name not in known:
         raise ConfigError(f"few-shot: the model has no representation {name!r}; {nearest(name, known)}")
-    return known[name]
+    array: Array = known[name]
+    return array
 
 
 @jax.jit
 def linear_scores(
     x: Float[Array, "N D"], y: Float[Array, "N C"], x_test: Float[Array, "K D"], l2_reg: Float[Array, ""] | float
 ) -> Float[Array, "K C"]:
-    """Scores of `x_test` by the ridge regression of `y` on `x`, both whitened by the mean and deviation of `x`.
+    """Return the scores of `x_test` by the ridge regression of `y` on `x`, normalised by mean and deviation of `x`.
 
-    With z = (x - mean)/(std + 1e-5) and a constant feature b = 100 beside it, [z b]^T [z b] is block diagonal, since
-    the columns of z sum to 0. So weights and intercept are found apart, and b² N, the largest eigenvalue by far,
-    takes no digits from the rest:
+    With z = (x - mean)/(std + 1e-5) and an additional constant feature b = 100, the matrix [z b]^T [z b] is block
+    diagonal, because the columns of z sum to 0. Weights and intercept are therefore solved separately, so that b² N,
+    by far the largest eigenvalue, does not reduce the precision of the weights:
 
       W = (z^T z + λ)^-1 z^T y = z^T (z z^T + λ)^-1 y,   intercept = b² Σ_n y_n / (b² N + λ).
 
     The smaller of the two matrices, D×D or N×N, is solved by Cholesky decomposition; its eigenvalues lie between λ
-    and λ + N·D. Everything is float32, on every backend: some multiply matrices in less by default.
+    and λ + N·D. Everything is float32 on every backend; some backends multiply matrices in lower precision by default.
     """
     with jax.default_matmul_precision("highest"):
         number, width = x.shape
         mean = jnp.mean(x, axis=0, keepdims=True)
-        rest = jnp.mean(x - mean, axis=0, keepdims=True)  # what rounding left of the mean
+        rest = jnp.mean(x - mean, axis=0, keepdims=True)  # the mean that is left after rounding
         z, z_test = x - mean - rest, x_test - mean - rest
         std = jnp.sqrt(jnp.mean(jnp.square(z), axis=0, keepdims=True)) + STD_EPSILON
         z, z_test = z / std, z_test / std

@@ -1,67 +1,75 @@
-"""How well a language model predicts text: per token, per byte and per document, exact for any batch size."""
+"""Perplexity of a language model: per token, per byte and per document."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
-from dcvit.evaluators import Timed, batches
-from dcvit.models import lm, losses
+from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches
+from dcvit.models import Params, lm, losses
 
-MOST_NATS = 700.0  # e to the power of more is no float
+MAX_NATS = 700.0  # the exponential of larger numbers overflows
 
 
 class Evaluator:
-    """Over all targets: every token of a row but its first, or only a target span's (data of `kind="spans"`)."""
+    """Measure the loss of all targets: every token of a row except the first, or the target span of `kind="spans"`.
+
+    The metrics are exact for any batch size and device count.
+    """
 
     columns = (
         "loss", "perplexity", "bits_per_byte", "nats_per_document", "tokens", "bytes", "documents",
         "tokens_per_second",
     )  # fmt: skip
-    metrics = tuple(
-        name for name in columns if name != "tokens_per_second"
-    )  # those that the data does not allow, aside
-    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which looks at the data
+    metrics = columns[:-1]  # `run` omits those that need more than the data provides
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
     def __init__(
-        self, predict: Callable[..., Any], mesh: Mesh, *, data: dict, batch_size: int = 8, loss_chunk: int | None = 512
+        self,
+        predict: Predict,
+        mesh: Mesh,
+        *,
+        data: dict[str, Any],
+        batch_size: int = 8,
+        loss_chunk: int | None = 512,
     ):
         """
         Args:
-          predict: (params, tokens B T) -> logits, and intermediates with `pre_logits`.
+          predict: function from parameters and tokens, B T, to logits and intermediates with `pre_logits`.
           mesh: the devices that share a batch.
           data: arguments of `input_pipeline.open_source`, of a kind that yields rows of tokens.
           batch_size: rows, rounded up to a multiple of the device count.
-          loss_chunk: positions of a row whose logits exist at a time; None: all.
+          loss_chunk: positions of a row whose logits exist at the same time; None: all.
         """
-        self.source: Any = input_pipeline.open_source(**data)
+        self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**data))  # as setup checks
         self.batch_size, self.mesh = batch_size, mesh
-        self.tokens_per_second = 0.0  # of the last run, compilation left out
+        self.tokens_per_second = 0.0  # of the last run, without compilation
 
-        def score(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        def score(params: Params, batch: DeviceBatch) -> jax.Array:
             tokens = batch["tokens"]
             unembed = functools.partial(lm.unembed, kernel=lm.head_kernel(params))
             hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
             return losses.token_xent(unembed, hidden, tokens[:, 1:], chunk=loss_chunk)
 
-        self.score = Timed(score, mesh, batch_size, keep=("tokens", "is_target"))
+        self.score = TimedFunction(score, mesh, batch_size, keep=("tokens", "is_target"))
 
-    def run(self, params: Any) -> dict[str, float]:
-        """Totals and means over all targets.
+    def run(self, params: Params) -> dict[str, float]:
+        """Return totals and means over all targets.
 
-        `loss`, in nats a token; `perplexity`, its exponential; `tokens`, how many were counted. Where the tokenizer
-        is known, `bits_per_byte` of text and the number of `bytes`; where it is known what ends a document,
-        `nats_per_document` and the number of `documents`. The token that ends one adds nats, and no bytes.
+        The metrics are `loss` in nats per token, `perplexity`, its exponential, and `tokens`, the number of targets. If
+        the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if the token that
+        ends a document is known, `nats_per_document` and the number of `documents`. That token adds nats but no bytes.
         """
         nats, found = 0.0, {"tokens": 0, "bytes": 0, "documents": 0}
-        self.score.restart()
+        self.score.reset_timer()
         for batch in batches(self.source, "", self.batch_size, self.mesh):
             each, rows = self.score(params, batch)
             counted = rows["is_target"][:, 1:]
@@ -72,15 +80,15 @@ class Evaluator:
                 found["bytes"] += int(self.source.token_bytes[targets].sum())
             if self.source.end_of_text is not None:
                 found["documents"] += int((targets == self.source.end_of_text).sum())
-        self.tokens_per_second = self.score.examples * self.source.context / self.score.seconds
+        self.tokens_per_second = self.score.rate() * self.source.context
         loss = nats / max(found["tokens"], 1)
-        numbers = {"loss": loss, "perplexity": math.exp(min(loss, MOST_NATS)), "tokens": found["tokens"]}
+        numbers = {"loss": loss, "perplexity": math.exp(min(loss, MAX_NATS)), "tokens": found["tokens"]}
         if found["bytes"]:
             numbers |= {"bits_per_byte": nats / math.log(2) / found["bytes"], "bytes": found["bytes"]}
         if found["documents"]:
             numbers |= {"nats_per_document": nats / found["documents"], "documents": found["documents"]}
         return numbers
 
-    def rows(self, name: str, numbers: dict[str, float], net: Any) -> list[dict[str, Any]]:
-        """One row."""
-        return [{"evaluation": name, **numbers, "tokens_per_second": round(self.tokens_per_second, 1)}]
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return one row."""
+        return [{"evaluation": name, **metrics, "tokens_per_second": round(self.tokens_per_second, 1)}]

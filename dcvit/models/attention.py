@@ -59,9 +59,10 @@ def rotate(
 class Attention(AttentionFields):
     """Multi-head attention with optional dynamic composition.
 
-    The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the compositions.
+    The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the
+    compositions. The module also has the fields of `AttentionFields`.
 
-    Fields, in addition to those of `AttentionFields`:
+    Fields:
       num_heads: H; divides the model width M.
       num_key_heads: K, for grouped-query attention; None means H.
       rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.

@@ -47,7 +47,9 @@ MLP_NAMES = ("in", "gate", "out")  # in the parameter tree
 class LM(TransformerFields):
     """The language model. Build it with `Model`, which also knows the paper's models by name.
 
-    Fields, in addition to those of `TransformerFields`:
+    It also has the fields of `TransformerFields`.
+
+    Fields:
       vocab_size: V.
       context: T of training rows, and the number of learned positions.
       num_key_heads: K, for grouped-query attention; None means `num_heads`.

@@ -16,7 +16,8 @@ NAMES = ("softmax_xent", "sigmoid_xent")
 
 def softmax_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:
     """Return the cross-entropy -Σ_c labels·log softmax(logits) of each example, in nats."""
-    return optax.softmax_cross_entropy(logits, labels)
+    losses: Array = optax.softmax_cross_entropy(logits, labels)
+    return losses
 
 
 def sigmoid_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Float[Array, " B"]:

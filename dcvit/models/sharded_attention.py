@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +63,8 @@ def attention(
         w and jax.tree.unflatten(jax.tree.structure(w), [s for x, s in zip(w, specs, strict=True) if x is not None])
         for w in (pre, post)
     )
-    sharded = jax.shard_map(
+    sharded: Callable[..., Array] = jax.shard_map(
         lambda q, k, v, pre, post, mask: local(q, k, v, pre, post, mask=mask),
         in_specs=(by_head, by_head, by_head, pre_specs, post_specs, mask_spec), out_specs=by_head, check_vma=False,
     )  # fmt: skip
-    out: Array = sharded(q, k, v, pre, post, mask)
-    return out
+    return sharded(q, k, v, pre, post, mask)

@@ -174,7 +174,9 @@ class MAPHead(nn.Module):
 class ViT(TransformerFields):
     """The Vision Transformer. Build it with `Model`, which also knows the variants by name.
 
-    Fields, in addition to those of `TransformerFields`:
+    It also has the fields of `TransformerFields`.
+
+    Fields:
       num_classes: C; None or 0 omits the head.
       patch_size: height and width of a patch in pixels.
       posemb: "learn" or "sincos2d" (MoCo v3's fixed embedding).

@@ -1,4 +1,4 @@
-"""The classification evaluator against counting by hand, for any batch size and device count."""
+"""Classification evaluator: equal to counting by hand, for any batch size and device count."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from dcvit.parallel.sharding import make_mesh
 CLASSES = 10
 
 
-class Fixed:
-    """23 examples whose image is their index; labels are one, several or none."""
+class IndexSource:
+    """23 examples whose image is their index. They have one label, several labels or none."""
 
     class_names = None
     labels = [np.array([i % CLASSES]) for i in range(20)] + [np.array([1, 2]), np.array([], int), np.array([9, 0, 4])]
@@ -32,19 +32,20 @@ class Fixed:
 
 
 TABLE = np.random.default_rng(0).normal(size=(23, CLASSES)).astype(np.float32)
+PARAMS = {"table": jnp.asarray(TABLE)}
 
 
 def predict(params, images):
-    """Looks the logits of example i up in a table."""
-    return params[images[:, 0, 0, 0].astype(jnp.int32)], {}
+    """Look up the logits of example i in a table."""
+    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
 
 
 def by_hand(present=slice(None)):
-    """Top-1, top-5, loss and n over the examples that have a label, one at a time; other classes are as if absent."""
+    """Count top-1, top-5, loss and n over the examples that have a label; classes other than `present` are excluded."""
     top1, top5, losses = [], [], []
     absent = np.ones(CLASSES, bool)
     absent[present] = False
-    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), Fixed.labels, strict=True):
+    for scores, labels in zip(np.where(absent, -np.inf, TABLE.astype(np.float64)), IndexSource.labels, strict=True):
         if len(labels):
             ranked = np.argsort(-scores)
             top1.append(ranked[0] in labels)
@@ -55,7 +56,7 @@ def by_hand(present=slice(None)):
 
 @pytest.fixture(autouse=True)
 def source(monkeypatch):
-    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Fixed())
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: IndexSource())
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -63,7 +64,7 @@ def source(monkeypatch):
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
-    got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(jnp.asarray(TABLE))
+    got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(PARAMS)
     expected = by_hand()
     assert got["n"] == expected["n"]
     assert got["top1"] == expected["top1"]
@@ -71,13 +72,13 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_with_fewer_than_five_classes_every_answer_is_in_the_top_5(monkeypatch):
-    monkeypatch.setattr(Fixed, "labels", [np.array([i % 4]) for i in range(9)])
+def test_top_5_is_1_with_fewer_than_five_classes(monkeypatch):
+    monkeypatch.setattr(IndexSource, "labels", [np.array([i % 4]) for i in range(9)])
     table = TABLE[:9, :4]
     mesh = make_mesh([("data", -1)], jax.devices()[:1])
     pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
     evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent")
-    got = evaluator.run(jnp.asarray(table))
+    got = evaluator.run({"table": jnp.asarray(table)})
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
     assert got["top5"] == 1
@@ -92,11 +93,11 @@ def one_device():
     return make_mesh([("data", -1)], jax.devices()[:1])
 
 
-def test_only_classes_that_occur_can_be_chosen_where_asked_for(monkeypatch):
-    """As ImageNet-A and -R are reported, with 200 of 1000 classes."""
-    monkeypatch.setattr(Fixed, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
+def test_present_classes_only_excludes_all_other_classes(monkeypatch):
+    """Published results on ImageNet-A and -R, which have 200 of 1000 classes, are computed in this way."""
+    monkeypatch.setattr(IndexSource, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
     evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, present_classes_only=True)
-    got, expected = evaluator.run(jnp.asarray(TABLE)), by_hand([2, 5, 7])
+    got, expected = evaluator.run(PARAMS), by_hand([2, 5, 7])
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
     assert got["top1"] > by_hand()["top1"]
@@ -104,22 +105,22 @@ def test_only_classes_that_occur_can_be_chosen_where_asked_for(monkeypatch):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_batches_kept_in_memory_give_the_same_numbers_and_are_read_once():
+def test_cached_batches_give_the_same_metrics_and_are_read_once():
     evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, cache=True)
-    first = evaluator.run(jnp.asarray(TABLE))
+    first = evaluator.run(PARAMS)
     evaluator.source = None
-    assert evaluator.run(jnp.asarray(TABLE)) == first
+    assert evaluator.run(PARAMS) == first
     assert first["top1"] == by_hand()["top1"]
 
 
 def test_skipped_examples_do_not_count(monkeypatch, caplog):
-    class Broken(Fixed):
+    class Broken(IndexSource):
         def __getitem__(self, index):
             if index in (0, 9):
                 raise input_pipeline.InputError("broken")
             return super().__getitem__(index)
 
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
-    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, corrupt="skip").run(jnp.asarray(TABLE))
+    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, corrupt="skip").run(PARAMS)
     assert got["n"] == 20
     assert "skipped example 9: broken" in caplog.messages

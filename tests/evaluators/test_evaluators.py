@@ -1,8 +1,9 @@
-"""What evaluators share: batches that the devices divide, and a speed without compilation and padding."""
+"""Code shared by evaluators: batches that the devices divide, and a timer without compilation and padding."""
 
 import importlib
 import time
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,8 @@ from dcvit.models import vit
 from dcvit.parallel.sharding import make_mesh
 
 
-class Rows:
-    """23 rows of tokens, as a language model reads them; two cannot be read."""
+class RowSource:
+    """23 rows of tokens, as a language model reads them; two of them are unreadable."""
 
     class_names, nbytes = None, 0
 
@@ -36,53 +37,73 @@ def mesh_of(devices):
 
 
 @pytest.mark.parametrize(("batch", "devices", "size"), [(1, 1, 1), (7, 1, 7), (1, 8, 8), (9, 8, 16), (64, 8, 64)])
-def test_every_example_comes_once_in_batches_that_the_devices_divide(batch, devices, size):
+def test_batches_hold_every_readable_example_once_and_divide_by_the_devices(batch, devices, size):
     corrupt = input_pipeline.CorruptPolicy("skip")
-    found = list(evaluators.batches(Rows(), "", batch, mesh_of(devices), corrupt))
+    found = list(evaluators.batches(RowSource(), "", batch, mesh_of(devices), corrupt))
     assert {len(b["tokens"]) for b in found} == {size}
     real = np.concatenate([b["tokens"][b["_mask"] > 0, 0] for b in found])
     assert real.tolist() == [i for i in range(23) if i not in (3, 22)]
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_results_are_those_of_the_function_and_real_examples_count_for_the_speed(devices):
-    mesh, traced = mesh_of(devices), []
+def test_timed_function_returns_results_and_counts_real_examples(devices):
+    mesh = mesh_of(devices)
 
     def targets(params, batch, scale):
-        time.sleep(0.5)
-        traced.append(1)
-        return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params, 0), axis=-1) * scale
+        return jnp.sum(jnp.where(batch["is_target"], batch["tokens"] * params["factor"], 0), axis=-1) * scale
 
-    timed = evaluators.Timed(targets, mesh, 8)
-    for batch in evaluators.batches(Rows(), "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
-        found, kept = timed(jnp.int32(2), batch, jnp.int32(3))
+    timed = evaluators.TimedFunction(targets, mesh, 8)
+    for batch in evaluators.batches(RowSource(), "", 8, mesh, input_pipeline.CorruptPolicy("skip")):
+        found, kept = timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
         np.testing.assert_array_equal(kept["_mask"], batch["_mask"])
         assert isinstance(found, np.ndarray)
         np.testing.assert_array_equal(found, 6 * (batch["tokens"] * batch["is_target"]).sum(axis=-1))
-    assert len(traced) == 1
     assert timed.examples == 21
-    assert 0 < timed.seconds < 0.5  # compilation is left out
-    timed.restart()
-    timed(jnp.int32(2), batch, jnp.int32(3))
-    assert len(traced) == 1
+    timed.reset_timer()
+    timed({"factor": jnp.int32(2)}, batch, jnp.int32(3))
     assert timed.examples == batch["_mask"].sum()
 
 
-def test_images_are_described_by_size_and_operations():
+def test_timer_excludes_compilation_which_happens_once(monkeypatch):
+    """The clock of this test advances by 100 s while the function is compiled and by 1 s per batch."""
+    clock, traces = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    policy = input_pipeline.CorruptPolicy("skip")
+
+    def first_tokens(params, batch):
+        clock[0] += 100
+        traces.append(1)
+        return batch["tokens"][:, 0] + params["shift"]
+
+    timed = evaluators.TimedFunction(first_tokens, mesh_of(1), 8)
+    for batch in evaluators.batches(RowSource(), "", 8, mesh_of(1), policy):
+        timed({"shift": jnp.int32(0)}, batch)
+        clock[0] += 1
+    assert len(traces) == 1
+    assert (timed.seconds, timed.examples) == (2.0, 21)  # the last result is 2 s after the compilation
+    assert timed.rate() == 10.5
+    timed.reset_timer()
+    clock[0] += 4
+    timed({"shift": jnp.int32(0)}, batch)
+    assert len(traces) == 1
+    assert timed.seconds == 4.0
+
+
+def test_image_columns_have_size_and_operations():
     example = jax.ShapeDtypeStruct((1, 16, 32, 3), np.float32)
-    about = evaluators.about_images(vit.Model(10, variant="ViT-S/16"), example)
-    assert about["image_size"] == "16x32"
-    assert about["gflops"] > 0
-    assert evaluators.about_images(object(), example)["gflops"] is None
+    columns = evaluators.image_columns(vit.Model(10, variant="ViT-S/16"), example)
+    assert columns["image_size"] == "16x32"
+    assert columns["gflops"] > 0
+    assert evaluators.image_columns(nn.Dense(1), example)["gflops"] is None
 
 
 @pytest.mark.parametrize("kind", ["classification", "fewshot"])
-def test_rows_hold_no_other_keys_than_the_columns(kind):
+def test_rows_have_only_keys_of_the_columns(kind):
     evaluator = object.__new__(importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator)
     evaluator.example, evaluator.shots = jax.ShapeDtypeStruct((1, 8, 8, 3), np.float32), (1, 5)
     evaluator.images_per_second = 12.34
-    numbers = {"1shot": 0.25, "5shot": 0.5} if kind == "fewshot" else {"top1": 0.5, "top5": 1.0, "loss": 2.0}
-    rows = evaluator.rows("x", {**numbers, "n": 4}, None)
+    metrics = {"1shot": 0.25, "5shot": 0.5} if kind == "fewshot" else {"top1": 0.5, "top5": 1.0, "loss": 2.0}
+    rows = evaluator.rows("x", {**metrics, "n": 4}, nn.Dense(1))
     assert [row.pop("evaluation") for row in rows] == (["x/1shot", "x/5shot"] if kind == "fewshot" else ["x"])
     assert [row["top1"] for row in rows] == ([0.25, 0.5] if kind == "fewshot" else [0.5])
     for row in rows:

@@ -1,4 +1,4 @@
-"""The few-shot evaluator against ridge regression in numpy's float64, for any batch size and device count."""
+"""Few-shot evaluator: equal to ridge regression in numpy's float64, for any batch size and device count."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ TABLE = (3 + CENTRES[LABELS] + 2 * RNG.normal(size=(200, WIDTH))).astype(np.floa
 TRAIN, TEST = range(83), range(83, 200)
 
 
-class Fixed:
-    """Examples whose image is their row of TABLE."""
+class TableSource:
+    """Examples whose image is the number of their row in TABLE."""
 
     class_names, nbytes = None, 0
 
@@ -41,27 +41,26 @@ class Fixed:
 
 @pytest.fixture
 def sources(monkeypatch):
-    """The sources that the evaluator opens; tests put others in their place."""
-    opened = {"train": Fixed(TRAIN), "test": Fixed(TEST)}
+    """The sources that the evaluator opens, which tests may replace."""
+    opened = {"train": TableSource(TRAIN), "test": TableSource(TEST)}
     monkeypatch.setattr(input_pipeline, "open_source", lambda kind: opened[kind])
     return opened
 
 
 def evaluate(table=TABLE, devices=1, **options):
     def predict(params, images):
-        features = params[images[:, 0, 0, 0].astype(jnp.int32)]
+        features = params["table"][images[:, 0, 0, 0].astype(jnp.int32)]
         halves = features.reshape(len(images), 2, -1)
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
     mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     options = {"batch_size": 64, "pp": PP, **options}
-    return Evaluator(predict, mesh, data={"kind": "train"}, test_data={"kind": "test"}, **options).run(
-        jnp.asarray(table)
-    )
+    evaluator = Evaluator(predict, mesh, data={"kind": "train"}, test_data={"kind": "test"}, **options)
+    return evaluator.run({"table": jnp.asarray(table)})
 
 
 def ridge(x, labels, x_test, l2_reg, classes=CLASSES):
-    """Scores of the regression with the constant feature inside, as it is defined, in float64."""
+    """Compute the scores of the regression by its definition, with the constant feature as a column, in float64."""
     x, x_test = x.astype(np.float64), x_test.astype(np.float64)
     mean, std = x.mean(axis=0), x.std(axis=0) + 1e-5
     z, z_test = (np.c_[(a - mean) / std, np.full(len(a), 100.0)] for a in (x, x_test))
@@ -70,7 +69,7 @@ def ridge(x, labels, x_test, l2_reg, classes=CLASSES):
 
 
 def by_hand(shots, seeds, l2_reg, train=TRAIN, classes=CLASSES):
-    """The mean accuracy over the seeds, and the numbers of examples drawn."""
+    """Compute the mean accuracy over the seeds, and the numbers of drawn examples."""
     labels, hits, drawn = LABELS[list(train)], [], set()
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -82,7 +81,7 @@ def by_hand(shots, seeds, l2_reg, train=TRAIN, classes=CLASSES):
 
 
 @pytest.mark.parametrize("l2_reg", [2.0**10, 3])
-def test_accuracy_is_that_of_the_closed_form(sources, l2_reg):
+def test_accuracy_equals_the_closed_form(sources, l2_reg):
     got = evaluate(shots=(1, 2, 10, 100), num_seeds=4, l2_reg=l2_reg)
     assert list(got) == ["1shot", "2shot", "10shot", "100shot", "n"]
     assert got["n"] == len(TEST)
@@ -91,15 +90,15 @@ def test_accuracy_is_that_of_the_closed_form(sources, l2_reg):
         expected, drawn = by_hand(shots, 4, l2_reg)
         assert got[f"{shots}shot"] == pytest.approx(expected, abs=1e-12)
         sizes |= drawn
-    assert min(sizes) < WIDTH < max(sizes) == len(TRAIN)  # 100 shots are all that there are
+    assert min(sizes) < WIDTH < max(sizes) == len(TRAIN)  # 100 shots include all examples
 
 
 @pytest.mark.parametrize("number", [7, 12, 13, 400])
 @pytest.mark.parametrize(("offset", "scale"), [(0, 1), (100, 0.1)])
-def test_scores_are_those_of_the_closed_form(number, offset, scale):
+def test_scores_equal_the_closed_form(number, offset, scale):
     rng = np.random.default_rng(1)
     x, x_test = ((offset + scale * rng.normal(size=(n, 12))).astype(np.float32) for n in (number, 50))
-    x[:, 3] = x_test[:, 3] = 0.1  # a feature that says nothing
+    x[:, 3] = x_test[:, 3] = 0.1  # a constant feature
     labels = rng.integers(0, 5, number)
     y = np.where(labels[:, None] == np.arange(5), 1, -1)
     got = linear_scores(*(jnp.asarray(a, jnp.float32) for a in (x, y, x_test)), 16.0)
@@ -108,26 +107,26 @@ def test_scores_are_those_of_the_closed_form(number, offset, scale):
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_any_batch_size_and_device_count_gives_the_same(sources, batch, devices):
+def test_accuracy_is_independent_of_batch_size_and_device_count(sources, batch, devices):
     expected = {f"{shots}shot": by_hand(shots, 2, 2.0**10)[0] for shots in (1, 10)}
     got = evaluate(devices=devices, batch_size=batch, shots=(1, 10), num_seeds=2)
     assert got == pytest.approx({**expected, "n": len(TEST)}, abs=1e-12)
 
 
-def test_separable_classes_are_learned_with_more_shots(sources):
+def test_more_shots_learn_separable_classes(sources):
     noise = np.random.default_rng(2).normal(size=TABLE.shape)
     table = (CENTRES[LABELS] + 0.6 * noise).astype(np.float32)
     got = evaluate(table, shots=(1, 15), l2_reg=1.0)
     assert got["1shot"] < got["15shot"] == 1
 
 
-def test_named_classes_without_examples_are_never_right_but_may_be_there(sources):
+def test_classes_without_examples_are_allowed_and_never_correct(sources):
     sources["train"].class_names = tuple("abcdef")
     assert evaluate(shots=(5,))["5shot"] == pytest.approx(by_hand(5, 3, 2.0**10, classes=6)[0], abs=1e-12)
 
 
 def test_unreadable_examples_do_not_count(sources, caplog):
-    sources["train"], sources["test"] = Fixed(TRAIN, corrupt=(0, 5)), Fixed([7, *TEST], corrupt=(0,))
+    sources["train"], sources["test"] = TableSource(TRAIN, corrupt=(0, 5)), TableSource([7, *TEST], corrupt=(0,))
     kept = [row for row in TRAIN if row not in (0, 5)]
     got = evaluate(shots=(10,), corrupt="skip")
     assert got["n"] == len(TEST)
@@ -135,16 +134,16 @@ def test_unreadable_examples_do_not_count(sources, caplog):
     assert "skipped example 5: bad bytes" in caplog.messages
 
 
-def test_a_nested_representation_is_flattened(sources):
+def test_nested_representation_is_flattened(sources):
     assert evaluate(representation="encoder/pre_ln", shots=(5,)) == evaluate(shots=(5,))
 
 
-def test_an_unknown_representation_is_named(sources):
+def test_error_names_an_unknown_representation(sources):
     with pytest.raises(ConfigError, match=r"'encoder/preln'; did you mean 'encoder/pre_ln'"):
         evaluate(representation="encoder/preln")
 
 
 @pytest.mark.parametrize("options", [{"shots": ()}, {"shots": (0, 1)}, {"num_seeds": 0}, {"l2_reg": 0.0}])
-def test_numbers_that_are_too_small_are_refused(sources, options):
+def test_numbers_that_are_too_small_raise(sources, options):
     with pytest.raises(ConfigError, match="above 0"):
         evaluate(**options)
