@@ -144,7 +144,7 @@ class Attention(AttentionFields):
     ) -> tuple[Array, Cache | None]:
         """Return the output and the extended cache, if one is given."""
         width = x_q.shape[-1]
-        self._check(width)
+        check_fields(self, width)
         if self.rotary and x_kv is not x_q:
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
         to_compose = compose_inputs(x_q, x_kv, groups=self.groups)
@@ -205,15 +205,16 @@ class Attention(AttentionFields):
         }
         return compose_weights(params, inputs, num_heads=self.num_heads, dtype=self.dtype)
 
-    def _check(self, width: int) -> None:
-        """Raise ValueError for fields that are invalid or do not fit each other."""
-        check_attention(self, self.num_heads)
-        check_heads(self.num_heads, width)
-        head_dim = width // self.num_heads
-        if self.rotary % 2 or not 0 <= self.rotary <= head_dim:
-            raise ValueError(f"rotary={self.rotary} should be even and at most {head_dim}, a head's width")
-        if self.num_key_heads is not None and (self.num_key_heads < 1 or self.num_heads % self.num_key_heads):
-            raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
+
+def check_fields(module: Attention, width: int) -> None:
+    """Raise ValueError if the fields of a module are invalid or do not fit inputs of M = `width`."""
+    check_attention(module, module.num_heads)
+    check_heads(module.num_heads, width)
+    head_dim = width // module.num_heads
+    if module.rotary % 2 or not 0 <= module.rotary <= head_dim:
+        raise ValueError(f"rotary={module.rotary} should be even and at most {head_dim}, a head's width")
+    if module.num_key_heads is not None and (module.num_key_heads < 1 or module.num_heads % module.num_key_heads):
+        raise ValueError(f"num_key_heads={module.num_key_heads} does not divide num_heads={module.num_heads}")
 
 
 def _extend_cache(cache: Cache, inputs: AttentionInputs, update: CacheUpdate) -> Cache:
