@@ -110,6 +110,7 @@ def test_printed_commands_do_the_same_in_a_shell(sandbox):
 # States of a slice
 
 
+@pytest.mark.slow
 def test_run_on_a_new_slice(sandbox):
     sandbox.set(plan="0")
     status, _, err = sandbox.pod("run", *SLICE, *SIZE, *RUN, "--", "--config.seed=1")
@@ -129,6 +130,7 @@ def test_run_on_a_new_slice(sandbox):
     assert "still exists" in err
 
 
+@pytest.mark.slow
 def test_log_of_worker_0_is_printed_and_the_status_returned(sandbox):
     sandbox.set(plan="waits 3")
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
@@ -145,6 +147,7 @@ def test_log_of_worker_0_is_printed_and_the_status_returned(sandbox):
     assert "create" in sandbox.calls[2]
 
 
+@pytest.mark.slow
 def test_ready_slice_is_used_and_an_active_run_is_not_disturbed(sandbox):
     sandbox.set(plan="waits 0")
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
@@ -197,6 +200,7 @@ def test_preempted_slice_is_deleted_and_created_again(sandbox, state):
     assert sandbox.verbs == ["tpu-vm delete", "tpu-vm create"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queued", [[], ["--queued"]], ids=["direct", "queued"])
 def test_preempted_run_restarts_with_the_same_commit(sandbox, queued):
     """The script waits if there is no capacity at first."""
@@ -219,6 +223,7 @@ def test_preempted_run_restarts_with_the_same_commit(sandbox, queued):
     assert not (sandbox.folder / "home0" / "dcvit" / "scripts" / "later").exists(), first
 
 
+@pytest.mark.slow
 def test_preemption_that_shows_after_the_run_has_ended(sandbox):
     sandbox.set(plan="1 0", preempt_after_status="")
     status, _, err = sandbox.pod("run", *SLICE, *SIZE, *RUN)
@@ -226,6 +231,7 @@ def test_preemption_that_shows_after_the_run_has_ended(sandbox):
     assert len(sandbox.trainings()) == 2
 
 
+@pytest.mark.slow
 def test_missing_slice_is_created_again(sandbox):
     sandbox.set(plan="waits 0")
     running = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *RUN)
@@ -238,6 +244,7 @@ def test_missing_slice_is_created_again(sandbox):
     assert sandbox.verbs == ["tpu-vm create"] * 2
 
 
+@pytest.mark.slow
 def test_run_resumes_after_its_host_was_restarted(sandbox):
     sandbox.set(plan="gone 0")
     status, _, err = sandbox.pod("run", *SLICE, *SIZE, *RUN)
@@ -263,6 +270,7 @@ def test_failed_installation_ends_the_command(sandbox):
     assert not sandbox.trainings()
 
 
+@pytest.mark.slow
 def test_broken_connection_does_not_end_the_run(sandbox):
     sandbox.set(plan="waits")
     running = sandbox.start("tpu_pod.sh", "run", *SLICE, *SIZE, *RUN)
