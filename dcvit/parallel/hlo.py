@@ -1,4 +1,4 @@
-"""What a compiled program exchanges between devices, read from the text of its optimised HLO."""
+"""Collective operations of a compiled program, parsed from the text of its optimized HLO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s4": 4, "u4": 4}  # others end in their bits
+BITS = {
+    "pred": 8,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+    "s4": 4,
+    "u4": 4,
+}  # other names end in their number of bits
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\((.*)$")
 CALLED = re.compile(
@@ -17,21 +25,32 @@ CALLED = re.compile(
 
 
 class Collective(NamedTuple):
-    """One exchange of a program: `bytes` is the size of its result on one device, `times` how often it runs."""
+    """One collective operation of a program.
+
+    Fields:
+      kind: one of `KINDS`.
+      shape: the shape of the result in HLO's notation.
+      bytes: the size of the result on one device.
+      times: how many times the operation is executed per run of the program.
+      op_name: the JAX operation it comes from.
+    """
 
     kind: str
     shape: str
     bytes: int
     times: int
-    op_name: str  # the JAX operation it comes from
+    op_name: str
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective operation that a compiled program runs.
+    """Returns the collective operations of a compiled program.
 
-    One that XLA has spread over several instructions to overlap it with others counts once. The body of a loop counts
-    as often as the constant of the loop's condition says, to which JAX's scans count from 0. An all-reduce of which
-    each device keeps its part alone counts as a reduce-scatter.
+    An operation that XLA splits into several instructions to overlap it with computation counts once. The body of a
+    loop counts as often as the constant in the loop's condition, which is the length of a scan. An all-reduce of which
+    each device keeps only its part counts as a reduce-scatter.
+
+    Args:
+      text: the optimized HLO, `compiled.as_text()`.
     """
     computations, entry = _computations(text)
     times = _times(computations, entry)
@@ -52,7 +71,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
-    """For each kind that occurs, how many operations a run of the program does, and the bytes of their results."""
+    """Returns, for each kind of collective in a program, the executions per run and the bytes of their results."""
     return {
         kind: (sum(c.times for c in found if c.kind == kind), sum(c.times * c.bytes for c in found if c.kind == kind))
         for kind in KINDS
@@ -60,11 +79,11 @@ def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
     }
 
 
-Lines = list[tuple[str, str, str]]  # of a computation: result shape, operation, operands and attributes
+Lines = list[tuple[str, str, str]]  # instructions of a computation: result shape, operation, operands and attributes
 
 
 def _computations(text: str) -> tuple[dict[str, Lines], str]:
-    """The instructions of each computation, and the name of the one where the program begins."""
+    """Returns the instructions of each computation, and the name of the entry computation."""
     computations: dict[str, Lines] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -77,7 +96,7 @@ def _computations(text: str) -> tuple[dict[str, Lines], str]:
 
 
 def _times(computations: dict[str, Lines], entry: str) -> dict[str, int]:
-    """How often each computation runs, reached from the program's entry."""
+    """Returns how often each computation is executed, starting from the entry computation."""
     times: dict[str, int] = {}
 
     def visit(name: str, count: int) -> None:
@@ -94,14 +113,14 @@ def _times(computations: dict[str, Lines], entry: str) -> dict[str, int]:
 
 
 def _called(rest: str) -> Iterator[tuple[str, str]]:
-    """The computations that an instruction calls, by role."""
+    """Yields the computations that an instruction calls, each with its role."""
     for role, names in CALLED.findall(rest):
         for name in names.split(", "):
             yield role, name.lstrip("%")
 
 
 def _trips(condition: Lines) -> int:
-    """The constant that a loop's condition compares its counter with, or 1."""
+    """Returns the constant with which a loop's condition compares its counter, or 1."""
     constants = [
         int(found[1]) for _, op, rest in condition if op == "constant" and (found := re.match(r"(\d+)\)", rest))
     ]
@@ -109,7 +128,7 @@ def _trips(condition: Lines) -> int:
 
 
 def _result(shape: str, op: str) -> str:
-    """The part of a start's tuple that is the result: of (operand, result, …) the second half of its arrays."""
+    """Returns the result in the tuple (operands, results, …) of a start operation: the second half of its arrays."""
     if not op.endswith("-start") or op == "all-reduce-start":
         return shape
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)
@@ -118,7 +137,7 @@ def _result(shape: str, op: str) -> str:
 
 
 def _bytes(shape: str) -> int:
-    """The size of all arrays that a shape names."""
+    """Returns the size of all arrays in a shape."""
     total = 0
     for dtype, sides in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
         digits = re.findall(r"\d+", dtype)

@@ -1,10 +1,9 @@
-"""The axes of a mesh of devices, and which of them split an activation. Imports jax only, as the models do."""
+"""Axes of a mesh of devices, and the sharding of activations over them. Imports JAX only, because models import it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -12,17 +11,23 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha.shapes import Array, Float
 
+Axis = str | Sequence[str] | None  # the mesh axes that split a dimension: one, several or none
 AXES = ("data", "fsdp", "tensor")
-# The axes that share a batch. In the other order XLA (of jax 0.10.2, on CPUs, with all three axes at work) permutes the
-# examples of small batches between devices in the backward pass, and the gradients are wrong.
+# The axes that split a batch. In the other order XLA (jax 0.10.2, on CPUs, with all three axes larger than 1) permutes
+# the examples of small batches between devices in the backward pass, and the gradients are wrong.
 BATCH = ("fsdp", "data")
 
 
-def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
-    """`x` inside a compiled function, each dimension split over the given axes of the mesh in force (`jax.set_mesh`).
+def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
+    """Constrains the sharding of an activation inside a compiled function.
 
-    A dimension stays whole where its axes do not divide it, or are not the mesh's. Without a mesh to place on (see
-    `active_mesh`) `x` as it is.
+    Args:
+      x: the activation.
+      *axes: for each dimension, the axes of the current mesh (`jax.set_mesh`) that split it. A dimension is replicated
+        if its axes do not divide it or are not in the mesh.
+
+    Returns:
+      `x` with this sharding; `x` itself if there is no mesh to use, see `active_mesh`.
     """
     if not (mesh := active_mesh()):
         return x
@@ -30,28 +35,27 @@ def constrain(x: Float[Array, "*shape"], *axes: Any) -> Float[Array, "*shape"]:
 
 
 def active_mesh() -> AbstractMesh | None:
-    """The mesh in force, or None where there is nothing to place: no mesh, one device, or axes that are placed by hand,
-    as inside `jax.shard_map`."""
+    """Returns the current mesh; None if there is none, it has one device, or its axes are manual (`jax.shard_map`)."""
     mesh = jax.sharding.get_abstract_mesh()
-    by_hand = any(kind != AxisType.Auto for kind in mesh.axis_types)
-    return None if mesh.empty or mesh.size == 1 or by_hand else mesh
+    is_manual = any(kind != AxisType.Auto for kind in mesh.axis_types)
+    return None if mesh.empty or mesh.size == 1 or is_manual else mesh
 
 
-def divisible_axes(shape: Sequence[int], axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
-    """`axes`, but None for a dimension that they do not divide, and without those that the mesh has not."""
-    found: list[Any] = []
+def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | AbstractMesh) -> list[Axis]:
+    """Returns `axes` without axes that the mesh lacks, and with None for a dimension that its axes do not divide."""
+    found: list[Axis] = []
     for size, axis in zip(shape, axes, strict=True):
         names = tuple(name for name in axis_names(axis) if name in mesh.shape)
-        known = axis if names == axis_names(axis) else names or None
-        found.append(known if size % axis_size(mesh, known) == 0 else None)
+        existing = axis if names == axis_names(axis) else names or None
+        found.append(existing if size % axis_size(mesh, existing) == 0 else None)
     return found
 
 
-def axis_size(mesh: Mesh | AbstractMesh, axis: Any) -> int:
-    """Devices along a mesh axis, along several, or along none."""
+def axis_size(mesh: Mesh | AbstractMesh, axis: Axis) -> int:
+    """Returns the number of devices along one mesh axis, several (their product), or none (1)."""
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
-def axis_names(axis: Any) -> tuple[str, ...]:
-    """One mesh axis, several or None, as a tuple."""
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """Returns one mesh axis, several or None as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis or ())

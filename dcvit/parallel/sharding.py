@@ -1,11 +1,11 @@
-"""Where arrays live: a mesh of devices, the batch split over two of its axes, parameters and heads over the others.
+"""Sharding of batches and parameters over a mesh of devices.
 
-    data     each index has its own examples and, but for the other axes, all parameters
-    fsdp     the same, and each keeps a part of every matrix; the matrix is put together where it is used
-    tensor   the same examples; each has its own attention heads and its own part of the MLPs' hidden width
+    data     splits the batch; parameters are replicated along this axis
+    fsdp     splits the batch and every matrix; a matrix is gathered where it is used
+    tensor   splits attention heads and the hidden width of MLPs; the batch is replicated along this axis
 
-What is replicated, split and exchanged follows from the sharding of parameters (`shardings`) and activations
-(`dcvit.parallel.mesh.constrain`): JAX's compiler, GSPMD, inserts the communication.
+The compiler (GSPMD) derives the communication from the shardings of parameters (`shardings`) and activations
+(`dcvit.parallel.mesh.constrain`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from dcvit.config import check_regex
 from dcvit.errors import ConfigError, nearest
-from dcvit.parallel.mesh import AXES, BATCH, axis_size, divisible_axes
+from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")
-Rule = str | Sequence[Any]  # the name of a strategy, or one mesh axis, several or None for each of the last dimensions
+Spec = Sequence[Axis]  # the mesh axes that split each of the last dimensions of a parameter
+Rule = str | Spec  # the name of a strategy, or a spec
 Strategy = str | Sequence[tuple[str, Rule]]  # see `shardings`
 
-# Which dimension of a parameter is split over the axis "tensor", by the end of its name: heads, groups of heads where
-# every device composes its own, hidden width. Embedding and head are split by width, which the axis always divides.
+# The dimension of a parameter that the axis "tensor" splits, by a regex on the end of its name: heads, groups of heads
+# (a device composes its own groups), or hidden width. Embedding and head are split by width, which the axis divides.
 TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(query|key|value)/kernel", (None, "tensor", None)),
     (r"(query|key|value)/bias", ("tensor", None)),
@@ -45,23 +47,42 @@ TENSOR_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embedding/embedding", (None, "tensor")),
     (r"head/kernel", ("tensor", None)),
 )
-STACKED = r"(.*/)?Transformer/(group|encoderblock)/.*"  # parameters of a scan, whose first dimension counts layers
+STACKED = r"(.*/)?Transformer/(group|encoderblock)/.*"  # parameters of a scan: the first dimension is the layer
+
+
+@runtime_checkable
+class HasShape(Protocol):
+    """An array or the shape of one."""
+
+    shape: tuple[int, ...]
+
+
+@runtime_checkable
+class ModelSizes(Protocol):
+    """The fields of a model that limit its sharding."""
+
+    width: int
+    num_heads: int
+    mlp_dim: int | None
+    compose: str | None
+    groups: int
 
 
 class DeviceCountError(ConfigError):
-    """A mesh for another number of devices."""
+    """The sizes of the mesh axes do not multiply to the number of devices."""
 
 
-def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes of `AXES`, each of the size that `axes` gives it, 1 where it gives none.
+def make_mesh(axes: Sequence[object], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with all axes of `AXES`.
 
     Args:
-      axes: pairs (name, size), from the slowest to the fastest links; one size may be -1, what the others leave.
-      devices: all of JAX's by default.
+      axes: pairs (name, size), from the slowest to the fastest links. An axis that is not given has size 1. One size
+        may be -1, the number of devices divided by the other sizes.
+      devices: by default all devices.
 
     Raises:
-      DeviceCountError: sizes that do not make the number of devices.
-      ConfigError: a name that is none of `AXES` or comes twice, or a size that is none.
+      DeviceCountError: the sizes do not multiply to the number of devices.
+      ConfigError: an axis is unknown or given twice, or its size is invalid.
     """
     count = len(jax.devices() if devices is None else devices)
     sizes: dict[str, int] = {}
@@ -72,33 +93,37 @@ def make_mesh(axes: Sequence[Any], devices: Sequence[Any] | None = None) -> Mesh
         if not isinstance(name, str) or name not in AXES:
             raise ConfigError(f"config.mesh has no axis {name!r}; {nearest(str(name), AXES)}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ConfigError(f"config.mesh: {name} of size {size!r}; expected 1 or more, or -1 for what is left")
+            raise ConfigError(
+                f"config.mesh: {name} of size {size!r}; expected 1 or more, or -1 for the remaining devices"
+            )
         sizes[name] = size
     shown = " × ".join(f"{name} {size}" for name, size in sizes.items()) or "no axis"
-    known = math.prod(size for size in sizes.values() if size > 0)
-    left = [name for name, size in sizes.items() if size == -1]
-    if len(left) > 1:
+    product = math.prod(size for size in sizes.values() if size > 0)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
         raise ConfigError(f"config.mesh: {shown}; only one size may be -1")
-    if left and count % known == 0:
-        sizes[left[0]] = count // known
-    elif left or known != count:
-        much = f"no multiple of {known}" if left else f"not {known}"
-        raise DeviceCountError(f"config.mesh: {shown} on {count} devices, which is {much}")
+    if open_axes and count % product == 0:
+        sizes[open_axes[0]] = count // product
+    elif open_axes or product != count:
+        problem = f"not a multiple of {product}" if open_axes else f"not {product}"
+        raise DeviceCountError(f"config.mesh: {shown} on {count} devices, which is {problem}")
     sizes = {**{name: 1 for name in AXES if name not in sizes}, **sizes}
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def data_mesh() -> Mesh:
-    """All devices along the axis "data"."""
+    """Returns a mesh of all devices along the axis "data"."""
     return make_mesh([("data", -1)])
 
 
-def check_strategy(mesh: Mesh, axes: Sequence[Any], strategy: str | Sequence[Any]) -> None:
-    """Raises ConfigError for an unknown strategy, or a named one that does not fit the mesh."""
+def check_strategy(mesh: Mesh, axes: Sequence[Sequence[object]], strategy: str | Sequence[object]) -> None:
+    """Raises ConfigError if a strategy is unknown or invalid, or does not fit the mesh of the given axes."""
     if not isinstance(strategy, str):
         for pair in strategy:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], str | list | tuple):
-                raise ConfigError(f"config.sharding_strategy: {pair!r} is no pair of a regex and a strategy or a spec")
+                raise ConfigError(
+                    f"config.sharding_strategy: {pair!r} is not a pair of a regex and a strategy or a spec"
+                )
             check_regex(f"(.*/)?({pair[0]})", "config.sharding_strategy")
             if isinstance(pair[1], str):
                 _check_name(pair[1])
@@ -109,32 +134,32 @@ def check_strategy(mesh: Mesh, axes: Sequence[Any], strategy: str | Sequence[Any
     named = {name for name, _ in axes}
     for axis in strategy.split("+"):
         if axis != "ddp" and axis not in named:
-            raise ConfigError(f"config.sharding_strategy={strategy!r}, but config.mesh names no axis {axis!r}")
+            raise ConfigError(f"config.sharding_strategy={strategy!r}, but config.mesh has no axis {axis!r}")
     if mesh.shape["tensor"] > 1 and "tensor" not in strategy:
         raise ConfigError(
-            f"config.mesh splits over tensor {mesh.shape['tensor']}: give config.sharding_strategy='tensor' or "
+            f"config.mesh has tensor {mesh.shape['tensor']}: set config.sharding_strategy to 'tensor' or "
             f"'fsdp+tensor', not {strategy!r}"
         )
 
 
-def _check_axes(spec: Sequence[Any]) -> None:
-    """Raises ConfigError where a spec is not of axes, each at most once."""
+def _check_axes(spec: Sequence[object]) -> None:
+    """Raises ConfigError if a spec has anything but mesh axes, or one of them twice."""
     flat = [name for axis in spec for name in (axis if isinstance(axis, list | tuple) else [axis])]
     named = [name for name in flat if name is not None]
     if any(not isinstance(name, str) or name not in AXES for name in named) or len(set(named)) < len(named):
         raise ConfigError(
-            f"config.sharding_strategy: {spec!r} should name axes of {', '.join(AXES)}, each once, or None"
+            f"config.sharding_strategy: {spec!r}; expected axes of {', '.join(AXES)}, each at most once, or None"
         )
 
 
 def _check_name(strategy: str) -> None:
     if strategy not in STRATEGIES:
-        known = f"known: {', '.join(STRATEGIES)}, and in a config file rules"
-        raise ConfigError(f"config.sharding_strategy={strategy!r}; {known}")
+        valid = f"expected {', '.join(STRATEGIES)}, or rules in a config file"
+        raise ConfigError(f"config.sharding_strategy={strategy!r}; {valid}")
 
 
-def check_model(mesh: Mesh, net: Any) -> None:
-    """Raises ConfigError where the axis "tensor" divides the model's heads, groups or hidden width not evenly."""
+def check_model(mesh: Mesh, net: ModelSizes) -> None:
+    """Raises ConfigError if the axis "tensor" does not divide the model's heads, groups, width or hidden width."""
     tensor = mesh.shape["tensor"]
     sizes = {"num_heads": net.num_heads, "mlp_dim": net.mlp_dim or 4 * net.width, "width": net.width}
     for name, size in sizes.items():
@@ -142,27 +167,28 @@ def check_model(mesh: Mesh, net: Any) -> None:
             raise ConfigError(f"config.mesh: tensor {tensor} does not divide {name} {size}")
     if net.compose and net.groups > 1 and net.groups % tensor:
         raise ConfigError(
-            f"config.model.groups={net.groups} is no multiple of tensor {tensor}: groups are composed inside a device; "
-            f"groups=1 composes all {net.num_heads} heads across devices"
+            f"config.model.groups={net.groups} is not a multiple of tensor {tensor}: each group is composed on one "
+            f"device; groups=1 composes all {net.num_heads} heads across devices"
         )
 
 
-def shardings(tree: Any, mesh: Mesh, strategy: Strategy) -> Any:
-    """The sharding of each array of a tree of parameters, or of an optimiser's state, which follows its parameters.
+def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedSharding]:
+    """Returns the sharding of each array of a tree of parameters, or of the state of their optimizer.
 
     Args:
       tree: arrays or shapes, named by their path.
-      mesh: of `make_mesh`.
-      strategy: "ddp", every device keeps all; "fsdp", every matrix split by its largest dimension; "tensor", as in
-        `TENSOR_RULES`; "fsdp+tensor", both. Or pairs (regex on the parameter's whole name, strategy or spec), of
-        which the first match counts; a spec gives for each of the last dimensions a mesh axis, several or None.
-        What matches none is kept whole, and so is what an optimiser keeps in another shape than the parameter's.
+      mesh: a mesh of `make_mesh`.
+      strategy: "ddp" replicates all parameters; "fsdp" splits the largest dimension of every matrix; "tensor" splits
+        as in `TENSOR_RULES`; "fsdp+tensor" does both. Or pairs (regex, rule); the first regex that matches the whole
+        name of a parameter counts. A rule is the name of a strategy, or a spec: for each of the last dimensions a mesh
+        axis, several or None. Parameters without a match are replicated, and so are arrays in the optimizer's state
+        whose shape differs from their parameter's.
 
     Raises:
-      ConfigError: a spec splits a dimension that its axes do not divide.
+      ConfigError: the axes of a spec do not divide a dimension.
     """
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: tuple[object, ...], leaf: HasShape) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(strategy, str):
             rule: Rule = strategy
@@ -173,26 +199,35 @@ def shardings(tree: Any, mesh: Mesh, strategy: Strategy) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any]:
-    """For each dimension of a parameter, the mesh axes that split it."""
-    if not isinstance(rule, str):
-        if re.match(r"opt_state/|step$|skipped$|nonfinite$", name) and not _fits(shape, rule, mesh):
-            return [None] * len(shape)
-        if len(rule) > len(shape):
-            raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")
-        spec = [None] * (len(shape) - len(rule)) + [tuple(axis) if isinstance(axis, list) else axis for axis in rule]
-        for size, axis in zip(shape, spec, strict=True):
-            if size % axis_size(mesh, axis):
-                split = f"{axis} {axis_size(mesh, axis)} does not divide {size} of {name} {shape}"
-                raise ConfigError(f"config.sharding_strategy: {split}")
-        return spec
+def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Axis]:
+    """Returns the mesh axes that split each dimension of a parameter."""
+    return _strategy_spec(name, shape, rule, mesh) if isinstance(rule, str) else _rule_spec(name, shape, rule, mesh)
+
+
+def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> list[Axis]:
+    """Returns the spec of a rule, completed to all dimensions. Raises ConfigError if it does not fit the shape."""
+    if re.match(r"opt_state/|step$|skipped$|nonfinite$", name) and not _fits(shape, rule, mesh):
+        return [None] * len(shape)
+    if len(rule) > len(shape):
+        raise ConfigError(f"config.sharding_strategy: {list(rule)} is longer than {name} of shape {shape}")
+    last = [tuple(axis) if isinstance(axis, list) else axis for axis in rule]
+    spec: list[Axis] = [*[None] * (len(shape) - len(rule)), *last]
+    for size, axis in zip(shape, spec, strict=True):
+        if size % axis_size(mesh, axis):
+            split = f"{axis} {axis_size(mesh, axis)} does not divide {size} of {name} {shape}"
+            raise ConfigError(f"config.sharding_strategy: {split}")
+    return spec
+
+
+def _strategy_spec(name: str, shape: tuple[int, ...], strategy: str, mesh: Mesh) -> list[Axis]:
+    """Returns the spec of a named strategy."""
     first = int(re.fullmatch(STACKED, name) is not None)
-    spec = [None] * len(shape)
-    if "tensor" in rule:
+    spec: list[Axis] = [None] * len(shape)
+    if "tensor" in strategy:
         axes = next((axes for end, axes in TENSOR_RULES if re.fullmatch(f"(.*/)?{end}", name)), ())
         if len(axes) == len(shape) - first:
             spec[first:] = divisible_axes(shape[first:], axes, mesh)
-    if "fsdp" in rule and len(shape) - first > 1:
+    if "fsdp" in strategy and len(shape) - first > 1:
         fits = [i for i in range(first, len(shape)) if shape[i] % (mesh.shape["fsdp"] * axis_size(mesh, spec[i])) == 0]
         chosen = max(fits, key=lambda i: (spec[i] is None, shape[i]), default=None)
         if chosen is not None:
@@ -200,39 +235,46 @@ def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Any
     return spec
 
 
-def _fits(shape: tuple[int, ...], rule: Sequence[Any], mesh: Mesh) -> bool:
-    """Whether a spec has no more dimensions than an array, and its axes divide them."""
+def _fits(shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> bool:
+    """Returns True if a spec has no more dimensions than an array, and its axes divide them."""
     last = shape[max(0, len(shape) - len(rule)) :]
     return len(last) == len(rule) and divisible_axes(last, rule, mesh) == list(rule)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same values on every device."""
+    """Returns the sharding with the same values on every device."""
     return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The first dimension split over the axes that share a batch."""
+    """Returns the sharding whose first dimension is split over the axes of `BATCH`."""
     return NamedSharding(mesh, P(BATCH))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts a batch is split."""
+    """Returns the number of parts into which a batch is split."""
     return axis_size(mesh, BATCH)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
-    """The rows of a batch that the devices of this process hold, in order; processes may hold the same ones."""
+    """Returns the rows of a batch that the devices of this process hold, in order; other processes may hold them."""
     indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in indices if index for row in range(batch_size)[index[0]]})
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
-    """A batch on the devices, of which each process gives its `local_rows`; `batch_shards` divides `batch_size`."""
+    """Transfers a batch to the devices.
+
+    Args:
+      batch: arrays with the `local_rows` of this process.
+      mesh: a mesh of `make_mesh`.
+      batch_size: rows of all processes, a multiple of `batch_shards`.
+    """
     at = {row: i for i, row in enumerate(local_rows(mesh, batch_size))}
 
     def put(local: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index
             rows = range(batch_size)[index[0]]
             return local[at[rows[0]] : at[rows[0]] + len(rows)]
 
@@ -244,14 +286,14 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> d
 def prefetch(
     batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, batch_size: int, ahead: int = 1
 ) -> Iterator[dict[str, jax.Array]]:
-    """Each batch as `put_batch` sends it, `ahead` batches before it is asked for: transfers overlap steps."""
+    """Yields batches after `put_batch`, called `ahead` batches in advance to overlap transfers with computation."""
     sent: deque[dict[str, jax.Array]] = deque()
     try:
         for batch in batches:
             sent.append(put_batch(batch, mesh, batch_size))
             if len(sent) > ahead:
                 yield sent.popleft()
-    except Exception:  # what was sent before an error is still served
+    except Exception:  # batches before an error are used first
         yield from sent
         raise
     yield from sent

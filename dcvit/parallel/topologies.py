@@ -1,8 +1,8 @@
-"""Accelerators: what a program's memory and speed are held against, and which TPU slices exist.
+"""Accelerators: memory and peak speed of each chip, and the TPU slices that exist.
 
-Figures are those of one device as JAX counts them: a chip, except for TPU7x, whose chips are two devices each. Memory
-is what the maker states; a few per cent of it are not for programs (libtpu 0.0.51 compiles for up to 30.75 GiB of
-v4, 15.75 of v5e, 95.73 of v5p, 31.24 of v6e and 94.74 of a TPU7x device).
+Figures are per JAX device, which is a chip, except for TPU7x, whose chips are two devices each. Memory is the
+manufacturer's figure. Programs cannot use a few per cent of it: libtpu 0.0.51 compiles for up to 30.75 GiB of v4, 15.75
+of v5e, 95.73 of v5p, 31.24 of v6e and 94.74 of a TPU7x device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Chip(NamedTuple):
     """One kind of device.
 
     Fields:
-      name: of a TPU, the family in the name of a topology.
+      name: the name; for a TPU, the family in the name of a topology.
       memory: bytes of HBM.
       peak: FLOP/s of dense bfloat16 matrix products.
-      kinds: the `jax.Device.device_kind` it reports.
-      config: the `chip_config_name` with which `jax.experimental.topologies.get_topology_desc` gives the devices that
-        the hardware has; only v4 would have two for each chip otherwise.
+      kinds: the values of `jax.Device.device_kind` for this chip.
+      config: the `chip_config_name` for which `jax.experimental.topologies.get_topology_desc` returns the devices of
+        the hardware; with the default, v4 would have two devices per chip.
     """
 
     name: str
@@ -50,39 +50,39 @@ CHIPS = (
     Chip("B200", 180 * GIB, 2250e12, ("NVIDIA B200",)),
 )
 
-# The slices that one can rent, from the pages above: all of the flat ones; of the others the small ones, and from a
-# cube of 4x4x4 on every multiple of it up to so many chips.
+# The slices that Google offers, from the pages above: FLAT for v5e and v6e; for the other families SMALL, and multiples
+# of 4x4x4 up to LARGEST chips.
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 LARGEST = {"v4": 4096, "v5p": 6144, "TPU7x": 9216}
 SLICES = (
-    f"v5e and v6e have {', '.join(FLAT)}; {', '.join(LARGEST)} have {', '.join(SMALL)} and AxBxC of multiples of 4 "
+    f"v5e and v6e have {', '.join(FLAT)}; {', '.join(LARGEST)} have {', '.join(SMALL)} and AxBxC with multiples of 4 "
     f"with A <= B <= C, up to {', '.join(map(str, LARGEST.values()))} chips"
 )
 
 
 def chip(kind: str) -> Chip | None:
-    """The chip of a `jax.Device.device_kind`, whatever its case; None for a CPU, or one that is not in the table."""
+    """Returns the chip of a `jax.Device.device_kind`, ignoring case; None if it is not in `CHIPS`."""
     return next((known for known in CHIPS if kind.lower() in map(str.lower, known.kinds)), None)
 
 
 def topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """The chip and the shape, in chips, of a TPU slice such as "v5e:16x16" or "v5p:4x4x8".
+    """Returns the chip and the shape, in chips, of a TPU slice such as "v5e:16x16" or "v5p:4x4x8".
 
-    libtpu takes the same names, but also slices that nobody has, and a side of 0 ends the process.
+    libtpu accepts the same names, but also slices that do not exist, and a side of 0 makes it abort the process.
 
     Raises:
-      ValueError: no such slice exists; the message lists those that do.
+      ValueError: there is no such slice; the message lists the existing ones.
     """
     family, _, sides = name.partition(":")
     found = next((known for known in CHIPS if known.name.lower() == family.lower()), None)
     if found is None or not _exists(found.name, sides):
-        raise ValueError(f"{name!r} is no TPU slice, which is named as v5p:4x4x8 is: {SLICES}")
+        raise ValueError(f"{name!r} is not a TPU slice; expected a name such as v5p:4x4x8: {SLICES}")
     return found, tuple(map(int, sides.split("x")))
 
 
 def _exists(family: str, sides: str) -> bool:
-    """Whether a family has a slice with the given sides."""
+    """Returns True if a family has a slice with the given sides."""
     if family not in LARGEST:
         return family in ("v5e", "v6e") and sides in FLAT
     if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", sides):

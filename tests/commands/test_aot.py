@@ -187,12 +187,12 @@ def test_what_does_not_fit_is_said_with_how_much(library_promotion, tmp_path, ca
 
 
 BAD = {
-    "topology": (["--topology", "v5e:3x5"], "is no TPU slice"),
+    "topology": (["--topology", "v5e:3x5"], "is not a TPU slice"),
     "family": (["--topology", "v9:4x4"], "v5e and v6e have 1x1"),
     "mesh": (["--config.mesh=[('data',3)]"], "data 3 on 16 devices, which is not 3"),
-    "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "on 16 devices, which is no multiple of 3"),
-    "strategy": (["--config.sharding_strategy=fspd"], "known: ddp, fsdp"),
-    "no axis": (["--config.mesh=[('data',-1)]"], "config.mesh names no axis 'fsdp'"),
+    "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "on 16 devices, which is not a multiple of 3"),
+    "strategy": (["--config.sharding_strategy=fspd"], "expected ddp, fsdp"),
+    "no axis": (["--config.mesh=[('data',-1)]"], "config.mesh has no axis 'fsdp'"),
     "batch": (["--config.input.batch_size=24"], "is no multiple of grad_accum 1 × fsdp 16"),
     "heads": (
         ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"],
@@ -200,7 +200,7 @@ BAD = {
     ),
     "groups": (
         ["--config.mesh=[('fsdp',-1),('tensor',4)]", "--config.model.groups=2"],
-        "config.model.groups=2 is no multiple of tensor 4",
+        "config.model.groups=2 is not a multiple of tensor 4",
     ),
     "no topology": (["--topology="], "give --config CONFIG and --topology TOPOLOGY, or --all"),
 }  # fmt: skip

@@ -185,11 +185,11 @@ BAD = {
     "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
     "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 on 8 devices, which is not 4"),
-    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is no multiple of 3"),
+    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is not a multiple of 3"),
     "empty": ({"mesh": []}, "no axis on 8 devices, which is not 1"),
-    "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; known: ddp, fsdp"),
-    "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh names no axis 'fsdp'"),
-    "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "give config.sharding_strategy='tensor'"),
+    "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; expected ddp, fsdp"),
+    "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh has no axis 'fsdp'"),
+    "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "config.mesh has tensor 2: set config.sharding_strategy to 'tensor'"),
     "heads": (
         {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
         "tensor 8 does not divide num_heads 4",
@@ -203,7 +203,7 @@ BAD = {
             "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
             "model.compose": "both", "model.num_heads": 4, "model.groups": 2,
         },
-        "config.model.groups=2 is no multiple of tensor 4",
+        "config.model.groups=2 is not a multiple of tensor 4",
     ),
 }  # fmt: skip
 
@@ -220,13 +220,13 @@ def test_what_does_not_fit_the_devices_is_one_line_with_the_arithmetic(digits_ru
 
 
 RULES = {
-    "no pair": (["fsdp"], "is no pair of a regex"),
+    "no pair": (["fsdp"], "is not a pair of a regex"),
     "regex": ([("(", "fsdp")], "is not a regular expression"),
-    "name": ([(".*", "fspd")], "known: ddp, fsdp, tensor, fsdp+tensor, and in a config file rules"),
-    "axis": ([(".*", ("model",))], "should name axes of data, fsdp, tensor, each once, or None"),
-    "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each once"),
-    "no axis": ([(".*", (0,))], "each once, or None"),
-    "nested": ([(".*", ([["fsdp"]],))], "each once, or None"),
+    "name": ([(".*", "fspd")], "expected ddp, fsdp, tensor, fsdp+tensor, or rules in a config file"),
+    "axis": ([(".*", ("model",))], "expected axes of data, fsdp, tensor, each at most once, or None"),
+    "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each at most once"),
+    "no axis": ([(".*", (0,))], "each at most once, or None"),
+    "nested": ([(".*", ([["fsdp"]],))], "each at most once, or None"),
     "regex inside": ([("(?i)head", "fsdp")], "is not a regular expression"),
 }
 

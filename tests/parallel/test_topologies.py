@@ -63,7 +63,7 @@ NO_SLICES = [
 
 @pytest.mark.parametrize("name", NO_SLICES, ids=repr)
 def test_other_names_are_refused_with_those_that_exist(name):
-    with pytest.raises(ValueError, match="is no TPU slice") as caught:
+    with pytest.raises(ValueError, match="is not a TPU slice") as caught:
         topology(name)
     message = str(caught.value)
     assert repr(name) in message
