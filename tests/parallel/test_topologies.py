@@ -1,4 +1,4 @@
-"""The table of accelerators, and which names of TPU slices are taken."""
+"""The table of accelerators, and the names of TPU slices."""
 
 import math
 
@@ -8,13 +8,13 @@ import pytest
 from dcvit.parallel.topologies import CHIPS, FLAT, GIB, LARGEST, SMALL, chip, topology
 
 
-def test_names_and_kinds_are_unambiguous():
+def test_names_and_kinds_are_unique():
     for values in ([known.name for known in CHIPS], [kind for known in CHIPS for kind in known.kinds]):
         assert len({value.lower() for value in values}) == len(values)
 
 
 @pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
-def test_figures_are_bytes_and_operations_a_second(known):
+def test_memory_is_in_bytes_and_peak_in_operations_per_second(known):
     assert known.memory % GIB == 0
     assert 16 <= known.memory / GIB <= 192
     assert 1e14 < known.peak < 3e15
@@ -22,17 +22,17 @@ def test_figures_are_bytes_and_operations_a_second(known):
 
 
 @pytest.mark.parametrize("known", CHIPS, ids=lambda known: known.name)
-def test_a_device_finds_its_chip(known):
+def test_chip_is_found_by_device_kind(known):
     for kind in known.kinds:
         assert chip(kind) is chip(kind.upper()) is known
 
 
 @pytest.mark.parametrize("kind", ["", "cpu", "TPU", "TPU v3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
-def test_other_devices_have_none(kind):
+def test_unknown_device_has_no_chip(kind):
     assert chip(kind) is None
 
 
-def test_the_host_is_no_accelerator():
+def test_cpu_has_no_chip():
     assert chip(jax.devices("cpu")[0].device_kind) is None
 
 
@@ -41,7 +41,7 @@ SLICES += [f"{family}:{sides}" for family in LARGEST for sides in (*SMALL, "4x4x
 
 
 @pytest.mark.parametrize("name", [*SLICES, "v4:16x16x16", "v5p:16x16x24", "TPU7x:16x24x24"])
-def test_a_slice_is_a_chip_and_a_shape(name):
+def test_name_of_a_slice_gives_chip_and_shape(name):
     family, sides = name.split(":")
     found, shape = topology(name)
     assert found.name == family
@@ -49,7 +49,7 @@ def test_a_slice_is_a_chip_and_a_shape(name):
     assert topology(name.upper().replace("X", "x")) == (found, shape)
 
 
-def test_only_the_chips_of_v4_need_to_be_told_that_they_are_one_device():
+def test_only_v4_needs_another_chip_config_than_the_default():
     assert [known.name for known in CHIPS if known.config != "default"] == ["v4"]
 
 
@@ -62,7 +62,7 @@ NO_SLICES = [
 
 
 @pytest.mark.parametrize("name", NO_SLICES, ids=repr)
-def test_other_names_are_refused_with_those_that_exist(name):
+def test_name_of_no_slice_is_refused_with_the_existing_names(name):
     with pytest.raises(ValueError, match="is not a TPU slice") as caught:
         topology(name)
     message = str(caught.value)
@@ -70,7 +70,7 @@ def test_other_names_are_refused_with_those_that_exist(name):
     assert all(word in message for word in ("v5e", "v6e", *LARGEST, *FLAT, *SMALL, *map(str, LARGEST.values())))
 
 
-def test_the_largest_slices_are_as_large_as_said():
+def test_largest_slices_exist():
     shapes = [(4 * a, 4 * b, 4 * c) for a in range(1, 7) for b in range(a, 7) for c in range(b, 7)]
     for family, most in LARGEST.items():
         fits = [math.prod(shape) for shape in shapes if math.prod(shape) <= most]
