@@ -125,7 +125,7 @@ def _by_name(entries: Iterable[tuple[str, str]], known: Sequence[str]) -> dict[s
             listed = known[known.index(first) : known.index(last) + 1]
         else:
             listed = [name.strip(" `*") for name in names.split(",")]
-        text = text[:1].upper() + text[1:]
+        text = text[:1].upper() + text[1:] if text[:1].isascii() else text
         texts |= {name: text for name in listed if name not in texts}
         mentioned |= {name: f"See {code(listed[0])}." for name in known if code(name) in text}
     return {name: meaning for name, meaning in mentioned.items() if name not in texts} | texts
