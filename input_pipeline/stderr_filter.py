@@ -12,6 +12,7 @@ from collections.abc import Iterator
 START_UP_MESSAGE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\)"
     rb"|I\d{4} [\d:.]+ +\d+ [\w.]+:\d+\]"
+    rb"|To enable the following instructions: "  # second line of a message of level INFO about the CPU
     rb"|[WE]\d{4} [\d:.]+ +\d+ cuda\w*\.cc:\d+\]"
 )
 

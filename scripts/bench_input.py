@@ -1,15 +1,19 @@
-"""How fast ImageNet-sized JPEGs become training batches, against the bare decoder; how fast a run resumes; memory.
+"""Benchmark of the input pipeline with generated JPEGs of ImageNet's size.
 
     python scripts/bench_input.py [--rounds 7] [--json docs/input.json]
 
-All on generated JPEGs of 500×375 pixels, quality 90 and about 100 kB, stored as a tensorflow-datasets set.
+The benchmark measures the speed of training batches relative to the JPEG decoder alone, the time to the first batch of
+a resumed run, and the memory of the process. The JPEGs have 500×375 pixels, quality 90 and about 100 kB, and are stored
+as a dataset of tensorflow-datasets.
 """
 
 import argparse
+import contextlib
 import functools
 import io
 import itertools
 import json
+import logging
 import os
 import platform
 import statistics
@@ -18,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from PIL import Image
@@ -27,18 +31,38 @@ import input_pipeline as ip
 from input_pipeline import shuffle
 from input_pipeline.images import decode
 from input_pipeline.optional import tensorflow
+from input_pipeline.source import Example
 
-COMMON = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
-WITHOUT = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON
-FULL = "decode_jpeg_and_inception_crop(224)|flip_lr|randaug(2, 10)" + COMMON
-BATCH, BATCHES = 64, 16  # in each measurement
-CEILING = "`decode_and_crop_jpeg` alone, on all cores"
-SIZE = 1_281_167  # examples of ImageNet's training set
+COMMON_PP = '|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
+PP_WITHOUT_RANDAUG = "decode_jpeg_and_inception_crop(224)|flip_lr" + COMMON_PP
+FULL_PP = "decode_jpeg_and_inception_crop(224)|flip_lr|randaug(2, 10)" + COMMON_PP
+BATCH, BATCHES = 64, 16  # images in a batch, batches in a measurement
+DECODER = "`decode_and_crop_jpeg` alone, on all cores"
+IMAGENET_EXAMPLES = 1_281_167
 CORES = len(os.sched_getaffinity(0))
 
 
-class Repeated:
-    """A source of any length over the examples of a small one."""
+class Range(TypedDict):
+    """Median, minimum and maximum of the rounds."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Result(TypedDict):
+    """All measurements, as `--json` writes them."""
+
+    machine: str
+    rounds: int
+    images_per_second: dict[str, Range]
+    share_of_ceiling: dict[str, Range]
+    first_batch_seconds: dict[str, Range]
+    resident_megabytes: dict[str, float]
+
+
+class RepeatedSource:
+    """A source that repeats the examples of another source up to a given length."""
 
     class_names = None
 
@@ -48,7 +72,7 @@ class Repeated:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Example:
         return self.source[index % len(self.source)]
 
     def describe(self, index: int) -> str:
@@ -59,7 +83,7 @@ class Repeated:
 
 
 def photo(seed: int) -> bytes:
-    """A JPEG of noise with the 1/f spectrum of photographs."""
+    """Return a JPEG of noise with the 1/f spectrum of photographs."""
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)) + 1 / 500
     grey, *colours = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, 375, 500))) / frequency, s=(375, 500))
@@ -70,23 +94,26 @@ def photo(seed: int) -> bytes:
 
 
 def prepare(folder: str, count: int) -> ip.Source:
-    """The photos as a prepared dataset."""
+    """Write `count` photos as a prepared dataset and open it."""
+    tensorflow()  # hides the start-up messages that importing tensorflow-datasets would print
+    logging.getLogger("absl").setLevel(logging.ERROR)
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
     image, label = tfds.features.Image(encoding_format="jpeg"), tfds.features.ClassLabel(num_classes=1000)
-    tfds.dataset_builders.store_as_tfds_dataset(
-        name="photos",
-        version="1.0.0",
-        data_dir=folder,
-        features=tfds.features.FeaturesDict({"image": image, "label": label}),
-        split_datasets={"train": [(i, {"image": photo(i), "label": i % 1000}) for i in range(count)]},
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # tensorflow-datasets prints its progress
+        tfds.dataset_builders.store_as_tfds_dataset(
+            name="photos",
+            version="1.0.0",
+            data_dir=folder,
+            features=tfds.features.FeaturesDict({"image": image, "label": label}),
+            split_datasets={"train": [(i, {"image": photo(i), "label": i % 1000}) for i in range(count)]},
+        )
     return ip.open_source("tfds", name="photos", split="train", data_dir=folder)
 
 
-def ceiling(source: ip.Source, threads: int) -> float:
-    """Images/s of the decoder alone, in a loop on each thread, on the crops that training would cut."""
+def decoder_speed(source: ip.Source, threads: int) -> float:
+    """Return the images/s of the decoder alone for the crops of training, with a loop in each thread."""
     tf = tensorflow()
     work = []
     for epoch, index in (shuffle.example_at(at, len(source), 0) for at in range(BATCH * BATCHES)):
@@ -100,8 +127,8 @@ def ceiling(source: ip.Source, threads: int) -> float:
         return len(work) / (time.perf_counter() - started)
 
 
-def pipeline(source: ip.Source, pp: str) -> float:
-    """Images/s of the whole pipeline, once its first batches are out."""
+def pipeline_speed(source: ip.Source, pp: str) -> float:
+    """Return the images/s of the complete pipeline after the first batches."""
     batches = ip.train_batches(source, pp, BATCH, seed=0)
     for _ in range(4):
         next(batches)
@@ -113,34 +140,34 @@ def pipeline(source: ip.Source, pp: str) -> float:
     return BATCH * BATCHES / seconds
 
 
-def first_batch(source: ip.Source, step: int) -> float:
-    """Seconds until the batch of a step is there, nothing kept from before."""
+def first_batch_seconds(source: ip.Source, step: int) -> float:
+    """Return the seconds until the batch of a step is ready, without cached permutations."""
     shuffle.permutation.cache_clear()
     started = time.perf_counter()
-    batches = ip.train_batches(source, WITHOUT, BATCH, seed=0, start_step=step)
+    batches = ip.train_batches(source, PP_WITHOUT_RANDAUG, BATCH, seed=0, start_step=step)
     next(batches)
     seconds = time.perf_counter() - started
     batches.close()
     return seconds
 
 
-def resident() -> float:
-    """Megabytes of memory that the process holds."""
+def resident_megabytes() -> float:
+    """Return the resident memory of the process in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 
-def memory(source: ip.Source, batches: int) -> Iterator[tuple[int, float]]:
-    """Resident megabytes after every tenth part of a stream."""
-    stream = ip.train_batches(source, FULL, 16, seed=0)
+def memory_growth(source: ip.Source, batches: int) -> Iterator[tuple[str, float]]:
+    """Yield (number of batches, resident memory in MB) after each tenth of a stream."""
+    stream = ip.train_batches(source, FULL_PP, 16, seed=0)
     for number, _ in enumerate(itertools.islice(stream, batches), start=1):
         if number % (batches // 10) == 0:
-            yield number, resident()
+            yield str(number), resident_megabytes()
     stream.close()
 
 
 def interleaved(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each measure once a round, in turn, after one round to warm up."""
+    """Run all measurements in turn in each round, after a warm-up round, and return the values of each."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
         for name, measure in measures.items():
@@ -150,12 +177,13 @@ def interleaved(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[s
     return found
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: list[float]) -> Range:
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    """The results as Markdown, as docs/tutorials/imagenet.md shows them."""
+def lines(result: Result) -> list[str]:
+    """Return the lines of the report in Markdown, as docs/tutorials/imagenet.md contains them."""
     found = [
         f"Measured on {result['machine']}; medians of {result['rounds']} interleaved rounds, min–max:",
         "",
@@ -166,57 +194,60 @@ def lines(result: dict[str, Any]) -> list[str]:
         share = result["share_of_ceiling"][name]
         of_ceiling = f"{share['median']:.0%} ({share['min']:.0%}–{share['max']:.0%})"
         found.append(f"| {name} | {v['median']:,.0f} ({v['min']:,.0f}–{v['max']:,.0f}) | {of_ceiling} |")
+    total = f"{IMAGENET_EXAMPLES:,}"
     early, late = (result["first_batch_seconds"][step]["median"] for step in ("1", "100000"))
     memory = list(result["resident_megabytes"].items())
     return [
         *found,
         "",
-        f"A run that resumes among {SIZE:,} examples has its first batch after {early:.3f} s at step 1 and after",
+        f"A run that resumes among {total} examples has its first batch after {early:.3f} s at step 1 and after",
         f"{late:.3f} s at step 100,000. The process uses {memory[0][1]:.0f} MB after {int(memory[0][0]):,} batches and",
         f"{memory[-1][1]:.0f} MB after {int(memory[-1][0]):,}.",
     ]
 
 
-def measure(source: ip.Source, rounds: int, batches: int) -> dict[str, Any]:
-    """All numbers, as `--json` writes them."""
-    on_host = {"training pp without randaug": WITHOUT, "training pp": FULL}
+def measure(source: ip.Source, rounds: int, batches: int) -> Result:
+    """Run all measurements."""
+    on_host = {"training pp without randaug": PP_WITHOUT_RANDAUG, "training pp": FULL_PP}
     measures: dict[str, Callable[[], float]] = {}
-    measures[CEILING] = lambda: max(ceiling(source, CORES), ceiling(source, CORES + 1))
+    measures[DECODER] = lambda: max(decoder_speed(source, CORES), decoder_speed(source, CORES + 1))
     for name, pp in on_host.items():
-        measures[name] = functools.partial(pipeline, source, ip.defer_value_range(pp)[0])
+        measures[name] = functools.partial(pipeline_speed, source, ip.defer_value_range(pp)[0])
     for name, pp in on_host.items():
-        measures[f"{name}, value_range on the host too"] = functools.partial(pipeline, source, pp)
+        measures[f"{name}, value_range on the host too"] = functools.partial(pipeline_speed, source, pp)
     speed = interleaved(rounds, measures)
-    large = Repeated(source, SIZE)
-    start = interleaved(rounds, {str(step): functools.partial(first_batch, large, step) for step in (1, 100_000)})
-    shares = {k: [one / most for one, most in zip(v, speed[CEILING], strict=True)] for k, v in speed.items()}
+    large = RepeatedSource(source, IMAGENET_EXAMPLES)
+    start = interleaved(
+        rounds, {str(step): functools.partial(first_batch_seconds, large, step) for step in (1, 100_000)}
+    )
+    shares = {k: [one / most for one, most in zip(v, speed[DECODER], strict=True)] for k, v in speed.items()}
     return {
         "machine": f"{CORES} cores ({_cpu()})",
         "rounds": rounds,
         "images_per_second": {k: summary(v) for k, v in speed.items()},
         "share_of_ceiling": {k: summary(v) for k, v in shares.items()},
         "first_batch_seconds": {k: summary(v) for k, v in start.items()},
-        "resident_megabytes": dict(memory(source, batches)),
+        "resident_megabytes": dict(memory_growth(source, batches)),
     }
 
 
 def main() -> None:
+    """Run the benchmark and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--images", type=int, default=256)
-    parser.add_argument("--batches", type=int, default=2000, help="of 16 images, for the memory")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each value")
+    parser.add_argument("--images", type=int, default=256, help="images in the dataset")
+    parser.add_argument("--batches", type=int, default=2000, help="batches of 16 images for the memory measurement")
+    parser.add_argument("--json", type=Path, help="file for the measurements")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(prepare(folder, args.images), args.rounds, args.batches)
-    result = json.loads(json.dumps(result))
     print("\n".join(lines(result)))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _cpu() -> str:
-    """The processor's name, where Linux says it."""
+    """Return the name of the processor from Linux, or its architecture on other systems."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,4 +1,4 @@
-"""Small corpora on disk, tokenizers trained on them, and rows of tokens as a few lines of plain Python pack them."""
+"""Small corpora, tokenizers trained on them, and a reference implementation of packing tokens into rows."""
 
 import json
 import struct
@@ -20,15 +20,15 @@ DOCUMENTS = (
 
 
 def documents(n: int = 40) -> list[str]:
-    """Documents of many lengths, no two alike, several with what looks like special tokens."""
+    """Different documents of various lengths; several contain the text of special tokens."""
     return [f"{i}: {DOCUMENTS[i % len(DOCUMENTS)]}" * (1 + i % 3) for i in range(n)]
 
 
 def train_tokenizer(path: Path, spelling: str = "bytes") -> Path:
-    """Trains a small tokenizer on DOCUMENTS and writes its tokenizer.json.
+    """Train a small tokenizer on DOCUMENTS and write its tokenizer.json.
 
-    `spelling` is "bytes", as GPT-2's is; "nested", the same with its parts in sequences, as Llama 3's; "text", with
-    single bytes as a last resort, as Llama 2's; or "words", whose tokens' bytes are not known.
+    `spelling` is "bytes" (GPT-2's byte alphabet), "nested" (the same with parts nested in sequences, as in Llama 3),
+    "text" (text with tokens of single bytes as a fallback, as in Llama 2), or "words" (tokens of unknown bytes).
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -55,19 +55,21 @@ def train_tokenizer(path: Path, spelling: str = "bytes") -> Path:
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
         tokenizer.train_from_iterator(DOCUMENTS, trainer)
-        tokenizer.add_tokens([AddedToken("   ", normalized=False)])  # not special: text, as Pythia's runs of spaces
+        tokenizer.add_tokens(
+            [AddedToken("   ", normalized=False)]
+        )  # an added token that is text, as Pythia's runs of spaces
     tokenizer.save(str(path))
     return path
 
 
 def write_jsonl(path: Path, texts: Iterable[str], key: str = "text") -> Path:
-    """One line a document, some of them in ASCII with escapes."""
+    """Write one line per document; every second line is ASCII with escapes."""
     lines = (json.dumps({"meta": {"n": i}, key: t}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts))
     return write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def write(path: Path, content: bytes, frames: int = 3) -> Path:
-    """The content, in several zstd frames where the name ends in .zst."""
+    """Write the content, compressed in several zstd frames if the name ends in .zst."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith(".zst"):
         import zstandard
@@ -89,7 +91,7 @@ def example(values: Mapping[str, Sequence[int]]) -> bytes:
 
 
 def write_input_ids(path: Path, records: Sequence[bytes]) -> Path:
-    """A TFRecord file, as TensorFlow writes it."""
+    """Write a TFRecord file with TensorFlow."""
     import tensorflow as tf
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ def write_input_ids(path: Path, records: Sequence[bytes]) -> Path:
 
 
 def write_megatron(prefix: Path, sequences: Sequence[Sequence[int]], code: int = 8, dtype: str = "<u2") -> Path:
-    """A .bin/.idx pair byte by byte, as Megatron's format has it."""
+    """Write a .bin/.idx pair in Megatron's format."""
     sizes = [len(sequence) for sequence in sequences]
     width = np.dtype(dtype).itemsize
     starts = [sum(sizes[:i]) * width for i in range(len(sizes))]
@@ -113,7 +115,7 @@ def write_megatron(prefix: Path, sequences: Sequence[Sequence[int]], code: int =
 
 
 def packed(sequences: Iterable[Sequence[int]], end: int, context: int) -> list[dict[str, Any]]:
-    """Rows of documents, each followed by `end`, packed one after the other."""
+    """Rows of concatenated documents, each followed by `end`."""
     stream = [token for sequence in sequences for token in (*sequence, end)]
     rows = []
     for start in range(0, len(stream), context + 1):
@@ -126,8 +128,11 @@ def packed(sequences: Iterable[Sequence[int]], end: int, context: int) -> list[d
 
 
 def oracle(tokenizer: Path | None, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-    """The tokens of texts and the token that ends one: bytes, or those of a tokenizer whose special tokens are cut
-    from its file, so that there is nothing it could mistake for them."""
+    """The tokens of texts, and the token that ends a text.
+
+    The tokens are bytes, or those of a tokenizer from whose file the special tokens are removed, so that no text can be
+    encoded as a special token.
+    """
     if tokenizer is None:
         return [list(text.encode()) for text in texts], 256
     from tokenizers import Tokenizer

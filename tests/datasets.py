@@ -1,4 +1,4 @@
-"""Small images, image folders and tensorflow-datasets sets on disk, written offline and the same in every run."""
+"""Small images, image folders and datasets of tensorflow-datasets, written without network and equal in every run."""
 
 import io
 import struct
@@ -13,17 +13,17 @@ from PIL import Image
 FileFormat = Literal["tfrecord", "array_record"]
 Example = dict[str, Any]
 
-LABELS = (0, 1, 207, 388, 812, 999)  # the few of ImageNet's thousand classes that the sets below hold
+LABELS = (0, 1, 207, 388, 812, 999)  # the classes of ImageNet that the datasets below contain
 
 
 def image_array(seed: int, height: int = 60, width: int = 80) -> np.ndarray:
-    """Smooth noise of natural images' 1/f spectrum: uint8 of height × width × 3, its channels alike but not equal.
+    """Smooth noise with the 1/f spectrum of natural images: uint8 of shape (height, width, 3).
 
-    A slight blur, as a lens has one, keeps neighbouring pixels close.
+    The channels are similar but not equal, and a slight blur makes neighbouring pixels similar.
     """
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    frequency[0, 0] = np.inf  # no constant: the mean is set below
+    frequency[0, 0] = np.inf  # removes the constant; the mean is set below
     noise = rng.normal(size=(4, height, width))
     spectrum = np.exp(-((frequency / 0.2) ** 2)) / frequency
     grey, *colours = np.fft.irfft2(np.fft.rfft2(noise) * spectrum, s=(height, width))
@@ -32,7 +32,7 @@ def image_array(seed: int, height: int = 60, width: int = 80) -> np.ndarray:
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """The image as a file's bytes; `kind` and the options are those of Pillow's `save`."""
+    """The bytes of an image file; `kind` and the options are arguments of Pillow's `save`."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -41,7 +41,7 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 def jpeg(
     seed: int, height: int = 60, width: int = 80, mode: str = "RGB", quality: int = 90, **save_options: Any
 ) -> bytes:
-    """`image_array` as a JPEG file of Pillow's mode RGB, L or CMYK."""
+    """`image_array` as a JPEG file; `mode` is Pillow's mode RGB, L or CMYK."""
     image = Image.fromarray(image_array(seed, height, width)).convert(mode)
     return encoded(image, "JPEG", quality=quality, **save_options)
 
@@ -57,19 +57,19 @@ def make_tfds(
     config: str | None = None,
     shards: int | None = None,
 ) -> dict[str, list[Example]]:
-    """Writes a dataset with tfds' own writer to root/name[/config]/version; returns its examples as they are ordered.
+    """Write a dataset with tensorflow-datasets to root/name[/config]/version; return its examples in their order.
 
-    tfds orders a split by a hash of each example's key: here its "file_name", or where there is none its index.
-    An image given as bytes is stored as it is. Every split has `shards` shards; if None, three or as many as the
-    smallest split has examples. `features` is a dict of tfds' features; if None, imagenet2012's.
+    The order of a split follows from a hash of each example's key, which is its "file_name" or, without one, its index.
+    Images that are given as bytes are stored unchanged. Every split has `shards` shards, by default three, or the size
+    of the smallest split if that is less. `features` is a dict of features, by default those of imagenet2012.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import hashing
 
     class Writer(tfds.dataset_builders.AdhocBuilder, skip_registration=True):
-        """Writes the examples that it is given."""
+        """Writer of given examples."""
 
-        code_path = None  # tfds' own needs importlib_resources, which tfds 4.9.10 does not declare
+        code_path = None  # the default needs importlib_resources, which tfds 4.9.10 does not declare
 
     tfds.disable_progress_bar()
     keyed = {split: [(e.get("file_name", i), e) for i, e in enumerate(splits[split])] for split in splits}
@@ -93,14 +93,14 @@ def make_tfds(
 
 
 def imagenet_features() -> dict[str, Any]:
-    """The features of imagenet2012 and of most sets derived from it."""
+    """The features of imagenet2012 and of most datasets derived from it."""
     import tensorflow_datasets as tfds
 
     return {"image": tfds.features.Image(encoding_format="jpeg"), "label": class_label(), "file_name": text()}
 
 
 def class_label() -> Any:
-    """A label feature with ImageNet's thousand WordNet ids as names."""
+    """A label feature whose names are the 1,000 WordNet ids of ImageNet."""
     import tensorflow_datasets as tfds
 
     return tfds.features.ClassLabel(names_file=label_file())
@@ -114,16 +114,16 @@ def text() -> Any:
 
 
 def label_file() -> Path:
-    """The file of ImageNet's WordNet ids, one a line, that tfds itself holds."""
+    """The file of ImageNet's WordNet ids, one per line, in tensorflow-datasets."""
     import tensorflow_datasets as tfds
 
     return Path(tfds.core.tfds_path("datasets/imagenet2012/labels.txt"))
 
 
 def labelled(n: int, seed: int, file_name: str) -> list[Example]:
-    """Examples of imagenet2012's features; `file_name` is formatted with `i`, `label` and `wnid`.
+    """Examples with imagenet2012's features; `file_name` is formatted with `i`, `label` and `wnid`.
 
-    Images vary in size and shape, and labels go round LABELS.
+    Images have different sizes and shapes, and labels cycle through LABELS.
     """
     wnids = label_file().read_text().split()
     examples = []
@@ -138,7 +138,7 @@ def labelled(n: int, seed: int, file_name: str) -> list[Example]:
 def imagenet2012(
     root: Path, file_format: FileFormat = "tfrecord", n_train: int = 40, n_val: int = 10
 ) -> dict[str, list[Example]]:
-    """imagenet2012/5.1.0 with its splits train and validation."""
+    """Write imagenet2012/5.1.0 with the splits train and validation."""
     splits = {
         "train": labelled(n_train, 10_000, "{wnid}_{i}.JPEG"),
         "validation": labelled(n_val, 20_000, "ILSVRC2012_val_{i:08}.JPEG"),
@@ -147,9 +147,9 @@ def imagenet2012(
 
 
 def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """imagenet2012_real/1.0.0: imagenet2012's validation images; in turn no, one and three real labels.
+    """Write imagenet2012_real/1.0.0: imagenet2012's validation images with, in turn, no, one and three real labels.
 
-    The one label is the original label; the three hold the original label in every second case only.
+    A single label is the original label. Three labels include the original label in every second case.
     """
     import tensorflow_datasets as tfds
 
@@ -169,26 +169,26 @@ def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int =
 
 
 def imagenet_v2(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """imagenet_v2/matched-frequency/3.0.0 with its split test."""
+    """Write imagenet_v2/matched-frequency/3.0.0 with the split test."""
     splits = {"test": labelled(n, 30_000, "{label}/{i:040x}.jpeg")}
     config = "matched-frequency"
     return make_tfds(root, "imagenet_v2", splits, file_format=file_format, version="3.0.0", config=config)
 
 
 def imagenet_a(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """imagenet_a/0.1.0 with its split test."""
+    """Write imagenet_a/0.1.0 with the split test."""
     splits = {"test": labelled(n, 40_000, "0.00{i}_wasp _ bee_0.9.jpg")}
     return make_tfds(root, "imagenet_a", splits, file_format=file_format, version="0.1.0")
 
 
 def imagenet_r(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """imagenet_r/0.2.0 with its split test."""
+    """Write imagenet_r/0.2.0 with the split test."""
     splits = {"test": labelled(n, 50_000, "{wnid}/art_{i}.jpg")}
     return make_tfds(root, "imagenet_r", splits, file_format=file_format, version="0.2.0")
 
 
 def imagenet_sketch(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
-    """imagenet_sketch/1.0.0 with its split test; its image feature names no encoding, its images are JPEGs."""
+    """Write imagenet_sketch/1.0.0 with the split test; its images are JPEGs, but its feature does not say so."""
     import tensorflow_datasets as tfds
 
     splits = {"test": labelled(n, 60_000, "{wnid}/sketch_{i}.JPEG")}
@@ -203,9 +203,9 @@ def image_folder(
     val: int = 4,
     suffixes: Sequence[str] = (".jpg", ".png", ".webp"),
 ) -> dict[str, list[tuple[Path, str]]]:
-    """Writes root/train/CLASS/*.ext and root/val/CLASS/*.ext, `train` and `val` images a class, suffixes in turn.
+    """Write root/train/CLASS/*.ext and root/val/CLASS/*.ext with `train` and `val` images per class, suffixes in turn.
 
-    Returns each split's (path, class), sorted by class and then by file name.
+    Returns the (path, class) pairs of each split, sorted by class and then by file name.
     """
     splits: dict[str, list[tuple[Path, str]]] = {}
     for seed, (split, n) in enumerate({"train": train, "val": val}.items()):
@@ -220,10 +220,10 @@ def image_folder(
 
 
 def odd_images() -> dict[str, bytes]:
-    """Files that an image reader meets sooner or later, by name: odd modes, several frames, broken and hostile ones.
+    """Unusual image files by name: rare modes, several frames, damaged files and hostile files.
 
-    "exif6.jpg" is stored 80 wide and 60 high and to be shown turned; "bomb.png" and "bomb.jpg" are small files that
-    announce gigapixels.
+    "exif6.jpg" is stored 80 pixels wide and 60 high, and its EXIF orientation is a quarter turn. "bomb.png" and
+    "bomb.jpg" are small files whose headers announce gigapixels.
     """
     pixels = image_array(0)
     rgb = Image.fromarray(pixels)
@@ -231,7 +231,7 @@ def odd_images() -> dict[str, bytes]:
     frames = [Image.fromarray(image_array(seed)) for seed in range(3)]
     animation = {"save_all": True, "append_images": frames[1:], "duration": 100, "loop": 0}
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: turn clockwise by a quarter
+    exif[0x0112] = 6  # orientation: a quarter turn clockwise
     plain = jpeg(0)
     return {
         "cmyk.jpg": jpeg(0, mode="CMYK"),
@@ -252,9 +252,9 @@ def odd_images() -> dict[str, bytes]:
 
 
 def bomb_png(size: int) -> bytes:
-    """A PNG whose valid header announces size × size RGB pixels, with data for one row of one."""
+    """A PNG whose valid header announces size × size RGB pixels, with data for a single pixel."""
     chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0),  # 8 bits, RGB, nothing interlaced
+        b"IHDR": struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0),  # 8 bits, RGB, not interlaced
         b"IDAT": zlib.compress(bytes(4)),
         b"IEND": b"",
     }
@@ -265,7 +265,7 @@ def bomb_png(size: int) -> bytes:
 
 
 def bomb_jpeg(size: int) -> bytes:
-    """A JPEG whose start-of-frame segment announces size × size pixels, with data for fewer."""
+    """A JPEG whose frame header announces size × size pixels, with data for fewer pixels."""
     file = jpeg(0)
     at = file.index(b"\xff\xc0") + 5  # after marker (2 bytes), length (2) and precision (1)
     return file[:at] + struct.pack(">HH", size, size) + file[at + 4 :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -105,13 +105,10 @@ def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtyp
 
 
 def as_text(source: Source, config: ConfigDict, what: str) -> TokenSource:
-    """Returns the source. Raises ConfigError if it holds no text.
-
-    An isinstance check would not see the attributes that the wrappers of `limit` and `cache` delegate.
-    """
-    if not hasattr(source, "context"):
+    """Returns the source. Raises ConfigError if it holds no text."""
+    if not isinstance(source, TokenSource):
         raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
-    return cast(TokenSource, source)
+    return source
 
 
 def image_example(
