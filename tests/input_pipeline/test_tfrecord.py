@@ -10,6 +10,8 @@ import pytest
 
 from input_pipeline import tfrecord
 
+pytest_plugins = ["input_fixtures"]
+
 
 @pytest.fixture
 def path(imagenet, tmp_path):

@@ -11,6 +11,8 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.tfrecord import TFRecordFile
 
+pytest_plugins = ["input_fixtures"]
+
 PP = 'decode|resize_pillow(8)|flip_lr|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
 
 

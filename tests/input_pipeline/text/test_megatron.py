@@ -11,6 +11,8 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text.megatron_writer import MegatronWriter
 
+pytest_plugins = ["input_fixtures"]
+
 CONTEXT = 16
 RNG = np.random.default_rng(0)
 

@@ -10,6 +10,8 @@ import input_pipeline as ip
 from input_pipeline.text import tokenizer
 from input_pipeline.text.megatron_writer import MegatronWriter
 
+pytest_plugins = ["input_fixtures"]
+
 CONTEXT = 16
 
 

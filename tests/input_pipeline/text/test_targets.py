@@ -7,6 +7,8 @@ import pytest
 
 import input_pipeline as ip
 
+pytest_plugins = ["input_fixtures"]
+
 
 def rows(source):
     return [{key: value.tolist() for key, value in source[i].items()} for i in range(len(source))]

@@ -8,6 +8,8 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text import documents, files, tokenizer
 
+pytest_plugins = ["input_fixtures"]
+
 CONTEXT = 16
 
 

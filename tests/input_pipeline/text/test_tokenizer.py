@@ -10,6 +10,8 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text import tokenizer
 
+pytest_plugins = ["input_fixtures"]
+
 pytest.importorskip("tokenizers")
 
 
