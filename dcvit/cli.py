@@ -15,14 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dcvit.checkpoint import files
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, first_line, nearest
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
@@ -101,6 +102,16 @@ def folder(text: str) -> Folder:
         return files.folder(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add the options that select a trained model, and `--format`."""
+    parser.add_argument("--workdir", type=folder, help="folder of a training run")
+    parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
+    parser.add_argument(
+        "--checkpoint", type=folder, help="checkpoint folder, workdir or .npz file, instead of the latest checkpoint"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="table")
 
 
 @contextlib.contextmanager
@@ -187,8 +198,6 @@ def show(rows: Sequence[Mapping[str, object]], form: str, *, title: str | None =
 
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
     """Print a table for reading, transposed if the terminal is too narrow."""
-    from rich.console import Console
-
     names = list(rows[0]) if rows else []
     lines = [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     console, table = Console(), _table(title, names, lines)
@@ -200,9 +209,6 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
 
 def _table(title: str | None, header: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
     """Build a table of text with the first column aligned left and the others aligned right."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(header):
         table.add_column(Text(name), justify="right" if i else "left", overflow="fold")

@@ -18,8 +18,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses in
 
 import jax
 import pytest
-from filelock import FileLock
 from jaxtyping import install_import_hook
+from trained_workdirs import DIGITS, TEXT, train_once
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -77,66 +77,13 @@ def digits_run(tmp_path):
     return run
 
 
-DIGITS = {
-    "tensorboard": False,
-    "total_steps": 60,
-    "ckpt_steps": 30,
-    "ckpt_keep": 2,
-    "evals.test.log_steps": 30,
-    "ema_decay": 0.9,
-    "label_smoothing": 0.0,
-    "lr": 0.01,
-    "schedule.warmup_percent": 10,
-    "input.pp": 'value_range(-1, 1)|onehot(10)|keep("image", "labels")',  # without crops 60 steps reach 87 %
-    "model.width": 32,
-    "model.depth": 1,
-    "model.mlp_dim": 64,
-    "model.compose": None,
-    "model.patch_size": (4, 4),
-}
-TEXT = {
-    "tensorboard": False,
-    "total_steps": 6,
-    "log_steps": 2,
-    "ckpt_steps": 3,
-    "document_mask": True,
-    "z_loss": 1e-4,
-    "input.data.context": 24,
-    "input.data.limit": 400,
-    "model.width": 16,
-    "model.depth": 1,
-    "model.num_heads": 2,
-    "model.mlp_dim": 16,
-    "evals.validation.data.context": 24,
-    "evals.validation.data.limit": 21,
-    "evals.validation.log_steps": 3,
-}
-
-
 @pytest.fixture(scope="session")
 def digits_workdir(tmp_path_factory):
     """The workdir of one trained digits classifier, shared by all tests: a test that writes to it copies it first."""
-    return _train_once(tmp_path_factory, "vit_digits", DIGITS)
+    return train_once(tmp_path_factory, "vit_digits", DIGITS)
 
 
 @pytest.fixture(scope="session")
 def lm_workdir(tmp_path_factory):
     """The workdir of one trained language model of bytes, shared by all tests: a test that writes copies it first."""
-    return _train_once(tmp_path_factory, "lm_stdlib", TEXT)
-
-
-def _train_once(tmp_path_factory, config, overrides):
-    """Trains a model as the command does, once for all workers of a test session; returns the workdir."""
-    from dcvit import cli, train
-
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # the folder of the session, in which each worker has its own
-    workdir, finished = root / f"{config}_workdir", root / f"{config}_workdir.finished"
-    with FileLock(root / f"{config}_workdir.lock"):
-        if not finished.exists():
-            words = [f"--config.{key}={value}" for key, value in overrides.items()]
-            with jax.numpy_dtype_promotion("standard"):
-                assert cli.run(train.main, ["--config", config, "--workdir", str(workdir), *words]) == 0
-            finished.touch()
-    return workdir
+    return train_once(tmp_path_factory, "lm_stdlib", TEXT)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS
+from trained_workdirs import DIGITS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Layers from the top: a module imports from its own layer or from lower ones.

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-import jax
-
 from dcvit.errors import ConfigError, first_line
 
 HEARTBEAT_SECONDS = 30
@@ -73,6 +71,8 @@ def initialize(args: argparse.Namespace) -> None:
     is_address = host and port.isdecimal() and 0 < int(port) < 2**16
     if not missing and not (is_address and 0 <= given["process_id"] < given["num_processes"]):
         raise ConfigError("expected --coordinator HOST:PORT and --process_id from 0 to --num_processes - 1")
+    import jax  # not at the top, so that --help of a command does not wait for it
+
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of this process
     try:
         jax.distributed.initialize(

@@ -1,4 +1,4 @@
-"""Compilation for TPU slices: the real compiler's word on memory and collectives. Needs libtpu, and no TPU."""
+"""Compilation for TPU slices with the real compiler, which states memory and collectives; needs libtpu, but no TPU."""
 
 import functools
 import importlib.util
@@ -8,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
@@ -19,79 +18,19 @@ from dcvit import config as configs
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding
 from dcvit.parallel import mesh as mesh_axes
+from dcvit.training import aot as compilation
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept():
-    """What is compiled for a slice cannot be read back from JAX's cache."""
+def _no_compilation_cache():
+    """Programs compiled for a slice cannot be read back from JAX's cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
-
-
-TEXT = """HloModule jit_f, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[]{:T(128)} parameter(0)
-  ROOT %sum = f32[]{:T(128)} add(%a, %a)
-}
-
-%all-reduce-scatter.1 (p: f32[8,4]) -> f32[2,4] {
-  %p = f32[8,4]{1,0} parameter(0)
-  %all-reduce.9 = f32[8,4]{1,0} all-reduce(%p), channel_id=9, to_apply=%add
-  ROOT %slice = f32[2,4]{1,0} dynamic-slice(%all-reduce.9)
-}
-
-%body (t: (s32[], bf16[4,4])) -> (s32[], bf16[4,4]) {
-  %g = bf16[4,4]{1,0} all-gather(%x), channel_id=3, dimensions={0}, metadata={op_name="jit(f)/while/body/dot"}
-  %h = bf16[4,4]{1,0} all-gather(%x), channel_id=3, dimensions={0}
-  %s = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%y), channel_id=4
-}
-
-%cond (t: (s32[], bf16[4,4])) -> pred[] {
-  %bound = s32[]{:T(128)} constant(12)
-  ROOT %lt = pred[]{:T(512)} compare(%i, %bound), direction=LT
-}
-
-%never (p: f32[8]) -> f32[8] {
-  %r = f32[8]{0} all-reduce(%p), channel_id=5, to_apply=%add
-}
-
-ENTRY %main (p: f32[8,4]) -> f32[2,4] {
-  %w = (s32[], bf16[4,4]) while(%t), condition=%cond, body=%body
-  %q = (f32[3]{0}, s8[5]{0}) all-reduce(%p, %p), channel_id=1, to_apply=%add
-  ROOT %f = f32[2,4]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
-}
-"""
-
-
-def test_collectives_are_counted_as_often_as_they_run_and_spread_ones_once():
-    assert hlo.totals(hlo.collectives(TEXT)) == {
-        "all-reduce": (1, 3 * 4 + 5),
-        "all-gather": (12, 12 * 32),
-        "reduce-scatter": (1, 32),
-        "collective-permute": (12, 12 * 32),
-    }
-    gathered = next(c for c in hlo.collectives(TEXT) if c.kind == "all-gather")
-    assert gathered.op_name == "jit(f)/while/body/dot"
-
-
-def test_collectives_of_a_compiled_program():
-    """A scan of five products whose contracted dimension is split: five sums over all devices."""
-    mesh = sharding.data_mesh()
-    split = NamedSharding(mesh, P(None, "data"))
-
-    def five(x, w):
-        return jax.lax.scan(lambda x, _: (jax.lax.with_sharding_constraint(jnp.sin(x @ w), split), None), x, None, 5)[0]
-
-    shapes = (jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=split),)
-    shapes += (jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("data"))),)
-    found = hlo.totals(hlo.collectives(jax.jit(five).lower(*shapes).compile().as_text()))
-    assert sum(count for count, _ in found.values()) == 5, found
 
 
 BATCH, LENGTH, WIDTH, HEADS, TENSOR, RANK = 8, 384, 512, 16, 4, 2  # no dimension of a parameter is LENGTH
@@ -102,9 +41,9 @@ KINDS = {"plain": {}, "groups": {"compose": "both", "groups": TENSOR}, "all head
 def attention_collectives(kind, backward):
     """The bytes of each exchange of activations, in the attention of a v5e slice on a mesh fsdp 2 × tensor 4.
 
-    Those of parameters and of their gradients, which have no dimension as long as the rows, are left out.
+    Exchanges of parameters and their gradients, which have no dimension of the rows' length, are excluded.
     """
-    mesh = sharding.make_mesh([("fsdp", 2), ("tensor", TENSOR)], aot.topology_devices("v5e:2x4")[1])
+    mesh = sharding.make_mesh([("fsdp", 2), ("tensor", TENSOR)], compilation.topology_devices("v5e:2x4")[1])
     net = Attention(HEADS, causal=True, use_bias=False, dtype=jnp.bfloat16, **KINDS[kind])
     rows = NamedSharding(mesh, P(mesh_axes.BATCH))
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16, sharding=rows)
@@ -135,9 +74,9 @@ def attention_collectives(kind, backward):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [False, True])
-def test_groups_of_a_device_exchange_exactly_what_plain_attention_does(backward):
+def test_groups_within_a_device_exchange_the_same_data_as_plain_attention(backward):
     """Section 3.2: the compose of groups = tensor adds no collective."""
     plain = attention_collectives("plain", backward)
     rows = BATCH // 2 * LENGTH * WIDTH * 2  # of the output; backward, of the input's gradient too
@@ -146,9 +85,9 @@ def test_groups_of_a_device_exchange_exactly_what_plain_attention_does(backward)
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [False, True])
-def test_all_heads_exchange_the_hidden_tiles_and_not_the_heads(backward):
+def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the_heads(backward):
     """2 composes × 2 sides × R tiles B×T×S, again in the backward pass, in bfloat16. There also what flows back to the
     factors of the dynamic projections, 2 × 2 × 2 of B×T×R×H, once or twice: a 1/S of the tiles for each head."""
     extra = sum(attention_collectives("all heads", backward)) - sum(attention_collectives("plain", backward))
@@ -161,29 +100,44 @@ def test_all_heads_exchange_the_hidden_tiles_and_not_the_heads(backward):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [("preset=DCFormer++-405M", []), ("variant=ViT-S/16", ["model.scan=true"])],  # one layer's kernels are compiled
 )
 def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name, overrides):
-    """Some of them; the command with --all does every one."""
+    """Two of them; the command compiles all with --all."""
     config, topology = next(pair for pair in configs.recommended() if name in re.split("[:,]", pair[0]))
-    row = aot.compile_for(configs.load(config, overrides), topology)
+    row = compilation.compile_for(config, overrides, topology)
     assert row["verdict"] == "fits"
     assert row["total"] < row["memory"]
-    assert row["params"] * row["chips"] >= row["parameters"] * 4 / aot.GIB * 0.99
+    assert row["params"] * row["chips"] >= row["parameters"] * 4 / compilation.GIB * 0.99
     assert row["collectives"]
 
 
 @needs_libtpu
-def test_what_does_not_fit_is_said_with_how_much(library_promotion, tmp_path, capsys):
+@pytest.mark.exhaustive
+def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_promotion, tmp_path, capsys):
     argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", "--out", str(tmp_path / "rows.json")]
     argv.append("--config.model.implementation=reference")
     assert cli.run(aot.main, argv) == 1
     assert re.search(r"does not fit, over by \d+\.\d\d GiB", capsys.readouterr().out)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["total"] > row["memory"] == 16
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_small_step_fits_a_small_slice(library_promotion, tmp_path, capsys):
+    argv = ["--config", "vit_digits:attention=mha", "--topology", "v5e:2x2", "--out", str(tmp_path / "rows.json")]
+    argv += ["--config.model.depth=1", "--config.mesh=[('data',-1)]", "--config.sharding_strategy=ddp"]
+    assert cli.run(aot.main, argv) == 0
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert (row["chips"], row["mesh"], row["verdict"]) == (4, "data=4", "fits")
+    assert row["params"] == pytest.approx(row["parameters"] * 4 / compilation.GIB)
+    assert 0 < row["total"] < row["memory"] == 16
+    assert "all-reduce" in row["collectives"]
+    assert "per chip" in capsys.readouterr().out
 
 
 BAD = {
@@ -193,7 +147,7 @@ BAD = {
     "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "on 16 devices, which is not a multiple of 3"),
     "strategy": (["--config.sharding_strategy=fspd"], "expected ddp, fsdp"),
     "no axis": (["--config.mesh=[('data',-1)]"], "config.mesh has no axis 'fsdp'"),
-    "batch": (["--config.input.batch_size=24"], "is no multiple of grad_accum 1 × fsdp 16"),
+    "batch": (["--config.input.batch_size=24"], "is not a multiple of grad_accum 1 × fsdp 16"),
     "heads": (
         ["--config.mesh=[('fsdp',1),('tensor',16)]", "--config.model.num_heads=8"],
         "tensor 16 does not divide num_heads 8",
@@ -208,7 +162,7 @@ BAD = {
 
 @needs_libtpu
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_compiled_is_one_line_with_the_arithmetic(name, capsys, monkeypatch):
+def test_an_invalid_config_is_a_one_line_error_before_compilation(name, capsys, monkeypatch):
     words, message = BAD[name]
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
     argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", *words]
@@ -218,7 +172,7 @@ def test_what_cannot_be_compiled_is_one_line_with_the_arithmetic(name, capsys, m
     assert message in err
 
 
-def test_without_libtpu_it_says_how_to_get_it(capsys, monkeypatch):
+def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):
     def missing(**_):
         raise RuntimeError("no libtpu.so")
 
@@ -228,19 +182,10 @@ def test_without_libtpu_it_says_how_to_get_it(capsys, monkeypatch):
     assert "pip install 'dcvit[tpu]'" in capsys.readouterr().err
 
 
-def test_the_table_names_model_slice_and_verdict():
+def test_the_markdown_table_has_a_row_for_each_step():
     numbers = {"params": 1.0, "optimiser": 2.0, "activations": 0.5, "temporaries": 3.25, "total": 7.0, "memory": 16.0}
     row = {"config": "lm_pile:preset=X-1B,grad_accum=2", "topology": "v5e:4x4", "parameters": 1234, "verdict": "fits"}
     assert (
         aot.markdown([{**row, **numbers}])[-1]
         == "| X-1B | v5e:4x4 | 1,234 | 3.00 | 0.50 | 3.25 | 7.00 of 16.0 | fits |"
     )
-
-
-def test_a_stand_in_has_the_shapes_of_the_data_it_stands_for():
-    config = configs.load("lm_pile", ["model.context=64"])
-    row = aot.StandIn(config)[5]
-    assert {k: (v.shape, v.dtype) for k, v in row.items()} == {
-        "tokens": ((65,), np.int32),
-        "is_target": ((65,), np.bool_),
-    }

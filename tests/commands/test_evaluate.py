@@ -1,82 +1,89 @@
-"""The rows of an evaluation: each evaluator's own columns, and the file that collects them."""
+"""The command evaluate on trained models."""
 
 import csv
+import io
+import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from trained_workdirs import DIGITS
 
-from dcvit import config as configs
-from dcvit import evaluate
-from dcvit.errors import ConfigError
-from dcvit.training import setup
+from dcvit import cli, evaluate
+from dcvit.runs import metrics
 
+pytestmark = pytest.mark.usefixtures("library_promotion")
 
-class Counts:
-    """An evaluator with columns of its own; its row leaves out one of them."""
-
-    source = ()
-    example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
-
-    def __init__(self, *columns):
-        self.columns = columns
-
-    def run(self, params):
-        return {self.columns[0]: len(jax.tree.leaves(params))}
-
-    def rows(self, name, numbers, net):
-        return [{"evaluation": f"{name}/{i}", **numbers} for i in range(2)]
+DIGITS_MODEL = [f"--config.{key}={value}" for key, value in DIGITS.items() if key.startswith("model.")]
 
 
 @pytest.fixture
-def counted(monkeypatch, tmp_path):
-    """Evaluates two such evaluators on a checkpoint of a small model."""
-    config = configs.load("vit_digits", ["model.depth=1"])
-    params = setup.model(config).init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
-    monkeypatch.setattr(evaluate, "load_params", lambda *_: params)
-    monkeypatch.setattr(setup, "evaluators", lambda *_: {"a": Counts("bytes", "loss"), "b": Counts("loss", "tokens")})
-    checkpoint = tmp_path / "weights.npz"
-    checkpoint.touch()
-    return lambda *args: evaluate.evaluate(config, checkpoint, *args), len(jax.tree.leaves(params))
+def call(capsys):
+    """Runs the command; returns (exit status, stdout, stderr)."""
+
+    def run(*argv):
+        capsys.readouterr()
+        status = cli.run(evaluate.main, [str(word) for word in argv])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_a_table_has_the_columns_of_its_evaluators_and_every_row_all_of_them(counted):
-    rows, leaves = counted[0](), counted[1]
-    assert [row["evaluation"] for row in rows] == ["a/0", "a/1", "b/0", "b/1"]
-    for row in rows:
-        assert list(row) == ["evaluation", "model", "step", "parameters", "bytes", "loss", "tokens"]
-        assert (row["step"], row["tokens"]) == (None, None)
-    assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
+def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call):
+    last = metrics.read(digits_workdir / "metrics.jsonl")[-1]
+    status, out, _ = call("--workdir", digits_workdir, "--format", "json")
+    assert status == 0
+    (row,) = json.loads(out)
+    assert row.pop("images_per_second") > 0
+    assert row == {
+        "evaluation": "test",
+        "model": "vit",
+        "step": last["step"],
+        "parameters": metrics.read(digits_workdir / "metrics.jsonl")[0]["num_params"],
+        "gflops": pytest.approx(5e-5, abs=5e-5),  # rounded to four digits
+        "image_size": "8x8",
+        **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "loss", "n")},
+    }
+    step = digits_workdir / "checkpoints" / str(last["step"])
+    status, out, _ = call(
+        "--config",
+        "vit_digits",
+        *DIGITS_MODEL,
+        "--checkpoint",
+        step,
+        "--format",
+        "csv",
+    )
+    assert status == 0
+    assert next(csv.DictReader(io.StringIO(out)))["top1"] == str(row["top1"])
 
 
-def test_a_file_of_other_columns_is_refused_before_the_work(counted, monkeypatch, tmp_path):
+def test_rows_of_several_models_are_collected_in_one_file(digits_workdir, tmp_path, call):
     out = tmp_path / "results.csv"
-    counted[0](out)
-    assert out.read_text() == "evaluation,model,step,parameters,bytes,loss,tokens\n"
-    out.write_text("evaluation,model,step,parameters,top1\n")
-    monkeypatch.setattr(Counts, "run", None)
-    with pytest.raises(ConfigError, match=r"other columns, evaluation,.*expected .*,bytes,loss,tokens"):
-        counted[0](out)
+    for _ in range(2):
+        assert call("--workdir", digits_workdir, "--out", out)[0] == 0
+    header, one, other = out.read_text().splitlines()
+    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,loss,n,images_per_second"
+    assert one.rpartition(",")[0] == other.rpartition(",")[0]  # except the speed
+    out.write_text(f"{header}\n{one}")  # without a line feed at the end
+    assert call("--workdir", digits_workdir, "--out", out)[0] == 0
+    assert len(out.read_text().splitlines()) == 3
+    out.write_text("a,b\n1,2\n")
+    status, _, err = call("--workdir", digits_workdir, "--out", out)
+    assert status == 2
+    assert "has other columns, a,b" in err
+    assert out.read_text() == "a,b\n1,2\n"
 
 
-@pytest.mark.parametrize("before", ["", "a,b\n", "a,b", "a,b\n1,2\n", "a,b\n1,2", "a,b\r\n1,2\r\n"])
-def test_rows_are_appended_under_one_header(tmp_path, before):
-    path = tmp_path / "results.csv"
-    path.write_bytes(before.encode())
-    evaluate.append_csv(path, ("a", "b"))
-    for i in range(2):
-        evaluate.append_csv(path, ("a", "b"), [{"a": i, "b": None}, {"a": "x,y", "b": 0.5}])
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    assert header == ["a", "b"]
-    assert rows == [["1", "2"]] * ("1" in before) + [["0", ""], ["x,y", "0.5"], ["1", ""], ["x,y", "0.5"]]
-
-
-@pytest.mark.parametrize("content", [b"a\n", b"b,a\n1,2\n", b"\xff\xfe\n", b"\x89PNG\r\n\x1a\n"])
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
-    path = tmp_path / "results.csv"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="has other columns"):
-        evaluate.append_csv(path, ("a", "b"), [{"a": 1, "b": 2}])
-    assert path.read_bytes() == content
+def test_few_shot_evaluation_has_a_row_for_each_number_of_shots(digits_workdir, call):
+    few = {
+        "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},
+        "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
+    }  # fmt: skip
+    status, out, err = call(
+        "--config", "vit_digits", *DIGITS_MODEL, f"--config.evals={{'few': {few}}}",
+        "--checkpoint", digits_workdir, "--format", "json",
+    )  # fmt: skip
+    assert status == 0, err
+    one, many = json.loads(out)
+    assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
+    assert 0.2 < one["top1"] < many["top1"]
+    assert (many["n"], many["loss"], many["top5"]) == (360, None, None)

@@ -1,32 +1,46 @@
-"""`dcvit plot`: training curves of one or several runs."""
+"""The command plot on the metrics of finished and barely started runs."""
 
 import json
 
 import pytest
 
-from dcvit import plot
-from dcvit.cli import run
+from dcvit import cli, plot
 
 
-def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        rows = [{"step": s, "loss": 2.0 - s, "val/top1": 0.1 * s} for s in range(3)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+def write_metrics(workdir, rows):
+    workdir.mkdir(exist_ok=True)
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_curves_are_drawn_for_several_runs(tmp_path):
+    for name in ("a", "_b"):
+        write_metrics(tmp_path / name, [{"step": s, "loss": 2.0 - s, "val/top1": 0.1 * s} for s in range(3)])
     out = tmp_path / "curves.png"
-    assert run(plot.main, [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 0
+    assert cli.run(plot.main, [str(tmp_path / "a"), str(tmp_path / "_b"), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert run(plot.main, [str(tmp_path / "absent"), "--out", str(out)]) == 2
-    assert "no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_image_of_an_unknown_type_is_refused(tmp_path, capsys):
-    assert run(plot.main, [str(tmp_path), "--out", "curves.xyz"]) == 2
-    assert "expected a name ending in .png" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "rows",
+    [[{"step": 0, "num_params": 3}], [{"step": 0, "loss": 1.0}], [{"step": 0, "loss": None, "val/loss": None}]],
+)
+def test_curves_are_drawn_for_a_run_with_few_metrics(tmp_path, rows):
+    write_metrics(tmp_path, rows)
+    assert cli.run(plot.main, [str(tmp_path), "--out", str(tmp_path / "curves.svg")]) == 0
+    assert (tmp_path / "curves.svg").stat().st_size > 0
 
 
-@pytest.mark.parametrize("rows", [[{"step": 0, "num_params": 3}], [{"step": 0, "loss": 1.0}]])
-def test_curves_of_a_run_with_one_row_are_drawn(tmp_path, rows):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    plot.plot([tmp_path], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{tmp_path}/absent"], "no metrics.jsonl with rows in"),
+        (["{tmp_path}", "--out", "curves.xyz"], "expected a name ending in .png"),
+        (["{tmp_path}", "--config.lr=3"], "takes no --config.lr=3"),
+        ([], "the following arguments are required: workdirs"),
+    ],
+)
+def test_invalid_arguments_are_one_line_errors(tmp_path, capsys, words, message):
+    assert cli.run(plot.main, [word.format(tmp_path=tmp_path) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The commands that use a trained model: evaluate and predict, as a user calls them."""
+"""The command predict on image files, and the errors of predict and evaluate on unusable runs."""
 
 import csv
 import io
@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,25 +17,15 @@ from dcvit import evaluate, predict
 from dcvit.__main__ import dispatch
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.cli import run
-from dcvit.runs import metrics
+from dcvit.inference import classifier
 from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """A small trained model."""
-    from dcvit import train
-
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    words = ["total_epochs=15", "model.depth=1", "tensorboard=false", "ema_decay=0.9", "schedule.warmup_percent=10"]
-    with jax.numpy_dtype_promotion("standard"):
-        assert (
-            run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *(f"--config.{w}" for w in words)])
-            == 0
-        )
-    return workdir
+@pytest.fixture
+def workdir(digits_workdir):
+    return digits_workdir
 
 
 @pytest.fixture
@@ -60,45 +49,14 @@ def call(capsys, main, *argv):
     return status, out, err
 
 
-def test_evaluation_repeats_the_runs_last_numbers(workdir, capsys):
-    last = metrics.read(workdir / "metrics.jsonl")[-1]
-    status, out, _ = call(capsys, evaluate.main, "--workdir", workdir, "--format", "json")
-    assert status == 0
-    (row,) = json.loads(out)
-    assert row.pop("images_per_second") > 0
-    assert row == {
-        "evaluation": "test",
-        "model": "vit",
-        "step": last["step"],
-        "parameters": metrics.read(workdir / "metrics.jsonl")[0]["num_params"],
-        "gflops": pytest.approx(1.8e-3, abs=1e-3),
-        "image_size": "8x8",
-        **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "loss", "n")},
-    }
-    step = workdir / "checkpoints" / str(last["step"])
-    status, out, _ = call(
-        capsys,
-        evaluate.main,
-        "--config",
-        "vit_digits",
-        "--config.model.depth=1",
-        "--checkpoint",
-        step,
-        "--format",
-        "csv",
-    )
-    assert status == 0
-    assert next(csv.DictReader(io.StringIO(out)))["top1"] == str(row["top1"])
-
-
-def test_prediction_reads_files_and_folders_of_any_size_and_mode(workdir, images, tmp_path, capsys):
+def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, images, tmp_path, capsys):
     status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "3", "--format", "csv")
     assert status == 0
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["file"] for row in rows[::3]] == list(images)
     config = configs.read_json(workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
-    logits = setup.predictor(setup.model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))[0]
+    logits = setup.predictor(setup.make_model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
     for i in range(0, len(rows), 3):
@@ -112,7 +70,7 @@ def test_prediction_reads_files_and_folders_of_any_size_and_mode(workdir, images
     assert "#5" in out
 
 
-def test_probabilities_are_sigmoids_where_the_loss_was(workdir, images, tmp_path, capsys):
+def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, capsys):
     copy = tmp_path / "sigmoid"
     shutil.copytree(workdir, copy)
     config = json.loads((copy / "config.json").read_text())
@@ -130,15 +88,15 @@ def test_probabilities_are_sigmoids_where_the_loss_was(workdir, images, tmp_path
         assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)
 
 
-def test_more_images_than_a_batch(workdir, tmp_path, capsys):
-    for i in range(predict.BATCH + 3):
+def test_more_images_than_a_batch_are_classified(workdir, tmp_path, capsys):
+    for i in range(classifier.BATCH + 3):
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / f"{i:03}.png")
     status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "1", "--format", "csv")
     assert status == 0
-    assert out.count("\n") == predict.BATCH + 4
+    assert out.count("\n") == classifier.BATCH + 4
 
 
-def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(workdir, images, tmp_path, capsys):
+def test_unreadable_files_are_errors_and_the_others_are_classified(workdir, images, tmp_path, capsys):
     good = list(images)[:2]
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty.jpg").write_bytes(b"")
@@ -150,7 +108,7 @@ def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(workdir, 
     assert all(f"error: {path}: " in err for path in bad)
 
 
-def test_one_command_dispatches_to_all(workdir, images, capsys):
+def test_the_entry_point_dispatches_to_commands(workdir, images, capsys):
     assert call(capsys, dispatch, "predict", "--workdir", workdir, *images, "--format", "csv")[0] == 0
     assert call(capsys, dispatch, "--help")[0] == 0
     assert "did you mean 'train'" in call(capsys, dispatch, "trian")[2]
@@ -168,7 +126,7 @@ def damaged(workdir, tmp_path, what):
         (copy / "config.json").write_text("{")
     elif what == "another model":
         config = json.loads((copy / "config.json").read_text())
-        config["model"]["width"] = 32
+        config["model"]["width"] = 48
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "classes":
         (copy / "data.json").write_text('{"class_names": 3}')
@@ -194,7 +152,7 @@ def damaged(workdir, tmp_path, what):
     ],
 )
 @pytest.mark.parametrize("main", [evaluate.main, predict.main])
-def test_an_unusable_run_is_one_line(workdir, images, tmp_path, capsys, main, what, message):
+def test_an_unusable_run_is_a_one_line_error(workdir, images, tmp_path, capsys, main, what, message):
     argv = list(images)[:1] if main is predict.main else []
     status, _, err = call(capsys, main, "--workdir", damaged(workdir, tmp_path, what), *argv)
     assert status == 2
@@ -203,7 +161,7 @@ def test_an_unusable_run_is_one_line(workdir, images, tmp_path, capsys, main, wh
     assert re.search(message, err)
 
 
-def test_predictions_settings_that_cannot_work_are_one_line(workdir, images, tmp_path, capsys):
+def test_unusable_class_names_and_preprocessing_are_one_line_errors(workdir, images, tmp_path, capsys):
     for i, (what, message) in enumerate(
         [("classes", "a list of class names"), ("no value_range", "pp_predict yields uint8")]
     ):
@@ -215,7 +173,7 @@ def test_predictions_settings_that_cannot_work_are_one_line(workdir, images, tmp
         assert err.count("\n") == 1
 
 
-def test_file_names_are_shown_as_they_are(workdir, images, tmp_path, capsys):
+def test_file_names_are_printed_without_markup(workdir, images, tmp_path, capsys):
     odd = tmp_path / "[red]a[" / "x].png"
     odd.parent.mkdir()
     shutil.copy(next(iter(images)), odd)
@@ -232,49 +190,16 @@ def test_file_names_are_shown_as_they_are(workdir, images, tmp_path, capsys):
         (["--workdir", ""], "an empty path"),
         (["--workdir", "{workdir}"], "no image files"),
         (["--workdir", "{workdir}", "{empty}"], "no image files"),
-        (["--workdir", "{workdir}", "x.png", "--topk", "0"], "show at least one class"),
+        (["--workdir", "{workdir}", "x.png", "--topk", "0"], "--topk 0: should be 1 or more"),
         (["--workdir", "{workdir}", "x.png", "--format", "xml"], "invalid choice"),
         (["--workdir", "{workdir}", "x.png", "--config.seed=1"], "needs --config"),
         (["--workdir", "{workdir}", "x.png", "--tpk=3"], "did you mean '--topk'"),
     ],
 )
-def test_bad_arguments_are_one_line(workdir, tmp_path, capsys, argv, message):
+def test_invalid_arguments_are_one_line_errors(workdir, tmp_path, capsys, argv, message):
     (tmp_path / "empty").mkdir()
     words = [a.format(workdir=workdir, empty=tmp_path / "empty") for a in argv]
     status, _, err = call(capsys, predict.main, *words)
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_rows_of_several_models_collect_in_one_file(workdir, tmp_path, capsys):
-    out = tmp_path / "results.csv"
-    for _ in range(2):
-        assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
-    header, one, other = out.read_text().splitlines()
-    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,loss,n,images_per_second"
-    assert one.rpartition(",")[0] == other.rpartition(",")[0]  # all but the speed
-    out.write_text(f"{header}\n{one}")  # an editor left the last line without its end
-    assert call(capsys, evaluate.main, "--workdir", workdir, "--out", out)[0] == 0
-    assert len(out.read_text().splitlines()) == 3
-    out.write_text("a,b\n1,2\n")
-    status, _, err = call(capsys, evaluate.main, "--workdir", workdir, "--out", out)
-    assert status == 2
-    assert "has other columns, a,b" in err
-    assert out.read_text() == "a,b\n1,2\n"
-
-
-def test_few_shot_evaluation_is_a_row_for_each_number_of_shots(workdir, capsys):
-    few = {
-        "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},
-        "pp": "value_range(-1, 1)|keep('image', 'label')", "shots": [1, 25], "num_seeds": 2,
-    }  # fmt: skip
-    status, out, err = call(
-        capsys, evaluate.main, "--config", "vit_digits", "--config.model.depth=1", f"--config.evals={{'few': {few}}}",
-        "--checkpoint", workdir, "--format", "json",
-    )  # fmt: skip
-    assert status == 0, err
-    one, many = json.loads(out)
-    assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
-    assert 0.2 < one["top1"] < many["top1"]
-    assert (many["n"], many["loss"], many["top5"]) == (360, None, None)

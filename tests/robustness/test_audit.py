@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS, TEXT
+from trained_workdirs import DIGITS, TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ["images", "text", "training", "loading weights", "compilation cache"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import DIGITS, TINY
+from trained_workdirs import DIGITS, TINY
 
 TINY_VIT = [f"{key}={value}" for key, value in (TINY | {"total_steps": 2, "ckpt_steps": 1}).items()]
 TINY_LM = [

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from conftest import DIGITS
+from trained_workdirs import DIGITS
 from training_runs import same
 
 from dcvit import cli, train

@@ -1,0 +1,165 @@
+"""Tasks of lm-evaluation-harness: loading them, running them on a model, and tables of their results.
+
+The library `lm_eval` is imported inside the functions, because `prepare` must set environment variables before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dcvit.errors import ConfigError, first_line
+from dcvit.inference.task_files import check_task_files, sandboxed_templates
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+# Resamples of the bootstrap, for metrics whose standard error has no formula. The harness's 100,000 take minutes.
+RESAMPLES = 1000
+
+Library: TypeAlias = Any  # an object of a class of `lm_eval`, or the `HarnessModel`, which imports it
+Results = dict[str, Any]  # the library's results as JSON data
+
+
+def prepare(online: bool) -> None:
+    """Set the environment variables of the libraries, before they are imported.
+
+    Args:
+      online: allow downloads of data that is not in the local cache.
+
+    Raises:
+      ConfigError: the library is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError('this needs lm_eval, which is not installed: pip install "dcvit[eval]"')
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a process with JAX's threads should not fork
+    if not online:
+        os.environ.update(dict.fromkeys(OFFLINE, "1"))
+
+
+def evaluate_tasks(
+    make_model: Callable[[], Library],
+    names: Sequence[str],
+    *,
+    include_path: Path | None,
+    allow_code: bool,
+    num_fewshot: int | None,
+    limit: int | None,
+) -> Results:
+    """Run tasks on a model.
+
+    Args:
+      make_model: returns the model; called after the tasks were loaded.
+      names: names of tasks, groups or tags.
+      include_path: a folder of further task files.
+      allow_code: do not check those files for code.
+      num_fewshot: the number of examples before each question; by default the tasks decide.
+      limit: the maximum number of questions of each task.
+
+    Raises:
+      ConfigError: a task is unknown, unsupported or unsafe, or its data is missing.
+    """
+    guarded = include_path is not None and not allow_code
+    if guarded and include_path:
+        check_task_files(include_path)
+    from jinja2 import TemplateError
+    from lm_eval.tasks import TaskManager
+
+    try:
+        with sandboxed_templates() if guarded else contextlib.nullcontext():
+            tasks = load_tasks(TaskManager(include_path=include_path and str(include_path)), names)
+            return run_tasks(make_model(), tasks, num_fewshot=num_fewshot, limit=limit)
+    except TemplateError as e:
+        raise ConfigError(f"a task's template: {first_line(e)}") from None
+
+
+def load_tasks(manager: Library, names: Iterable[str]) -> list[Library]:
+    """Load tasks and groups with their data.
+
+    Raises:
+      ConfigError: an unknown name, a task that cannot be loaded or is not supported, or a task that is named twice.
+    """
+    loaded: list[Library] = []
+    tasks: set[str] = set()
+    valid_names = set(manager.all_tasks)
+    for name in names:
+        if name not in valid_names:
+            close = difflib.get_close_matches(name, valid_names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "`lm_eval ls tasks` lists those of the library"
+            raise ConfigError(f"unknown task {name!r}; {hint}")
+        try:
+            found = manager.load(name)
+        except (Exception, SystemExit) as e:  # the library raises any exception for a task's file or data
+            hint = ""
+            if isinstance(e, ConnectionError) or "find cache for" in str(e):
+                hint = "; --online downloads data that is not in the local cache"
+            raise ConfigError(f"task {name!r}: {first_line(e)}{hint}") from e
+        for task in found["tasks"].values():
+            if task.task_name in tasks:
+                raise ConfigError(f"the task {task.task_name!r} of {name!r} is named twice")
+            _check_supported(task)
+            tasks.add(task.task_name)
+        group = found.get("groups", {}).get(name)
+        loaded += [group] if group is not None else found["tasks"].values()
+    return loaded
+
+
+def _check_supported(task: Library) -> None:
+    """Raise ConfigError for a task that executes generated code or has inputs other than text."""
+    if getattr(task, "MULTIMODAL", False):
+        raise ConfigError(f"the task {task.task_name!r} reads images or sound, which is not supported")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ConfigError(f"the task {task.task_name!r} runs code that the model writes, which is not supported")
+
+
+def run_tasks(
+    model: Library, tasks: Sequence[Library], *, num_fewshot: int | None = None, limit: int | None = None
+) -> Results:
+    """Run loaded tasks on a model and return the library's results as JSON data."""
+    from lm_eval import simple_evaluate
+
+    with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
+        results = simple_evaluate(
+            model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, log_samples=False,
+            bootstrap_iters=RESAMPLES, batch_size=model.batch_size,
+        )  # fmt: skip
+    converted: Results = to_json_data(results)
+    return converted
+
+
+def to_json_data(value: Any) -> Any:
+    """Convert a value to JSON data: other keys and objects become strings, non-finite numbers become None."""
+    if isinstance(value, Mapping):
+        return {str(k): to_json_data(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_data(v) for v in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def table_rows(results: Results) -> list[dict[str, object]]:
+    """Return one row for each task or group, metric and filter of the library's results."""
+    rows: list[dict[str, object]] = []
+    for task, numbers in results["results"].items():
+        for key, value in numbers.items():
+            metric, comma, name = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            stderr = numbers.get(f"{metric}_stderr,{name}")
+            n = results["n-samples"].get(task, {}).get("effective") or numbers.get("sample_len")
+            rows.append({
+                "task": task, "metric": metric, "filter": name, "value": value,
+                "stderr": stderr if isinstance(stderr, float) else None,
+                "n": n, "num_fewshot": results["n-shot"].get(task),
+            })  # fmt: skip
+    return rows

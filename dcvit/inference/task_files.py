@@ -1,0 +1,119 @@
+"""Checks of lm-evaluation-harness task files that could run code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dcvit.errors import ConfigError
+
+Node: TypeAlias = Any  # yaml.Node; PyYAML comes with the extra `eval`
+
+PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
+READERS = ("pandas", "sql", "spark", "generator")  # data readers that unpickle, open any database or file, or run code
+CODE_KEYS = ("hf_evaluate", "use_prompt", "unsafe_code")  # keys of a task that load code or permit it
+
+
+def check_task_files(folder: Path) -> None:
+    """Check that the task files of a folder, and the files they include, cannot run code.
+
+    The library `lm_eval` must not have read the files before, because reading a file can run its code.
+
+    Raises:
+      ConfigError: a file can run code or cannot be read; the message names the file and the reason.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the parser that the library uses
+    queue, checked = [(path, "") for path in sorted(folder.glob("**/*.yaml"))], set[Path]()
+    while queue:
+        path, origin = queue.pop(0)
+        path = path.resolve()
+        if path in checked:
+            continue
+        checked.add(path)
+        try:
+            content = path.read_bytes()
+            tags = sorted(_special_tags(yaml.compose(content, Loader=loader)))
+            task = None if tags else yaml.load(content, Loader=loader)  # without special tags this builds plain values
+        except (OSError, ValueError, yaml.YAMLError) as e:
+            raise ConfigError(f"cannot read the task file {path}{origin}: {' '.join(str(e).split())}") from None
+        reason = f"the tag {tags[0]!r}" if tags else _reason(task)
+        if reason:
+            raise ConfigError(f"{path}: {reason} can run code or fetch it; give --allow_code if you trust it")
+        included = task.get("include", []) if isinstance(task, dict) else []
+        for name in included if isinstance(included, list) else [included]:
+            queue.append((path.parent / str(name), f", included by {path}"))
+
+
+@contextlib.contextmanager
+def sandboxed_templates() -> Iterator[None]:
+    """Make the library render the templates of tasks in Jinja's sandbox inside the context.
+
+    A template without sandbox can reach Python's internals, and through them run code.
+    """
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    original = utils.env
+    utils.env = SandboxedEnvironment(undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline)
+    utils.env.filters.update(original.filters)
+    try:
+        yield
+    finally:
+        utils.env = original
+
+
+def _special_tags(root: Node | None) -> set[str]:
+    """Return the tags of a YAML document that do not stand for plain values."""
+    plain = {f"tag:yaml.org,2002:{name}" for name in PLAIN_TAGS}
+    found, visited, queue = set(), set(), [root] if root is not None else []
+    while queue:
+        node = queue.pop()
+        if id(node) in visited:  # an alias
+            continue
+        visited.add(id(node))
+        if node.tag not in plain:
+            found.add(node.tag)
+        if isinstance(node.value, list):
+            queue += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    return found
+
+
+def _reason(task: object) -> str | None:
+    """Return the part of a task's plain values that makes the library load or run code, or None."""
+    queue, visited = [task], set()
+    while queue:
+        value = queue.pop()
+        if id(value) in visited or not isinstance(value, dict | list):
+            continue
+        visited.add(id(value))
+        if isinstance(value, list):
+            queue += value
+            continue
+        if reason := _reason_in_mapping(value):
+            return reason
+        queue += value.values()
+    return None
+
+
+def _reason_in_mapping(task: dict[object, object]) -> str | None:
+    """Return the reason of `_reason` in one mapping, without its nested values."""
+    from lm_eval.api import metrics, registry  # noqa: F401 -- importing metrics fills the registry
+
+    for key in CODE_KEYS:
+        if key in task:
+            return f"the key {key!r}"
+    if task.get("dataset_path") in READERS:
+        return f"data read by {task['dataset_path']!r}"
+    if "://" in json.dumps(task.get("data_files", "")):
+        return "data from an address"
+    listed = task.get("metric_list")
+    for metric in listed if isinstance(listed, list) else []:
+        name = metric.get("metric") if isinstance(metric, dict) else metric
+        if str(name) not in registry.METRIC_REGISTRY:  # the library would search for a script of this name
+            return f"the unknown metric {name!r}"
+    return None

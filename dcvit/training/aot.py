@@ -1,0 +1,224 @@
+"""Ahead-of-time compilation of a training step for a TPU slice that is not present.
+
+libtpu contains the compiler of real TPUs. It states whether the step fits in the memory of the chips, and which data
+the chips exchange. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import input_pipeline
+from dcvit.errors import ConfigError, first_line
+from dcvit.models.flops import training_flops
+from dcvit.parallel import hlo, topologies
+from dcvit.parallel.sharding import batch_sharding, batch_shards
+from dcvit.parallel.topologies import GIB
+from dcvit.training.setup import Setup, load_setup
+from dcvit.training.step import TrainState, jit_update, state_shapes
+
+FITS = "fits"
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Collective(TypedDict):
+    """The collectives of one kind in a training step: how many a chip takes part in, and the GiB it receives."""
+
+    count: int
+    GiB: float
+
+
+class CompiledStep(TypedDict, total=False):
+    """The result of the compilation of a training step; sizes are of one chip, in GiB.
+
+    Fields:
+      config: the config.
+      topology: the TPU slice.
+      chips: the number of chips.
+      mesh: the axes of the mesh that are larger than 1.
+      parameters: the number of parameters.
+      params: size of the parameters.
+      optimiser: size of the optimiser state and of averaged parameters.
+      tflops: 10^12 floating-point operations of a step of all chips, by formula; None if the model has no formula.
+      activations: size of the values that a forward pass keeps for the backward pass, if the mesh axis "tensor" splits
+        none of them.
+      temporaries: size of all other values that the compiler allocates.
+      total: size of everything.
+      memory: size of the chip's memory.
+      verdict: "fits", or by how much the step does not fit.
+      collectives: the collectives of a step, by kind.
+      compile_seconds: the time of the compilation.
+    """
+
+    config: str
+    topology: str
+    chips: int
+    mesh: str
+    parameters: int
+    params: float
+    optimiser: float
+    tflops: float | None
+    activations: float
+    temporaries: float
+    total: float
+    memory: float
+    verdict: str
+    collectives: dict[str, Collective]
+    compile_seconds: float
+
+
+class LoweredStep(NamedTuple):
+    """A training step before compilation.
+
+    Fields:
+      lowered: the step as JAX lowered it.
+      mesh: the mesh of the slice.
+      state: shapes of the training state, with their shardings.
+      activations: bytes that one device keeps from the forward to the backward pass.
+      flops: floating-point operations of a step, by formula; None if the model has no formula.
+    """
+
+    lowered: jax.stages.Lowered
+    mesh: Mesh
+    state: TrainState
+    activations: int
+    flops: float | None
+
+
+def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledStep:
+    """Compile the training step of a config for a TPU slice.
+
+    Args:
+      spec: "NAME[:key=value,…]", see `dcvit.config.load`.
+      overrides: "a.b=value" for single keys.
+      topology: a TPU slice such as "v5p:4x4x8".
+
+    Raises:
+      ConfigError: an unknown topology, a missing libtpu, or a config that does not fit the slice; before compilation.
+    """
+    chip, devices = topology_devices(topology)
+    step = lower(load_setup(spec, overrides, devices=devices, stand_in=True))
+    result = CompiledStep(
+        config=spec,
+        topology=topology,
+        chips=len(devices),
+        mesh=" ".join(f"{name}={size}" for name, size in step.mesh.shape.items() if size > 1) or "1",
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(step.state.params)),
+        params=_shard_bytes(step.state.params) / GIB,
+        optimiser=_shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
+        tflops=step.flops and step.flops / 1e12,
+    )
+    started = time.perf_counter()
+    try:
+        compiled = step.lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return {**result, **_overflow(str(e), chip), "compile_seconds": time.perf_counter() - started}
+    seconds = time.perf_counter() - started
+    return {**result, **_usage(compiled, step.activations, chip), "compile_seconds": seconds}
+
+
+def lower(setup: Setup) -> LoweredStep:
+    """Lower the training step of a run for the devices of its mesh."""
+    data, example = setup.data, setup.task.example
+    first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
+    batch = {
+        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(setup.mesh))
+        for key, value in first.items()
+    }
+    with jax.set_mesh(setup.mesh):
+        state = state_shapes(setup)
+        lowered = jit_update(setup, state).lower(state, batch)
+    flops = training_flops(setup.model, example)
+    size = data.batch_size // setup.grad_accum
+    part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
+    activations = _residual_bytes(setup, state.params, part) // batch_shards(setup.mesh)
+    return LoweredStep(lowered, setup.mesh, state, activations, flops and float(flops) * data.batch_size)
+
+
+def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
+    """Return the chip and the devices of a TPU slice.
+
+    Raises:
+      ConfigError: an unknown slice, or libtpu is not installed.
+    """
+    try:
+        chip, _ = topologies.topology(name)
+    except ValueError as e:
+        raise ConfigError(f"--topology: {e}") from None
+    from jax.experimental.topologies import get_topology_desc
+
+    # libtpu should not search for TPUs of this machine, and another process may use it at the same time.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    try:
+        found = get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config)
+    except Exception as e:
+        hint = "" if importlib.util.find_spec("libtpu") else "; it needs libtpu: pip install 'dcvit[tpu]'"
+        raise ConfigError(f"cannot compile for {name}: {first_line(e)}{hint}") from None
+    return chip, found.devices
+
+
+def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
+    """Return the bytes that a forward pass of the whole batch keeps for the backward pass, without the parameters."""
+    model: Any = setup.model
+    if (model.implementation or "").startswith("pallas_"):
+        model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def backward(params: Mapping[str, Any], batch: dict[str, jax.Array], key: jax.Array) -> object:
+        prepared = setup.task.prepare(batch, key)
+        return jax.vjp(lambda p: setup.task.loss(model)(p, prepared, key), params)[1]
+
+    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, params, batch, key)) if hasattr(x, "dtype")]
+    excluded = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
+    total = 0
+    for leaf in residuals:
+        if (leaf.shape, leaf.dtype) in excluded:
+            excluded.remove((leaf.shape, leaf.dtype))
+        else:
+            total += leaf.size * leaf.dtype.itemsize
+    return total
+
+
+def _usage(compiled: jax.stages.Compiled, activations: int, chip: topologies.Chip) -> CompiledStep:
+    """Return the memory and the collectives of a compiled step."""
+    memory: Any = compiled.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    kept = min(activations, memory.temp_size_in_bytes)
+    totals = hlo.totals(hlo.collectives(compiled.as_text() or ""))
+    return {
+        "activations": kept / GIB,
+        "temporaries": (memory.temp_size_in_bytes - kept) / GIB,
+        "total": total / GIB,
+        "memory": chip.memory / GIB,
+        "verdict": FITS,
+        "collectives": {kind: {"count": count, "GiB": size / GIB} for kind, (count, size) in totals.items()},
+    }
+
+
+def _overflow(message: str, chip: topologies.Chip) -> CompiledStep:
+    """Read the compiler's error message "… required … (45.13G) exceeds available HBM (15.75G)"."""
+    sizes = [float(size) for size in re.findall(r"([\d.]+)G\b", message)]
+    if len(sizes) < 2:
+        raise ConfigError(f"the compiler ran out of memory: {first_line(Exception(message))}")
+    verdict = f"does not fit, over by {sizes[0] - sizes[1]:.2f} GiB"
+    return {"total": sizes[0], "memory": chip.memory / GIB, "verdict": verdict}
+
+
+def _shard_bytes(tree: object) -> int:
+    """Return the bytes of one device's shards of a tree of shapes."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,132 @@
+"""Options, error messages, log output and tables of the commands."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from dcvit import cli
+from dcvit.__main__ import COMMANDS, dispatch
+from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError
+
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorflow", "torch", "lm_eval", "matplotlib", "sklearn"}
+IMPORTED = """
+import contextlib, io, json, sys
+from dcvit.__main__ import dispatch
+found = {{}}
+for words in {commands}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        dispatch(words)
+    found[" ".join(words)] = sorted({heavy} & sys.modules.keys())
+print(json.dumps(found))
+"""
+LIGHT = [command for command in COMMANDS if command != "train"]  # `train` reads the number of devices at its start
+
+
+def test_help_of_the_commands_does_not_import_jax():
+    commands = [["--help"], *([command, "--help"] for command in LIGHT)]
+    code = IMPORTED.format(commands=commands, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
+
+
+def test_help_lists_the_commands(capsys):
+    assert cli.run(dispatch, ["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed == list(COMMANDS)
+
+
+def test_an_unknown_command_is_an_error_that_suggests_the_nearest_one(capsys):
+    assert cli.run(dispatch, ["trian"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("x"), CheckpointError("x"), InputError("x"), MetricsError("x"), FloatingPointError("x"), OSError("x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_expected_error_is_one_line_and_status_2(error, capsys):
+    def fail(argv):
+        raise error
+
+    assert cli.run(fail, []) == 2
+    assert capsys.readouterr() == ("", "error: x\n")
+
+
+def test_an_unexpected_error_propagates():
+    def fail(argv):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        cli.run(fail, [])
+
+
+def test_ctrl_c_is_status_130(capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert cli.run(interrupted, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
+    def log(argv):
+        logging.getLogger("dcvit.anything").info("a line of %s", "dcvit")
+        logging.getLogger("input_pipeline.anything").warning("a line of input_pipeline")
+        logging.getLogger("dcvit.anything").debug("not printed")
+        logging.getLogger("dcvit.dcmha.dispatch").info("not printed")
+        logging.getLogger("another").error("not printed by this handler")
+        return 0
+
+    before = [logging.getLogger(name).handlers[:] for name in cli.LOGGERS]
+    assert cli.run(log, []) == 0
+    err = capsys.readouterr().err.replace("not printed by this handler\n", "")
+    assert err == "a line of dcvit\na line of input_pipeline\n"
+    assert [logging.getLogger(name).handlers for name in cli.LOGGERS] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--numbr=3"], r"unknown option --numbr; did you mean '--number'\?"),
+        (["--model.depth=3"], r"unknown option --model.depth; did you mean '--config.KEY=VALUE'\?"),
+        (["--number", "three"], r"invalid int value: 'three' \(see dcvit test --help\)"),
+        (["--number"], r"expected one argument"),
+        (["word"], r"unknown option word"),
+    ],
+)
+def test_invalid_options_are_errors(words, message):
+    parser = cli.Parser(prog="dcvit test")
+    parser.add_argument("--number", type=int)
+    with pytest.raises(ConfigError, match=message):
+        parser.parse(words)
+
+
+def test_overrides_are_collected_in_both_spellings():
+    parser = cli.Parser(prog="dcvit test")
+    parser.add_argument("--number", type=int)
+    args, overrides = parser.parse(["--config.a.b=1", "--number", "2", "--config.c", "d"])
+    assert (args.number, overrides) == (2, ["a.b=1", "c=d"])
+    with pytest.raises(ConfigError, match=r"dcvit test takes no --config.a=1"):
+        parser.parse_without_config(["--config.a=1"])
+
+
+ROWS = [{"name": "a", "value": 0.5}, {"name": "[red]b", "value": None}]
+
+
+def test_rows_are_printed_in_every_format(capsys, monkeypatch):
+    cli.show(ROWS, "json")
+    assert json.loads(capsys.readouterr().out) == ROWS
+    cli.show(ROWS, "csv")
+    assert capsys.readouterr().out == "name,value\na,0.5\n[red]b,\n"
+    cli.show(ROWS, "table", title="title")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("title")
+    assert any("[red]b" in line and "None" in line for line in lines)
+    monkeypatch.setenv("COLUMNS", "26")
+    cli.show([{**row, "more": "column"} for row in ROWS], "table")
+    lines = capsys.readouterr().out.splitlines()
+    assert any("value" in line and "0.5000" in line and "None" in line for line in lines)  # transposed

@@ -1,0 +1,141 @@
+"""The decode loop: tokens of the full forward pass, reproducible randomness, ends, and few compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from language_models import DC, GPT3, LLAMA, VOCAB, chain_model, random_model
+
+from dcvit.errors import ConfigError
+from dcvit.inference import generation
+from dcvit.inference.generation import complete, generate
+from dcvit.inference.sampling import Sampling
+from dcvit.models import lm
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = [[3], [1, 2, 5], [4, 4, 1, 2, 6, 3, 5, 1, 0], [2, 6, 1, 3, 3, 1]]
+MODELS = [
+    pytest.param(LLAMA | DC | {"qk_norm": "rmsnorm"}, id="DCFormer++", marks=pytest.mark.slow),
+    pytest.param(GPT3 | DC, id="DCFormer", marks=pytest.mark.exhaustive),
+    pytest.param(GPT3 | DC | {"end_of_text": 0, "scan": True}, id="documents", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("fields", MODELS)
+def test_greedy_tokens_are_those_of_the_full_forward_pass(fields):
+    model, params = random_model(**fields)
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
+    completions = complete(model, params, PROMPTS, max_tokens=9, sampling=GREEDY)
+    rows = np.zeros((len(PROMPTS), model.context), np.int32)
+    for row, prompt, found in zip(rows, PROMPTS, completions, strict=True):
+        assert len(found) == 9
+        row[: len(prompt) + 9] = prompt + found
+    logits = np.asarray(apply(rows))
+    for row, prompt, found in zip(logits, PROMPTS, completions, strict=True):
+        assert found == row[len(prompt) - 1 : len(prompt) + 8].argmax(axis=-1).tolist()
+
+
+@pytest.mark.slow
+def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
+    model, params = random_model(**LLAMA, depth=1)
+    options = {"max_tokens": 9, "sampling": Sampling(1.5, top_p=0.9)}
+    prompts = [prompt[:7] for prompt in PROMPTS]
+    batch = complete(model, params, prompts, **options, seed=1)
+    assert batch == complete(model, params, prompts, **options, seed=1)
+    assert batch != complete(model, params, prompts, **options, seed=2)
+    assert batch[::-1] == complete(model, params, prompts[::-1], **options, seed=1, examples=[3, 2, 1, 0])
+    for i, prompt in enumerate(prompts):
+        assert complete(model, params, [prompt], **options, seed=1, examples=[i]) == [batch[i]]
+    same = complete(model, params, [prompts[1]] * 4, **options)
+    assert len(set(map(tuple, same))) == 4
+    longer = complete(model, params, [prompts[1]], **options | {"max_tokens": 10})
+    assert longer[0][:9] == same[0]
+
+
+def test_similar_lengths_share_one_compiled_step():
+    model, params = random_model(**LLAMA, depth=1, context=64)
+    before = generation._step._cache_size(), generation._prefill._cache_size()
+    complete(model, params, PROMPTS, max_tokens=20)
+    complete(model, params, [prompt[:5] for prompt in PROMPTS], max_tokens=22, seed=5)
+    assert (generation._step._cache_size(), generation._prefill._cache_size()) == (before[0] + 1, before[1] + 1)
+
+
+def test_lengths_are_rounded_up_to_few_lengths_and_by_at_most_a_quarter():
+    lengths = [generation._round_up(n) for n in range(1, 2049)]
+    assert all(n <= rounded <= max(16, n + 15, n * 1.25) for n, rounded in enumerate(lengths, start=1))
+    assert len(set(lengths)) == 8 + 4 * 4
+
+
+def test_cast_parameters_give_bitwise_equal_logits():
+    model, params = random_model(**LLAMA, compose="both", depth=1, static=True, qk_norm="rmsnorm", dtype_mm="bfloat16")
+    tokens = jnp.array([PROMPTS[2]], jnp.int32)
+    apply = jax.jit(lambda params: model.apply({"params": params}, tokens)[0])
+    converted = generation.cast_params(model, params)
+    assert {x.dtype for x in jax.tree.leaves(converted)} == {np.dtype(jnp.bfloat16), np.dtype(np.float32)}
+    np.testing.assert_array_equal(apply(params), apply(converted))
+
+
+def test_an_example_ends_before_a_stop_token_and_the_others_continue():
+    model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
+    options = {"max_tokens": 6, "sampling": GREEDY, "stop": [5, 9]}
+    steps = list(generate(model, params, [[1], [6], [4], [2]], **options))
+    assert steps == [[2, 7, None, 3], [3, 8, None, 4], [4, None, None, None]]
+    assert complete(model, params, [[1], [6], [4], [2]], **options) == [[2, 3, 4], [7, 8], [], [3, 4]]
+    assert list(generate(model, params, [[4]], **options)) == []
+    assert complete(model, params, [], **options) == []
+
+
+def test_an_empty_prompt_begins_with_the_given_token():
+    model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
+    options = {"max_tokens": 6, "sampling": GREEDY, "stop": [5, 9]}
+    assert complete(model, params, [[], [1, 1]], **options, begin=6) == [[7, 8], [2, 3, 4]]
+
+
+def test_only_tokens_of_the_vocabulary_are_generated():
+    model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
+    (found,) = complete(model, params, [[1]], max_tokens=6, sampling=GREEDY, stop=[5, 9], vocab_size=3)
+    assert found[0] == 2
+    assert 3 not in found
+
+
+def test_a_generation_can_be_abandoned_and_repeated():
+    model, params = chain_model([1, 2, 3, 4], size=10)
+    for _ in range(2):
+        steps = generate(model, params, [[1]], max_tokens=6, sampling=GREEDY)
+        assert next(steps) == [2]
+        steps.close()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[]], {}, "the prompt is empty and there is no end-of-text token"),
+        ([[1, 7]], {}, "the prompt's token 7 should be in 0 … 6"),
+        ([[-1]], {}, "token -1 "),
+        ([[1]], {"begin": 9, "max_tokens": 0}, "max_tokens=0"),
+        ([[]], {"begin": 9}, "token 9 "),
+        ([[1] * 19], {}, "a prompt of 19 tokens fills the model's context of 18"),
+        ([[1], [1] * 14], {}, "a prompt of 14 tokens and 5 new ones exceed"),
+        ([[1]], {"sampling": Sampling(temperature=-1)}, "temperature=-1 "),
+        ([[1]], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan "),
+        ([[1]], {"sampling": Sampling(temperature=float("inf"))}, "temperature=inf "),
+        ([[1]], {"sampling": Sampling(top_k=-1)}, "top_k=-1 "),
+        ([[1]], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 "),
+        ([[1]], {"sampling": Sampling(top_p=1.1)}, "top_p=1.1 "),
+        ([[1]], {"seed": -1}, "seed=-1 "),
+        ([[1]], {"vocab_size": VOCAB + 1}, "vocab_size=8 should be in 1 … 7"),
+        ([[1]], {"examples": [1, 2]}, "2 example numbers for 1 prompts"),
+    ],
+)
+def test_invalid_arguments_are_errors_before_the_first_step(prompts, options, message):
+    model = lm.Model(VOCAB, context=18)
+    with pytest.raises(ConfigError, match=message) as error:
+        generate(model, {}, prompts, **{"max_tokens": 5, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    model, params = chain_model([1, 2], size=10)
+    params["head"]["kernel"][3, 4] = np.nan
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        complete(model, params, [[1], [3]], max_tokens=3)

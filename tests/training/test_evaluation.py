@@ -1,0 +1,84 @@
+"""Rows of an evaluation: the columns of each evaluator, and the CSV file that collects them."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcvit.errors import ConfigError
+from dcvit.parallel import sharding
+from dcvit.training import evaluation, trained
+from dcvit.training.evaluation import append_csv
+
+
+class CountEvaluator:
+    """An evaluator with given columns, whose rows lack one of them."""
+
+    source = ()
+    example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def run(self, params):
+        return {self.columns[0]: len(jax.tree.leaves(params))}
+
+    def rows(self, name, numbers, net):
+        return [{"evaluation": f"{name}/{i}", **numbers} for i in range(2)]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs two such evaluators on a checkpoint of a small model; also returns the number of its parameter arrays."""
+    checkpoint = tmp_path / "weights.npz"
+    checkpoint.touch()
+    fields = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": (4, 4)}
+    opened = trained.open_trained(None, "vit_digits", checkpoint, [f"model.{k}={v}" for k, v in fields.items()])
+    params = jax.jit(opened.model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    evaluators = {"a": CountEvaluator("bytes", "loss"), "b": CountEvaluator("loss", "tokens")}
+    monkeypatch.setattr(trained.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
+    monkeypatch.setattr(evaluation, "load_params", lambda *_: params)
+    return lambda *args: evaluation.evaluate(opened, *args), len(jax.tree.leaves(params))
+
+
+def test_every_row_has_the_columns_of_all_evaluators(run):
+    rows, leaves = run[0](), run[1]
+    assert [row["evaluation"] for row in rows] == ["a/0", "a/1", "b/0", "b/1"]
+    for row in rows:
+        assert list(row) == ["evaluation", "model", "step", "parameters", "bytes", "loss", "tokens"]
+        assert (row["model"], row["step"], row["tokens"]) == ("vit", None, None)
+    assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
+
+
+def test_a_file_with_other_columns_is_rejected_before_the_evaluation(run, monkeypatch, tmp_path):
+    out = tmp_path / "results.csv"
+    run[0](out)
+    assert out.read_text() == "evaluation,model,step,parameters,bytes,loss,tokens\n"
+    out.write_text("evaluation,model,step,parameters,top1\n")
+    monkeypatch.setattr(CountEvaluator, "run", None)
+    with pytest.raises(ConfigError, match=r"other columns, evaluation,.*expected .*,bytes,loss,tokens"):
+        run[0](out)
+
+
+@pytest.mark.parametrize("before", ["", "a,b\n", "a,b", "a,b\n1,2\n", "a,b\n1,2", "a,b\r\n1,2\r\n"])
+def test_rows_are_appended_under_one_header(tmp_path, before):
+    path = tmp_path / "results.csv"
+    path.write_bytes(before.encode())
+    append_csv(path, ("a", "b"))
+    for i in range(2):
+        append_csv(path, ("a", "b"), [{"a": i, "b": None}, {"a": "x,y", "b": 0.5}])
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["a", "b"]
+    assert rows == [["1", "2"]] * ("1" in before) + [["0", ""], ["x,y", "0.5"], ["1", ""], ["x,y", "0.5"]]
+
+
+@pytest.mark.parametrize("content", [b"a\n", b"b,a\n1,2\n", b"\xff\xfe\n", b"\x89PNG\r\n\x1a\n"])
+def test_a_file_with_other_columns_is_not_changed(tmp_path, content):
+    path = tmp_path / "results.csv"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="has other columns"):
+        append_csv(path, ("a", "b"), [{"a": 1, "b": 2}])
+    assert path.read_bytes() == content
