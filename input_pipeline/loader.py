@@ -72,7 +72,7 @@ _active_reads: dict[int, ActiveRead] = {}  # by thread identifier
 
 
 class CorruptPolicy:
-    """Whether examples that cannot be read or preprocessed are errors or are skipped.
+    """Policy for examples that cannot be read or preprocessed: they are errors, or they are skipped.
 
     A `ReadingError`, which is not the fault of an example, is never skipped.
     """

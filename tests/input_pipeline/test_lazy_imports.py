@@ -10,7 +10,7 @@ import input_pipeline as ip
 
 
 def imported_by(code, *names):
-    """Which of some modules are imported after `code` ran in a new process."""
+    """Run `code` in a new process and return those of the modules `names` that it imports."""
     code = f"{code}\nimport sys; print(*[name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()

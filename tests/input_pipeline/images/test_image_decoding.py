@@ -23,7 +23,7 @@ def decode(data, spec="decode", seed=0):
 
 
 def close(one, other, mean):
-    """Whether two images differ by less than `mean` levels on average, as after lossy compression."""
+    """Return whether two images differ by less than `mean` levels on average, as after lossy compression."""
     return one.shape == other.shape and np.abs(one.astype(int) - other).mean() < mean
 
 
