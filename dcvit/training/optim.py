@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Rules = Sequence[tuple[str, Any]]
-Schedule = Callable[[Any], jax.Array]
+PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
+Rules = Sequence[tuple[str, float]]
+Schedule = Callable[[jax.Array | int], jax.Array]
 
 
 def schedule(
@@ -54,7 +55,7 @@ def schedule(
     if warmup_steps < 0 or cooldown_steps < 0 or warmup_steps + cooldown_steps > total_steps:
         raise ValueError(f"warm-up {warmup_steps} + cool-down {cooldown_steps} do not fit into {total_steps} steps")
 
-    def factor(step: Any) -> jax.Array:
+    def factor(step: jax.Array | int) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - warmup_steps) / max(1, total_steps - warmup_steps), 0, 1)
         if decay_type == "cosine":
@@ -74,14 +75,14 @@ def schedule(
     return factor
 
 
-def names_of(params: Any) -> Any:
+def names_of(params: PyTree) -> PyTree:
     """Returns the tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the structure of `params`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )
 
 
-def first_match(params: Any, rules: Rules, default: Any, what: str) -> Any:
+def first_match(params: PyTree, rules: Rules, default: float | None, what: str) -> PyTree:
     """Returns for each parameter the value of the first rule whose regex matches its whole name, or `default`.
 
     Raises:
@@ -92,14 +93,14 @@ def first_match(params: Any, rules: Rules, default: Any, what: str) -> Any:
         if not any(re.fullmatch(pattern, name) for name in jax.tree.leaves(names)):
             raise ValueError(f"{what}: {pattern!r} matches no parameter")
 
-    def value(name: str) -> Any:
+    def value(name: str) -> float | None:
         return next((v for pattern, v in rules if re.fullmatch(pattern, name)), default)
 
     return jax.tree.map(value, names)
 
 
 def make(
-    params: Any,
+    params: PyTree,
     *,
     total_steps: int,
     optax_name: str = "scale_by_adam",
@@ -139,10 +140,10 @@ def make(
     is_trained = jax.tree.map(lambda f: not f, is_frozen)
     freeze = optax.masked(optax.set_to_zero(), is_frozen)
 
-    def scale(updates: Any, _: Any) -> Any:
+    def scale(updates: PyTree, _: PyTree) -> PyTree:
         return jax.tree.map(lambda u, mult: u * (lr * mult), updates, lr_mult)
 
-    def decay(updates: Any, params: Any) -> Any:
+    def decay(updates: PyTree, params: PyTree) -> PyTree:
         rate = wd * lr if wd_times_lr else wd
         return jax.tree.map(lambda u, p, mult: u + p * (rate * mult), updates, params, wd_mult)
 

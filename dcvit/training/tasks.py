@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
@@ -37,7 +37,7 @@ from dcvit.config import Options, replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
 from dcvit.training.inputs import as_text, check_predict, given, image_example, text_example
-from input_pipeline import CorruptPolicy, Source
+from input_pipeline import CorruptPolicy, Source, TokenSource
 
 Batch = dict[str, jax.Array]
 Params = Mapping[str, Any]
@@ -200,9 +200,9 @@ class TokenTask:
         """Returns the shape of the evaluator's model input; see `inputs.text_example`."""
         return text_example(evaluator.source, config, f"{what}.data")
 
-    def check_evaluator(self, evaluator: Any, source: Any, what: str) -> None:
+    def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
         """Raises ConfigError if the documents of an evaluator end with another token than those of training."""
-        ends = source.end_of_text, evaluator.source.end_of_text
+        ends = cast(TokenSource, source).end_of_text, evaluator.source.end_of_text
         if None not in ends and ends[0] != ends[1]:
             raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
 
