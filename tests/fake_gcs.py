@@ -1,11 +1,11 @@
-"""Google Cloud Storage in this process: as much of its JSON API as TensorStore, gcsfs and Google's own client use.
+"""Fake of Google Cloud Storage: the part of its JSON API that TensorStore, gcsfs and Google's own client use.
 
     with fake_gcs.serve() as (url, store):
         subprocess.run([...], env=os.environ | fake_gcs.environment(url))
         assert store.names("gs://bucket/run") == [...]
 
-The clients read the address and the credentials from their environment, most of them once, so they belong in a process
-of their own. What is stored lies in memory. There are no folders, as there are none in the real one.
+Most clients read the address and the credentials from the environment once, so they run in a process of their own. The
+objects are kept in memory. There are no folders, as in the real store.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-PAGE = 10  # most entries of one answer to a list, so few that clients must ask for the rest
+PAGE = 10  # entries per answer to a list request, few enough that clients must request several
 ROUTE = re.compile(
     r"(?:/upload|/download)?/storage/v1/b(?:/(?P<bucket>[^/]+)"
     r"(?P<inside>/o(?:/(?P<name>[^/]+)(?:/(?P<verb>rewriteTo|copyTo|moveTo)(?:/b/(?P<into>[^/]+))?/o/(?P<to>[^/]+))?)?)?)?"
 )
 Query = dict[str, str]
-Answer = tuple[int, dict[str, str], Any]  # status, headers, and bytes or what becomes JSON
+Answer = tuple[int, dict[str, str], Any]  # status, headers, and bytes or an object to encode as JSON
 
 
 def environment(url: str) -> dict[str, str]:
-    """What sends the clients of another process to this server, without credentials and without looking for any."""
+    """Returns the environment in which clients use this server, without credentials."""
     return {
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",  # TensorStore's credentials
         "STORAGE_EMULATOR_HOST": url,  # for gcsfs and google-cloud-storage
         "FSSPEC_GCS_TOKEN": "anon",  # gcsfs's credentials
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask by gRPC, and with TLS, what kind the bucket is of
-        "EPATH_USE_TF": "false",  # etils would take TensorFlow, which knows no other address than Google's
-        "NO_GCE_CHECK": "true",  # no client looks whether this is a machine of Google's
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would query the type of the bucket by gRPC with TLS
+        "EPATH_USE_TF": "false",  # etils would use TensorFlow, whose address cannot be changed
+        "NO_GCE_CHECK": "true",  # clients do not check if this is a machine of Google's
     }
 
 
 class RefusedError(Exception):
-    """An answer of this status."""
+    """An answer with an error status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -50,19 +50,21 @@ class RefusedError(Exception):
 
 
 class Store:
-    """The objects by address, such as gs://bucket/name. A test may change them; their generations then stay."""
+    """The objects by address, such as gs://bucket/name. Tests may change them; their generations stay."""
 
     def __init__(self, *buckets: str):
         self.buckets = buckets
         self.objects: dict[str, bytes] = {}
         self.generations: dict[str, int] = {}
-        self.uploads: dict[str, tuple[str, Query, bytearray]] = {}  # that go on: address, query, content so far
+        self.uploads: dict[str, tuple[str, Query, bytearray]] = {}  # in progress: address, query, content so far
         self.requests: list[tuple[str, str]] = []  # all, in order: method, path with query
-        self.refuse: Callable[[str, str], int | None] | None = None  # a test's: the status to fail a request with
+        self.refuse: Callable[[str, str], int | None] | None = (
+            None  # set by a test: returns the status with which a request fails
+        )
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
 
     def names(self, folder: str) -> list[str]:
-        """What lies under an address, sorted, as seen from there."""
+        """Returns the names of the objects under an address, relative to it, sorted."""
         with self.lock:
             return sorted(a.removeprefix(f"{folder}/") for a in self.objects if a.startswith(f"{folder}/"))
 
@@ -78,11 +80,11 @@ class Store:
         return known | {"contentType": "application/octet-stream"}
 
     def generation(self, address: str) -> str:
-        """The number that changes with each content of an object."""
+        """Returns the generation of an object, a number that changes with its content."""
         return str(self.generations.setdefault(address, 1))
 
     def check(self, address: str, query: Query, unchanged: int = 412) -> None:
-        """Raises RefusedError where a precondition does not hold. Generation 0 is that of what is not there."""
+        """Raises RefusedError if a precondition does not hold. An object that does not exist has generation 0."""
         generation = self.generations.setdefault(address, 1) if address in self.objects else 0
         if int(query.get("ifGenerationMatch", generation)) != generation:
             raise RefusedError(412, f"{address} has another generation")
@@ -90,10 +92,10 @@ class Store:
             raise RefusedError(unchanged, f"{address} has this generation")
 
     def list(self, bucket: str, query: Query) -> dict[str, Any]:
-        """A page of names, and of beginnings of names that end in the delimiter."""
+        """Returns a page of names, and of prefixes of names that end in the delimiter."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         start, end = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
-        entries = {}  # whether it is only a beginning
+        entries = {}  # True for a prefix
         for name in self.names(f"gs://{bucket}"):
             if name.startswith(prefix) and start <= name < end:
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
@@ -133,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - the library's names
 
     def answer(self, body: bytes) -> Answer:
-        """What the request is answered with. Raises RefusedError for any other status than success."""
+        """Returns the answer to the request. Raises RefusedError for any other status than success."""
         store, url = self.store, urlsplit(self.path)
         query = dict(parse_qsl(url.query))
         if not (match := ROUTE.fullmatch(url.path)):
@@ -165,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.read(address) if query.get("alt") == "media" else (200, {}, store.about(address))
 
     def read(self, address: str) -> Answer:
-        """The bytes, or the range of them that the headers ask for."""
+        """Returns an object, or the range of its bytes that the headers request."""
         data, headers = self.store.objects[address], {"x-goog-generation": self.store.about(address)["generation"]}
         if not (wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))):
             return 200, headers, data
@@ -176,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         return 206, headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}, data[first : last + 1]
 
     def upload(self, bucket: str, query: Query, body: bytes) -> Answer:
-        """In one piece, in one piece after what is said about it, or (resumable) in several requests."""
+        """Stores an object that is sent in one request, with or without metadata, or in several (resumable)."""
         store = self.store
         if number := query.get("upload_id"):
             address, begun, data = store.uploads[number]
@@ -197,21 +199,21 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {"Location": f"http://{self.headers['Host']}/upload/storage/v1/b/{bucket}/o?upload_id={number}"}, {}
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128  # TensorStore opens many connections at once
 
     def handle_error(self, *request: Any) -> None:
-        """Says nothing of a client that went away."""
+        """Ignores clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(*request)
 
 
 @contextlib.contextmanager
 def serve(*buckets: str) -> Iterator[tuple[str, Store]]:
-    """Serves these buckets, by default one that is named "bucket": the server's address, and what is stored."""
+    """Serves buckets, by default one with the name "bucket"; yields the server's address and the store."""
     store = Store(*(buckets or ["bucket"]))
     with Server(("127.0.0.1", 0), type("StoreHandler", (Handler,), {"store": store})) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

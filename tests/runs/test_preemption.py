@@ -1,10 +1,12 @@
-"""Signals: SIGTERM saves and ends the run with 75 whatever it is at, a second one or Ctrl-C ends it at once."""
+"""Stop signals: SIGTERM saves and exits with 75 in any state of the main thread; a second one or Ctrl-C ends at once.
+
+The tests wait for events, not for times: the processes print lines when they reach a state.
+"""
 
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -14,81 +16,118 @@ from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics, preemption
 
-# A run whose main thread, at a given moment, says so and then
-#   stays      never comes back to Python: it waits for a mutex that it holds, in C, which no signal interrupts
-#   returns, raises    comes back as soon as a stop has begun, while that stop saves slowly
-STUCK = """
-import ctypes, sys, time
-from dcvit import cli, train
-from dcvit.checkpoint.checkpointer import Checkpointer
-from dcvit.training import trainer as loop
-moment, then, argv = sys.argv[1], sys.argv[2], sys.argv[3:]
-run = None
+TIMEOUT = 300  # of one process
+
+# The main thread prints "stuck" at a given moment, and then
+#   stays     blocks in C, on a mutex that it holds, so that it executes no more Python code
+#   returns   continues as soon as a stop has started; the save waits until then
+#   raises    the same, with an exception
+STICK = """
+import ctypes, sys, threading, time
+from dcvit.runs import preemption
+preemption.REPEAT_SECONDS = float(sys.argv[1])
+moment, then, argv = sys.argv[2], sys.argv[3], sys.argv[4:]
+saving, returned, ended = threading.Event(), threading.Event(), threading.Event()
 def stick(*_, **__):
     print("stuck", flush=True)
     if then == "stays":
         mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
-    while run.limit is None:
-        time.sleep(0.001)
+    saving.wait()
+    returned.set()
     if then == "raises":
         raise RuntimeError("failed while stopping")
-if then != "stays":
-    save = Checkpointer.save
-    Checkpointer.save = lambda *args, **kwargs: (time.sleep(2), save(*args, **kwargs))
-from dcvit.training import hooks
-real_run, real = loop.Trainer.run_steps, hooks.MetricsHook._record
-def start(self, *args):
-    global run
-    run = self
-    return real_run(self, *args)
-loop.Trainer.run_steps = start
-if moment == "evaluating":
-    def record(self, step, *rest):
-        if step == 3:
-            stick()
-        return real(self, step, *rest)
-    hooks.MetricsHook._record = record
-elif moment == "waiting for data":
-    prefetch = loop.prefetch
-    def slow(*args):
-        for number, batch in enumerate(prefetch(*args), start=1):
-            if number == 5:
-                stick()
-            yield batch
-    loop.prefetch = slow
-elif moment == "compiling":
-    loop.jit_update = lambda *_: type("Update", (), {"lower": stick})()
-elif moment == "in a step":
-    jit_update = loop.jit_update
-    def failing(*args):
-        update = jit_update(*args)
-        def lower(*shapes):
-            compiled = update.lower(*shapes).compile()
-            def step(state, batch):
-                if int(state.step) == 3:
-                    stick()
-                return compiled(state, batch)
-            return type("Lowered", (), {"compile": lambda self: step})()
-        return type("Update", (), {"lower": staticmethod(lower)})()
-    loop.jit_update = failing
-elif moment == "ending":
-    ended = loop.Trainer.run_steps
-    def end(self, *args):
-        row = ended(self, *args)
+def wait_for_main_thread():
+    saving.set()
+    if then != "stays":
+        (ended if then == "raises" or moment == "ending" else returned).wait()
+"""
+LISTENING = (
+    STICK
+    + """
+def save():
+    wait_for_main_thread()
+    if moment == "never saved":
+        time.sleep(600)
+    return "step 3 is saved"
+with preemption.Preemption() as listening, listening.saving(save, ended.set):
+    stick()
+"""
+)
+TRAINING = (
+    STICK
+    + """
+from dcvit import cli, train
+from dcvit.training import hooks, trainer
+run_steps, stop, end = trainer.Trainer.run_steps, trainer.Trainer.stop, trainer.Trainer.end
+record = hooks.MetricsHook._record
+def recorded(self, step, *rest):
+    if moment == "evaluating" and step == 3:
         stick()
-        return row
-    loop.Trainer.run_steps = end
+    return record(self, step, *rest)
+def run_and_stick(self, *args):
+    run_steps(self, *args)
+    if moment == "ending":
+        stick()
+def stop_after_main_thread(self):
+    threading.Thread(target=lambda: (wait_for_limit(self), saving.set())).start()
+    return stop(self)
+def wait_for_limit(self):
+    while self.limit is None:
+        time.sleep(0.001)
+hooks.MetricsHook._record, trainer.Trainer.run_steps = recorded, run_and_stick
+trainer.Trainer.stop = stop_after_main_thread
+trainer.Trainer.end = lambda self: (end(self), ended.set())
+save = hooks.CheckpointHook.save
+def save_after_main_thread(self, result):
+    if saving.is_set():
+        wait_for_main_thread()
+    return save(self, result)
+hooks.CheckpointHook.save = save_after_main_thread
+prefetch, jit_update = trainer.prefetch, trainer.jit_update
+def prefetched(*args):
+    for number, batch in enumerate(prefetch(*args), start=1):
+        if moment == "waiting for data" and number == 5:
+            stick()
+        yield batch
+class Compiled:
+    def __init__(self, *args):
+        self.update = jit_update(*args)
+    def lower(self, *args):
+        if moment == "compiling":
+            stick()
+        self.compiled = self.update.lower(*args).compile()
+        return self
+    def compile(self):
+        return self
+    def __call__(self, state, batch):
+        if moment == "in a step" and int(state.step) == 3:
+            stick()
+        return self.compiled(state, batch)
+trainer.prefetch, trainer.jit_update = prefetched, Compiled
 sys.exit(cli.run(train.main, argv))
 """
+)
 
 
-def start(code, *argv):
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+def start(code, moment, then, *argv, repeat_seconds=600.0):
+    """Starts a process in which SIGTERMs count as one within some seconds; returns it once its main thread is stuck."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(repeat_seconds), moment, then, *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
+    read_until(process.stdout, "stuck", process)
+    return process
+
+
+def read_until(stream, text, process):
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return
+    pytest.fail(f"{text!r} was not printed: {lines} {process.stderr.read()}")
 
 
 def words(workdir, **overrides):
@@ -96,84 +135,91 @@ def words(workdir, **overrides):
     return ["--config", "vit_digits", "--workdir", str(workdir), *(f"--config.{k}={v}" for k, v in options.items())]
 
 
-def until(process, text):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    pytest.fail(f"{text!r} did not come: {lines} {process.stderr.read()}")
-
-
-STOPS = [
-    ("evaluating", "stays", 3),
-    ("waiting for data", "stays", 4),
-    ("compiling", "stays", None),
-    ("evaluating", "returns", 3),
-    ("evaluating", "raises", 3),
-    ("waiting for data", "raises", 4),
-    ("in a step", "raises", 3),
-    ("ending", "returns", 6),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("moment", "then", "saved"), STOPS)
-def test_a_stop_saves_and_exits_with_75_whatever_the_main_thread_does(tmp_path, moment, then, saved):
-    workdir = tmp_path / "run"
-    process = start(STUCK, moment, then, *words(workdir))
-    until(process, "stuck")
-    for _ in range(2):  # as `timeout` does, to the child and to its group
+def stop(process):
+    """Sends SIGTERM twice, as `timeout` does (to the process and to its group); returns what is printed on stderr."""
+    for _ in range(2):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.01)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == preemption.SAVED, err
-    assert saved_steps(workdir) == ([saved] if saved else [])
-    assert Checkpointer(workdir).latest() == saved
-    assert (f"step {saved} is saved" if saved else "no step was completed") in err
     assert "Traceback" not in err
+    return err
 
 
 @pytest.mark.slow
-def test_nobody_need_read_what_it_says(tmp_path):
-    """As where Ctrl-C or a signal to the group ends `tee`, too."""
-    workdir = tmp_path / "run"
-    process = start(STUCK, "waiting for data", "stays", *words(workdir))
-    until(process, "stuck")
+@pytest.mark.parametrize("then", ["stays", "returns", "raises"])
+def test_stop_is_completed_in_any_state_of_the_main_thread(then):
+    err = stop(start(LISTENING, "ending", then))
+    assert err.splitlines() == [
+        "SIGTERM: saving and stopping",
+        "stopped by SIGTERM: step 3 is saved; re-run the same command to resume",
+    ]
+
+
+@pytest.mark.slow
+def test_closed_stderr_does_not_prevent_the_save(tmp_path):
+    """Ctrl-C, or a signal to the group, also ends the process that reads the pipe, such as `tee`."""
+    process = start(LISTENING, "ending", "stays")
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=50) == preemption.SAVED
+    assert process.wait(timeout=TIMEOUT) == preemption.SAVED
     process.stdout.close()
-    assert saved_steps(workdir) == [4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sent", "status"), [((signal.SIGINT,), 130), ((signal.SIGTERM, signal.SIGTERM), 143)], ids=["Ctrl-C", "twice"]
-)
-def test_the_impatient_end_it_at_once_and_keep_the_last_checkpoint(tmp_path, sent, status):
-    """A save that never ends stands in for a slow disk."""
-    code = (
-        "from dcvit.training import trainer as loop; import time; loop.Trainer.stop = lambda self: time.sleep(60);"
-        + textwrap.dedent(STUCK)
-    )
-    workdir = tmp_path / "run"
-    process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1))
-    until(process, "stuck")
-    for number in sent:
-        process.send_signal(number)
-        time.sleep(preemption.AGAIN_SECONDS + 0.5)
-    _, err = process.communicate(timeout=20)
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_second_signal_ends_the_process_while_it_saves(second, status):
+    process = start(LISTENING, "never saved", "stays", repeat_seconds=0.1)
+    process.send_signal(signal.SIGTERM)
+    read_until(process.stderr, "SIGTERM: saving and stopping", process)
+    time.sleep(0.5)  # longer than `REPEAT_SECONDS`
+    process.send_signal(second)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, err
-    assert Checkpointer(workdir).latest() in (3, 4)
-    assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
-    assert "Traceback" not in err
+    assert err == ("interrupted\n" if second == signal.SIGINT else "killed by a second SIGTERM\n")
 
 
-def test_handlers_are_as_before_afterwards():
+def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with preemption.Preemption() as listening:
         assert signal.getsignal(signal.SIGTERM) != before[0]
         assert listening.listener.is_alive()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert not listening.listener.is_alive()
+
+
+STOPS = [
+    pytest.param("evaluating", "stays", 3, marks=pytest.mark.slow),
+    pytest.param("in a step", "raises", 3, marks=pytest.mark.slow),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in (
+            ("waiting for data", "stays", 4),
+            ("compiling", "stays", None),
+            ("evaluating", "returns", 3),
+            ("evaluating", "raises", 3),
+            ("waiting for data", "raises", 4),
+            ("ending", "returns", 6),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("moment", "then", "saved"), STOPS)
+def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, moment, then, saved):
+    workdir = tmp_path / "run"
+    err = stop(start(TRAINING, moment, then, *words(workdir)))
+    assert saved_steps(workdir) == ([saved] if saved else [])
+    assert Checkpointer(workdir).latest() == saved
+    assert (f"step {saved} is saved" if saved else "no step was completed") in err
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_keeps_the_last_checkpoint(tmp_path):
+    workdir = tmp_path / "run"
+    process = start(TRAINING, "waiting for data", "stays", *words(workdir, ckpt_steps=1))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == preemption.INTERRUPTED, err
+    assert Checkpointer(workdir).latest() in (3, 4)
+    assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
+    assert "Traceback" not in err
