@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", help="a TPU slice such as v5e:4x4 or v5p:4x4x8")
     parser.add_argument("--all", action="store_true", help="compile everything that the package's configs recommend")
     parser.add_argument("--out", type=cli.path, help="JSON file for the results")
-    parser.add_argument("--format", choices=("table", "json", "markdown"), default="table")
+    parser.add_argument("--format", choices=("table", "json", "markdown"), default="table", help="format of the output")
     args, overrides = parser.parse(argv)
     if args.all == bool(args.config) or bool(args.config) != bool(args.topology):
         raise ConfigError("give --config CONFIG and --topology TOPOLOGY, or --all")

@@ -111,7 +111,7 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument(
         "--checkpoint", type=folder, help="checkpoint folder, workdir or .npz file, instead of the latest checkpoint"
     )
-    parser.add_argument("--format", choices=FORMATS, default="table")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", required=True, help="comma-separated names of tasks, groups or tags")
     parser.add_argument("--num_fewshot", type=int, help="examples before each question; by default the tasks decide")
     parser.add_argument("--limit", type=int, help="maximum number of questions of each task, for a quick test")
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--batch_size", type=int, default=8, help="rows of a batch, over all devices")
     parser.add_argument("--include_path", type=cli.path, help="folder of further task files (YAML)")
     parser.add_argument("--allow_code", action="store_true", help="allow these files to run Python code")
     parser.add_argument("--online", action="store_true", help="download data that is not in the local cache")

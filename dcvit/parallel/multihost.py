@@ -47,7 +47,7 @@ class Coordinator(Protocol):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a run of several processes; Slurm, Open MPI and Cloud TPU pods need none of them."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 in a run of several processes")
-    parser.add_argument("--num_processes", type=int, metavar="N")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process_id", type=int, metavar="I", help="0 to N-1")
 
 

@@ -36,6 +36,7 @@ def test_every_command_and_option_is_listed(texts):
         section = texts["commands"].split(f"## dcvit {name}\n")[1].split("\n## ")[0]
         for action in parser._actions:
             assert {*action.option_strings} <= first_cells(section), (name, action.dest)
+            assert action.help, f"dcvit {name}: {action.dest} has no help text"
     assert set(reference_pages.parsers()) == set(entry.COMMANDS)
 
 
