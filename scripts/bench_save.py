@@ -1,10 +1,11 @@
-"""What saving costs a training: blocks of ten steps that begin with a save, against blocks that do not, in one run.
+"""Benchmark of saving: blocks of ten steps that start with a save, and blocks without, in one run.
 
     python scripts/bench_save.py --model dcvit_s16
 
-A block with a save counts everything: the copy of the state, ten steps beside which it is written and its checksums are
-made, and what is left to wait for at the end. `dcvit_s16` and `vit_s16` have the shapes of ViT-S/16, images of 224 and
-a batch of 8; `lm` and `digits` are the DC models of the demos. Prints medians, min-max and the ratio of the medians.
+The time of a block with a save includes the copy of the state, ten steps during which the copy is written and its
+checksums are computed, and the remaining wait at the end. `dcvit_s16` and `vit_s16` have the shapes of ViT-S/16, images
+of 224×224 pixels and a batch of 8. `lm` and `digits` are the DC models of the demos. Prints medians, ranges and the
+ratio of the medians.
 """
 
 import argparse

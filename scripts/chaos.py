@@ -1,13 +1,13 @@
-"""Kills a training again and again, and compares what comes out with a training that nobody disturbed.
+"""Interrupts a training run at random moments and compares its result with an uninterrupted run.
 
     python scripts/chaos.py --model vit --kills 50 --terms 20 --seed 0
     python scripts/chaos.py --model lm --kills 50 --terms 20 --seed 0
 
-Each start of the run gets one SIGKILL or SIGTERM, at a random moment of a start, a compilation, a step, a save or an
-evaluation, until there were as many as asked for; then it may end. Its last checkpoint and its metrics.jsonl must be,
-bit for bit, those of the undisturbed run; a SIGTERM must lose no step; a SIGKILL may lose the steps since the newest
-checkpoint that was complete: at most the interval, and those that were done while the next one was being saved.
-Prints a row of a Markdown table; status 1 where anything differs.
+Each start of the run receives one SIGKILL or SIGTERM at a random moment of the start, of the compilation, of a step, of
+a save or of an evaluation. After all requested signals, the run is started once more and completes. Its last checkpoint
+and its metrics.jsonl must be bitwise identical to those of the uninterrupted run. A SIGTERM must lose no step. A
+SIGKILL may lose the steps since the latest complete checkpoint: at most the interval, plus those that ran during the
+next save. Prints a row of a Markdown table. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ from dcvit.parallel import runtime
 
 INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
 AIMS = ("starting", "compiling", "a step", "saving", "evaluating")
-SAVED = 75  # the status of a run that SIGTERM stopped
+SAVED = 75  # exit status of a run that SIGTERM stopped
 CONFIGS = {
     "vit": ("vit_digits", {"evals.test.log_steps": EVAL, "ema_decay": 0.99, "mixup": 0.2}),
     "lm": (
@@ -40,7 +41,7 @@ CONFIGS = {
         {"evals.validation.log_steps": EVAL, "evals.validation.data.limit": 32, "input.batch_size": 2},
     ),
 }
-PATIENCE = 300  # seconds until a process that neither works nor ends is an error
+TIMEOUT = 900  # seconds after which a process that makes no progress is an error
 
 
 def command(model: str, workdir: Path, steps: int) -> list[str]:
@@ -50,8 +51,8 @@ def command(model: str, workdir: Path, steps: int) -> list[str]:
     return [sys.executable, "-u", "-m", "dcvit.train", "--config", config, "--workdir", str(workdir), *words]
 
 
-class Stretch:
-    """One start of the run, until it ends or is ended."""
+class Attempt:
+    """One start of the run, until it ends or is interrupted."""
 
     def __init__(self, model: str, workdir: Path, steps: int, *, cache: bool = True):
         self.workdir, self.log = workdir, workdir.with_name(f"{workdir.name}.log")
@@ -60,19 +61,19 @@ class Stretch:
             self.process = subprocess.Popen(command(model, workdir, steps), stdout=log, stderr=log, env=environment)
         self.started = time.monotonic()
 
-    def until(self, holds, what: str) -> bool:
-        """Waits until something holds; False where the process ended first."""
-        while not holds():
+    def until(self, condition: Callable[[], bool], what: str) -> bool:
+        """Wait for a condition. Return False if the process ended first."""
+        while not condition():
             if self.process.poll() is not None:
                 return False
-            if time.monotonic() - self.started > PATIENCE:
+            if time.monotonic() - self.started > TIMEOUT:
                 self.process.kill()
-                raise SystemExit(f"chaos: {PATIENCE} s, and still not {what}:\n{self.log.read_text()}")
+                raise SystemExit(f"chaos: not {what} after {TIMEOUT} s:\n{self.log.read_text()}")
             time.sleep(0.001)
         return True
 
     def row(self) -> int:
-        """The step of the newest row of metrics."""
+        """Return the step of the last row of metrics."""
         path = self.workdir / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return json.loads(lines[-1])["step"] if lines else 0
@@ -85,7 +86,7 @@ class Stretch:
         return folder.is_dir() and any("orbax-checkpoint-tmp" in path.name for path in folder.iterdir())
 
     def aim(self, at: str, target: int, draw: random.Random) -> bool:
-        """Waits for a random moment of the kind; False where the run ended before."""
+        """Wait for a random moment of a kind of `AIMS`. Return False if the run ended first."""
         if at == "starting":
             time.sleep(draw.uniform(0, 5))
             return self.process.poll() is None
@@ -104,66 +105,70 @@ class Stretch:
         return self.process.poll() is None
 
     def end(self, sent: signal.Signals | None = None) -> int:
-        """Sends a signal, if any, and waits for the end; returns the status."""
+        """Send a signal if one is given, wait for the process, and return its exit status."""
         if sent:
             self.process.send_signal(sent)
         try:
-            return self.process.wait(timeout=PATIENCE)
+            return self.process.wait(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise SystemExit(f"chaos: still running {PATIENCE} s after {sent}:\n{self.log.read_text()}") from None
+            raise SystemExit(
+                f"chaos: the process still runs {TIMEOUT} s after {sent}:\n{self.log.read_text()}"
+            ) from None
 
     def saved(self) -> int:
-        """The step that SIGTERM saved."""
+        """Return the step that was saved after SIGTERM, or 0."""
         found = re.search(r"stopped by SIGTERM: step (\d+) is saved", self.log.read_text())
         return int(found[1]) if found else 0
 
     def resumed(self) -> int:
-        """The step that the run went on from."""
-        found = re.search(r"going on from the checkpoint of step (\d+)", self.log.read_text())
+        """Return the step from which the run resumed, or 0."""
+        found = re.search(r"resuming from the checkpoint of step (\d+)", self.log.read_text())
         return int(found[1]) if found else 0
 
 
-def disturb(model: str, workdir: Path, kills: int, terms: int, steps: int, draw: random.Random) -> dict:
-    """Runs to the end through all the interruptions; says what was lost and what went wrong."""
+def interrupt(model: str, workdir: Path, kills: int, terms: int, steps: int, draw: random.Random) -> dict:
+    """Run until completion with all interruptions. Return the signals, the lost steps and the errors."""
     sent = [signal.SIGKILL] * kills + [signal.SIGTERM] * terms
     draw.shuffle(sent)
     aims = Counter()
     lost: dict[signal.Signals, list[int]] = {signal.SIGKILL: [], signal.SIGTERM: []}
-    wrong, pending = [], None  # the last signal, and the newest row when it came
+    wrong, pending = [], None  # the last signal, and the last step before it
     for i, number in enumerate(sent):
         at = AIMS[i % len(AIMS)]
-        stretch = Stretch(model, workdir, steps, cache=at != "compiling")
+        attempt = Attempt(model, workdir, steps, cache=at != "compiling")
         target = (i + 1) * (steps - 2 * INTERVAL) // len(sent)
-        if not stretch.aim(at, target, draw):
-            raise SystemExit(f"chaos: the run ended by itself before signal {i + 1}:\n{stretch.log.read_text()}")
-        status = stretch.end(number)
-        pending = account(stretch, pending, lost)
+        if not attempt.aim(at, target, draw):
+            raise SystemExit(f"chaos: the run ended before signal {i + 1}:\n{attempt.log.read_text()}")
+        status = attempt.end(number)
+        pending = account(attempt, pending, lost)
         aims[f"{number.name} {at}"] += 1
-        early = at == "starting" and status == -signal.SIGTERM  # before Python had come to listen
+        early = at == "starting" and status == -signal.SIGTERM  # before Python has installed the handler
         if number == signal.SIGTERM and status != SAVED and not early:
-            wrong.append(f"SIGTERM while {at} ended with status {status}:\n{stretch.log.read_text()}")
+            wrong.append(f"SIGTERM while {at} ended with status {status}:\n{attempt.log.read_text()}")
         if pending is None:
-            pending = number, max(stretch.row(), stretch.saved())
-        print(f"{i + 1}/{len(sent)} {number.name} {at}: status {status}, step {stretch.row()}", file=sys.stderr)
-    stretch = Stretch(model, workdir, steps)
-    if status := stretch.end():
-        wrong.append(f"the last stretch ended with status {status}:\n{stretch.log.read_text()}")
-    account(stretch, pending, lost)
+            pending = number, max(attempt.row(), attempt.saved())
+        print(f"{i + 1}/{len(sent)} {number.name} {at}: status {status}, step {attempt.row()}", file=sys.stderr)
+    attempt = Attempt(model, workdir, steps)
+    if status := attempt.end():
+        wrong.append(f"the last attempt ended with status {status}:\n{attempt.log.read_text()}")
+    account(attempt, pending, lost)
     return {"aims": aims, "lost": lost, "wrong": wrong}
 
 
-def account(stretch: Stretch, pending, lost):
-    """Notes what the signal before this stretch lost, once a stretch has gone on after it; else keeps it pending."""
-    if pending is None or not (stretch.says("going on from") or stretch.says("compiling the training step")):
+def account(
+    attempt: Attempt, pending: tuple[signal.Signals, int] | None, lost: dict[signal.Signals, list[int]]
+) -> tuple[signal.Signals, int] | None:
+    """Record the steps that the last signal lost, if this attempt has resumed; otherwise return the signal again."""
+    if pending is None or not (attempt.says("resuming from") or attempt.says("compiling the training step")):
         return pending
     number, row = pending
-    lost[number].append(max(0, row - stretch.resumed()))
+    lost[number].append(max(0, row - attempt.resumed()))
     return None
 
 
 def differences(one: Path, other: Path, steps: int) -> list[str]:
-    """What is not bit for bit the same at the end of two runs."""
+    """List the files, arrays and fields that differ at the end of two runs."""
     found = []
     if (one / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes():
         found.append("metrics.jsonl")
@@ -185,30 +190,32 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--terms", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for both runs, which is kept")
+    parser.add_argument("--out", type=Path, help="folder for both runs (default: a temporary folder)")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
     draw, steps = random.Random(args.seed), 8 * (args.kills + args.terms) + 2 * INTERVAL
     out = args.out or Path(tempfile.mkdtemp(prefix="dcvit-chaos-"))
     out.mkdir(parents=True, exist_ok=True)
-    whole, disturbed = out / "whole", out / "disturbed"
-    if whole.exists() or disturbed.exists():
-        raise SystemExit(f"chaos: {out} holds runs already")
+    uninterrupted, interrupted = out / "uninterrupted", out / "interrupted"
+    if uninterrupted.exists() or interrupted.exists():
+        raise SystemExit(f"chaos: {out} already contains runs")
     started = time.monotonic()
-    stretch = Stretch(args.model, whole, steps)
-    if stretch.end():
-        raise SystemExit(f"chaos: the undisturbed run failed:\n{stretch.log.read_text()}")
-    report = disturb(args.model, disturbed, args.kills, args.terms, steps, draw)
-    found = differences(whole, disturbed, steps)
+    attempt = Attempt(args.model, uninterrupted, steps)
+    if attempt.end():
+        raise SystemExit(f"chaos: the uninterrupted run failed:\n{attempt.log.read_text()}")
+    report = interrupt(args.model, interrupted, args.kills, args.terms, steps, draw)
+    found = differences(uninterrupted, interrupted, steps)
     lost = {name.name: values for name, values in report["lost"].items()}
     worst = {name: max(values, default=0) for name, values in lost.items()}
     if worst["SIGTERM"]:
         report["wrong"].append(f"SIGTERM lost {worst['SIGTERM']} steps")
-    if worst["SIGKILL"] >= 2 * INTERVAL:  # the next save waits for the one under way
+    if worst["SIGKILL"] >= 2 * INTERVAL:  # a save waits for the previous one to end
         report["wrong"].append(f"SIGKILL lost {worst['SIGKILL']} steps")
     beyond = sum(value > INTERVAL for value in lost["SIGKILL"])
     print(json.dumps({"signals": report["aims"], "lost": lost}), file=sys.stderr)
-    print("| model | SIGKILL | SIGTERM | steps | SIGKILL lost (most, interval) | SIGTERM lost | differences | time |")
+    print(
+        "| model | SIGKILL | SIGTERM | steps | SIGKILL lost (maximum, interval) | SIGTERM lost | differences | time |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     print(
         f"| {args.model} | {args.kills} | {args.terms} | {steps} | {worst['SIGKILL']}, {INTERVAL} "

@@ -1,12 +1,12 @@
-"""Damages a checkpoint in many ways, and sees whether a run that goes on from it, or loads it, notices.
+"""Damages a checkpoint in many ways and checks that commands which resume or load it detect the damage.
 
     python scripts/corrupt.py --mutations 240 --seed 0
 
-Every file of a checkpoint in turn has a bit flipped, is cut, deleted, or changes places with another one. Then the
-commands `dcvit train` (to go on), with on_corrupt="fail" and "previous", and `load_params` (as all
-other commands load) meet it. Each damage must be named, with its file, in one line, by `train`; what `load_params`
-returns in spite of it must be, bit for bit, what was saved; and an intact checkpoint must load right afterwards.
-Prints counts; status 1 where any is not as it should be.
+Every file of a checkpoint in turn has a bit flipped, is truncated, is deleted, or is swapped with another file. Then
+`dcvit train` resumes with on_corrupt="fail" and "previous", and `load_params` loads the checkpoint as all other
+commands do. `train` must report every damage in one line that names the file. Parameters that `load_params` returns
+must be bitwise identical to the saved ones. An intact checkpoint must load directly afterwards. Prints counts. The exit
+status is 1 if any requirement is violated.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from dcvit.errors import CheckpointError
 
 STEPS, INTERVAL = 6, 3
 KINDS = ("bit flip", "truncation", "deletion", "swap")
-EACH = 8  # after how many mutations one run goes on from the earlier checkpoint, which takes seconds
-LIMIT = 60  # seconds after which loading counts as hanging
+RESUME_INTERVAL = 8  # mutations between two resumed runs, which take seconds
+TIMEOUT = 600  # seconds after which a command counts as hanging
 TINY = {
     "total_steps": STEPS, "ckpt_steps": INTERVAL, "log_steps": INTERVAL, "tensorboard": False, "ema_decay": 0.9,
     "model.width": 16, "model.depth": 1, "model.mlp_dim": 16, "model.patch_size": (4, 4), "evals": {},
@@ -40,11 +40,11 @@ TINY = {
 
 
 class Hang(BaseException):
-    """Not an Exception, which the commands would answer."""
+    """Raised after `TIMEOUT`. It is not an Exception because commands catch those."""
 
 
 def command(workdir: Path, **options: object) -> tuple[int, str]:
-    """`dcvit train`: its status, and what it says on stderr."""
+    """Run `dcvit train` and return its exit status and stderr."""
     words = [f"--config.{key}={value}" for key, value in {**TINY, **options}.items()]
     err = io.StringIO()
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
@@ -53,7 +53,7 @@ def command(workdir: Path, **options: object) -> tuple[int, str]:
 
 
 def mutate(folder: Path, name: str, kind: str, draw: random.Random) -> list[str]:
-    """Damages one file; returns the names of those that are not as they were."""
+    """Damage one file and return the names of all files that changed."""
     path = folder / name
     content = bytearray(path.read_bytes())
     if kind == "bit flip":
@@ -82,21 +82,26 @@ def same(a: object, b: object) -> bool:
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def meet(intact: Path, work: Path, expected: object, name: str, kind: str, draw: random.Random, on: bool) -> list[str]:
-    """One mutation; returns what is not as it should be. `on`: the run also goes on from the earlier checkpoint."""
+def check(
+    intact: Path, work: Path, expected: object, name: str, kind: str, draw: random.Random, resume: bool
+) -> list[str]:
+    """Apply one mutation and return the violated requirements.
+
+    With `resume`, a run with on_corrupt="previous" also resumes from the earlier checkpoint.
+    """
     wrong = []
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(intact, work)
-    newest = work / "checkpoints" / str(STEPS)
-    damaged = mutate(newest, name, kind, draw)
+    latest = work / "checkpoints" / str(STEPS)
+    damaged = mutate(latest, name, kind, draw)
 
-    status, said = command(work)
-    if status != 2 or not said.startswith("error: ") or said.count("\n") != 1:
-        wrong.append("silent" if status == 0 else f"status {status}: {said}")
-    if not any(file in said for file in damaged) or str(newest) not in said:
-        wrong.append(f"not named: {said}")
-    if f"intact earlier one is {work / 'checkpoints' / str(INTERVAL)}" not in said:
-        wrong.append(f"the earlier one is not offered: {said}")
+    status, message = command(work)
+    if status != 2 or not message.startswith("error: ") or message.count("\n") != 1:
+        wrong.append("silent" if status == 0 else f"status {status}: {message}")
+    if not any(file in message for file in damaged) or str(latest) not in message:
+        wrong.append(f"not named: {message}")
+    if f"{work / 'checkpoints' / str(INTERVAL)}" not in message:
+        wrong.append(f"the earlier checkpoint is not named: {message}")
     try:
         if not same(load_params(work), expected):
             wrong.append("silent: load_params returned other values")
@@ -107,13 +112,13 @@ def meet(intact: Path, work: Path, expected: object, name: str, kind: str, draw:
         wrong.append(f"load_params raised {e!r}")
     if not same(load_params(intact), expected):
         wrong.append("an intact checkpoint did not load afterwards")
-    if not on:
+    if not resume:
         return wrong
-    status, said = command(work, on_corrupt="previous")
-    if status or "set aside as" not in said or not any(file in said for file in damaged):
-        wrong.append(f"on_corrupt='previous': status {status}: {said}")
+    status, message = command(work, on_corrupt="previous")
+    if status or "set aside as" not in message or not any(file in message for file in damaged):
+        wrong.append(f"on_corrupt='previous': status {status}: {message}")
     elif not same(load_params(work), expected):
-        wrong.append("on_corrupt='previous' came to another end")
+        wrong.append("on_corrupt='previous' has another result")
     return wrong
 
 
@@ -125,26 +130,26 @@ def main() -> int:
     draw, started = random.Random(args.seed), time.monotonic()
     met, failures, slowest = Counter(), [], 0.0
 
-    def hangs(*_: object) -> None:
+    def hang(*_: object) -> None:
         raise Hang
 
-    signal.signal(signal.SIGALRM, hangs)
+    signal.signal(signal.SIGALRM, hang)
     with tempfile.TemporaryDirectory(prefix="dcvit-corrupt-") as folder:
         intact = Path(folder) / "intact"
-        status, said = command(intact)
+        status, message = command(intact)
         if status:
-            raise SystemExit(said)
+            raise SystemExit(message)
         expected = jax.device_get(load_params(intact))
         names = files(intact / "checkpoints" / str(STEPS))
-        print(f"{len(names)} files, every one {args.mutations / len(names):.1f} times", file=sys.stderr)
+        print(f"{len(names)} files, each {args.mutations / len(names):.1f} times", file=sys.stderr)
         for i in range(args.mutations):
             name, kind = names[i % len(names)], KINDS[(i + i // len(names)) % len(KINDS)]
             begun = time.monotonic()
-            signal.alarm(LIMIT)
+            signal.alarm(TIMEOUT)
             try:
-                wrong = meet(intact, Path(folder) / "work", expected, name, kind, draw, i % EACH == 0)
+                wrong = check(intact, Path(folder) / "work", expected, name, kind, draw, i % RESUME_INTERVAL == 0)
             except Hang:
-                wrong = [f"hang: more than {LIMIT} s"]
+                wrong = [f"hang: more than {TIMEOUT} s"]
             signal.alarm(0)
             slowest = max(slowest, time.monotonic() - begun)
             met[kind] += 1

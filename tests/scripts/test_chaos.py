@@ -1,4 +1,4 @@
-"""scripts/chaos.py and scripts/corrupt.py with few disturbances."""
+"""`scripts/chaos.py` and `scripts/corrupt.py` with few interruptions and mutations."""
 
 import json
 import os
@@ -12,16 +12,16 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def script(name, *words):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, SCRIPTS / name, *words], capture_output=True, text=True, cwd=SCRIPTS.parent,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.exhaustive
-def test_disturbed_run_ends_as_an_undisturbed_one():
+def test_interrupted_run_has_the_result_of_an_uninterrupted_one():
     row = script("chaos.py", "--model", "vit", "--kills", "3", "--terms", "2", "--seed", "3").splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:3] == ["vit", "3", "2"]
