@@ -1,0 +1,104 @@
+"""The commands print lines of their own only: none of TensorFlow, absl, libtpu or XLA."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from trained_workdirs import DIGITS
+
+ROOT = Path(__file__).resolve().parents[2]
+# Runs commands in one process. Python's own output goes to a file, so that the pipes of stdout and stderr receive only
+# what libraries write without Python.
+DRIVER = """
+import sys
+from pathlib import Path
+out, root = sys.argv[1:]
+sys.path.insert(0, root)
+sys.stdout = sys.stderr = Path(out).open("w", buffering=1)
+from dcvit import cli
+from dcvit.__main__ import dispatch
+status = [cli.run(dispatch, words) for words in {commands}]
+sys.exit(any(status))
+"""
+MODEL = [f"--config.{key}={value}" for key, value in DIGITS.items() if key.startswith("model.")]
+FOREIGN = re.compile(r"^[IWEF]\d{4} |WARNING|\bTPU\b|absl|tensorflow|oneDNN|XLA|cuda|Warning:|Traceback", re.IGNORECASE)
+
+
+@pytest.fixture
+def environment():
+    """The environment of a user: no backend of JAX is selected."""
+    without = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
+def words_of(command, workdir, tmp_path):
+    """The command line of each command in these tests."""
+    if command == "train":
+        short = ["total_steps=2", "model.depth=1", "model.width=16", "model.compose=none", "tensorboard=true"]
+        return [
+            "train",
+            "--config",
+            "vit_digits",
+            "--workdir",
+            str(tmp_path / "run"),
+            *(f"--config.{w}" for w in short),
+        ]
+    if command == "predict":
+        Image.new("L", (8, 8)).save(tmp_path / "a.jpg")
+        resize = "decode(1)|resize(8)|value_range(-1, 1)"  # by TensorFlow
+        config = ["--config", "vit_digits", f"--config.pp_predict={resize}", *MODEL]
+        return ["predict", str(tmp_path / "a.jpg"), *config, "--workdir", str(workdir)]
+    return ["evaluate", "--workdir", str(workdir)]
+
+
+def check(code, environment, tmp_path):
+    """Runs a driver; only lines of the package may be printed."""
+    output = tmp_path / "output.txt"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(output), str(ROOT)], env=environment, cwd=tmp_path, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    lines = output.read_text().splitlines()
+    assert done.returncode == 0, (done.stderr, lines)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert lines
+    assert [line for line in lines if FOREIGN.search(line)] == []
+
+
+@pytest.mark.slow
+def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
+    commands = [words_of(command, digits_workdir, tmp_path) for command in ("train", "evaluate", "predict")]
+    check(DRIVER.format(commands=commands), environment, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
+def test_a_single_command_prints_no_foreign_line(environment, digits_workdir, tmp_path, command):
+    check(DRIVER.format(commands=[words_of(command, digits_workdir, tmp_path)]), environment, tmp_path)
+
+
+SCRIPTS = {
+    "bench_dcmha.py": ["--help"],
+    "bench_train.py": ["--help"],
+    "bench_save.py": ["--help"],
+    "check_gpu.py": [],
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_print_no_foreign_line(environment, tmp_path, script):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *SCRIPTS[script]], env=environment, cwd=tmp_path,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = (done.stdout + done.stderr).splitlines()
+    assert lines
+    assert [line for line in lines if re.search(r"^[IWEF]\d{4} |host bounds|InitGoogle|oneDNN|Traceback", line)] == []
