@@ -60,6 +60,7 @@ DECODE = {
     for size, heads, width in (("405m", 16, 64), ("2.8b", 32, 80))
     for batch in (1, 8)
 }
+runtime.skip_absent_tpu()  # before `backend` asks for the devices
 TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE
@@ -230,7 +231,6 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where the picture of --lengths goes")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     args = parser.parse_args()
-    runtime.skip_absent_tpu()
     device = jax.devices()[0].device_kind
     machine = f"{os.cpu_count()} cores, {device}, {platform.machine()}, jax {jax.__version__}"
     print(machine)

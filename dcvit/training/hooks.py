@@ -24,6 +24,7 @@ from dcvit.checkpoint.files import replace
 from dcvit.errors import first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
+from dcvit.runs.parameters import write_overview
 from dcvit.training.resume import Run
 from dcvit.training.step import Metrics, TrainState, non_finite_arrays
 
@@ -156,7 +157,9 @@ class MetricsHook(Hook):
             self._record(result.step, result.state, result.numbers, evaluators, timing)
 
     def first_row(self, state: TrainState) -> None:
-        """Records the number of parameters and every evaluation before the first step."""
+        """Records the parameters and every evaluation before the first step."""
+        if self.run.writer:
+            write_overview(self.run.workdir, state.params)
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         self.run.progress.line(f"{count:,} parameters, {self.total_steps} steps")
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})

@@ -75,6 +75,9 @@ def check(code, environment, tmp_path):
 def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
     commands = [words_of(command, digits_workdir, tmp_path) for command in ("train", "evaluate", "predict")]
     check(DRIVER.format(commands=commands), environment, tmp_path)
+    table = (tmp_path / "run" / "parameters.txt").read_text()  # instead of the console
+    assert "pos_embedding" in table
+    assert "Total: " in table
 
 
 @pytest.mark.exhaustive
