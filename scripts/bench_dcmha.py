@@ -1,16 +1,16 @@
-"""Times attention: each implementation, composed (DC) and plain, beside plain attention as the backend has it.
+"""Benchmark of attention: each implementation, composed (DC) and plain, next to plain attention of the backend.
 
-    python scripts/bench_dcmha.py                            what fits this machine; a table
+    python scripts/bench_dcmha.py                            shapes for this machine; prints a table
     python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
-    python scripts/bench_dcmha.py --shapes decode_405m_b1    one query to 2,048 tokens, forward
-    python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      the real TPU compiler's schedule of the fused kernels
+    python scripts/bench_dcmha.py --shapes decode_405m_b1    one query and 2,048 keys, forward
+    python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      schedule of the fused kernels by the real TPU compiler
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
 
-The rounds of a shape are interleaved: each calls every row twice and times the second call, so that what else the
-machine does meets all of them.
-Ratios are of medians, to plain attention by XLA in the same run. "MiB" is the temporary memory of the compiled
-gradient, from XLA. "XLA" is plain attention as XLA compiles einsum, softmax, einsum (this project's `reference` without
-compose weights); "jax.nn" is `jax.nn.dot_product_attention`, which is cuDNN's on a GPU with bfloat16.
+The rounds of a shape are interleaved: each round calls every row twice and times the second call, so that other load on
+the machine affects all rows equally. Ratios divide medians by the median of plain attention by XLA in the same run.
+"MiB" is the temporary memory of the compiled program according to XLA. "XLA" is plain attention as XLA compiles einsum,
+softmax and einsum (`reference` without compose weights). "jax.nn" is `jax.nn.dot_product_attention`, which uses cuDNN
+on a GPU with bfloat16.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,15 @@ from tpu_bundles import bundles
 
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import platform as backend
-from dcvit.dcmha.dispatch import refusal
 from dcvit.parallel import runtime
+
+Row: TypeAlias = dict[str, Any]  # of a table, for JSON
+Arguments: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, ComposeWeights | None, ComposeWeights | None]
+Attention: TypeAlias = Callable[..., jax.Array]
 
 
 class Shape(NamedTuple):
-    """B T H D; self-attention, or with `step` of one new query to T tokens, as in decoding."""
+    """Sizes of self-attention; with `step`, attention of one query to `length` keys, as in decoding."""
 
     batch: int
     length: int
@@ -65,38 +68,48 @@ TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backen
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
-FIRST = "plain, XLA"  # what ratios are to
+FIRST = "plain, XLA"  # the row that ratios refer to
 
 
 def limit() -> int:
-    """Bytes of temporary memory beyond which a row is left out: half of the device's, 2 GiB on CPUs."""
+    """Return the bytes of temporary memory above which a row is skipped: half of the device's, 2 GiB on CPUs."""
     stats = jax.devices()[0].memory_stats()
     return stats["bytes_limit"] // 2 if stats else 2 * 2**30
 
 
-def arguments(shape: Shape, composed: bool) -> tuple[Any, ...]:
-    """q, k, v, pre and post, random."""
+def arguments(shape: Shape, composed: bool) -> Arguments:
+    """Return random q, k, v, pre and post."""
     keys = iter(jax.random.split(jax.random.key(0), 15))
-    tokens = (1 if shape.step else shape.length), shape.length  # of queries and keys
+    tokens = (1 if shape.step else shape.length), shape.length  # numbers of queries and keys
 
     def normal(*size: int) -> jax.Array:
         return jax.random.normal(next(keys), size, DTYPE)
 
     def weights() -> ComposeWeights:
-        """In the order of its fields: q1, q2 and qg for each query, then k1, k2 and kg for each key."""
+        """Return random weights of all dynamic branches."""
         sides = [[normal(shape.batch, n, *inner, shape.heads) for inner in ((2,), (2,), ())] for n in tokens]
         return ComposeWeights(*[0.3 * w for side in sides for w in side])
 
-    qkv = [normal(shape.batch, n, shape.heads, shape.width) for n in (*tokens, tokens[1])]
-    return (*qkv, weights(), weights()) if composed else (*qkv, None, None)
+    q, k, v = (normal(shape.batch, n, shape.heads, shape.width) for n in (*tokens, tokens[1]))
+    return (q, k, v, weights(), weights()) if composed else (q, k, v, None, None)
 
 
-def functions(shape: Shape) -> dict[str, tuple[bool, Callable[..., jax.Array]]]:
-    """Of each row's name: whether it composes, and the attention."""
-    options: dict[str, Any] = {"causal": shape.causal, "window": shape.window}
+def is_supported(f: Attention, shape: Shape, composed: bool) -> bool:
+    """Return True if an implementation supports a shape."""
+    try:
+        jax.eval_shape(f, *jax.eval_shape(lambda: arguments(shape, composed)))
+    except ValueError:
+        return False
+    return True
 
-    def ours(name: str) -> Callable[..., jax.Array]:
-        return lambda q, k, v, pre, post: attention(q, k, v, pre, post, **options, implementation=name)
+
+def functions(shape: Shape) -> dict[str, tuple[bool, Attention]]:
+    """Return for each row whether it is composed, and its attention."""
+
+    def ours(name: str) -> Attention:
+        return lambda q, k, v, pre, post: attention(
+            q, k, v, pre, post, causal=shape.causal, window=shape.window, implementation=name
+        )
 
     def library(q: jax.Array, k: jax.Array, v: jax.Array, pre: None, post: None) -> jax.Array:
         window = None if shape.window is None else (shape.window - 1, 0)
@@ -108,18 +121,18 @@ def functions(shape: Shape) -> dict[str, tuple[bool, Callable[..., jax.Array]]]:
     rows = {FIRST: (False, ours("reference")), "plain, jax.nn": (False, library)}
     tiled = STEP if shape.step else TILED
     for name in ("reference", *tiled):
-        if name in tiled and not refusal(name, *arguments(shape, False), **options, mask=None, groups=1):
+        if name in tiled and is_supported(ours(name), shape, composed=False):
             rows[f"plain, {name}"] = (False, ours(name))
-        if not refusal(name, *arguments(shape, True), **options, mask=None, groups=1):
+        if is_supported(ours(name), shape, composed=True):
             rows[f"DC, {name}"] = (True, ours(name))
     return rows
 
 
-def compiled(f: Callable[..., jax.Array], args: tuple[Any, ...], gradient: bool) -> tuple[Callable[..., Any], int]:
-    """Forward, or forward and all gradients, and its temporary bytes."""
+def compiled(f: Attention, args: Arguments, gradient: bool) -> tuple[Callable[[], object], int]:
+    """Compile the forward pass, with `gradient` also all gradients; return a call and its temporary bytes."""
     cotangent = jnp.cos(jnp.arange(args[0].size, dtype=jnp.float32)).reshape(args[0].shape).astype(DTYPE)
 
-    def both(cotangent: jax.Array, *args: Any) -> Any:
+    def both(cotangent: jax.Array, *args: jax.Array) -> tuple[jax.Array, object]:
         out, pull = jax.vjp(f, *args)
         return out, pull(cotangent)
 
@@ -131,29 +144,37 @@ def compiled(f: Callable[..., jax.Array], args: tuple[Any, ...], gradient: bool)
 def measure(
     shape: Shape, gradient: bool, rounds: int, *, only: Sequence[str] = (), always: str = ""
 ) -> dict[str, tuple[list[float], int]]:
-    """Seconds of every round and temporary bytes, by row; of `only` these, if given, and `always` of that one."""
+    """Return the seconds of every round and the temporary bytes of each row.
+
+    Args:
+      shape: sizes of the attention.
+      gradient: measure all gradients too.
+      rounds: number of timed calls.
+      only: names of the rows to measure; by default all.
+      always: name of the row that is measured also above the memory limit.
+    """
     calls, temporary = {}, {}
     for name, (composed, f) in functions(shape).items():
         if only and name not in only:
             continue
         call, size = compiled(f, arguments(shape, composed), gradient)
         if size > limit() and name != always:
-            print(f"  {name:22} left out: {size / 2**30:.1f} GiB of temporary memory")
+            print(f"  {name:22} skipped: {size / 2**30:.1f} GiB of temporary memory")
             continue
         calls[name], temporary[name] = call, size
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            call()  # not timed: it pays for the memory that a larger row before it gave back
-            begun = time.perf_counter()
+            call()  # not timed: it allocates again the memory that a larger row before it has released
+            started = time.perf_counter()
             call()
-            seconds[name].append(time.perf_counter() - begun)
+            seconds[name].append(time.perf_counter() - started)
     return {name: (seconds[name], temporary[name]) for name in calls}
 
 
-def table(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Measures a shape, prints its rows, and returns them."""
+def table(name: str, shape: Shape, rounds: int) -> list[Row]:
+    """Measure a shape, print its rows and return them."""
     rows = []
     for gradient in (False,) if shape.step else (False, True):
         measured = measure(shape, gradient, rounds, always=FIRST)
@@ -171,8 +192,8 @@ def table(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def schedules(topologies: Sequence[str]) -> list[dict[str, Any]]:
-    """The TPU compiler's schedule of the fused kernels, one image of ViT-S/16: scripts/tpu_bundles.py."""
+def schedules(topologies: Sequence[str]) -> list[Row]:
+    """Return the bundles of the fused kernels for one image of ViT-S/16 (scripts/tpu_bundles.py)."""
     rows = []
     for topology in topologies:
         for composed in (False, True):
@@ -182,8 +203,8 @@ def schedules(topologies: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def scaling(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Forward and backward against T, one example of 4 heads of 64, global and with a window of 256."""
+def scaling(lengths: Sequence[int], rounds: int) -> list[Row]:
+    """Measure forward and backward by length for one example with 4 heads and D = 64, global and with a window."""
     rows = []
     best = TILED[-1]
     for length in lengths:
@@ -198,8 +219,8 @@ def scaling(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Time and memory against T, on logarithmic axes."""
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Plot time and memory by length on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -218,23 +239,23 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(f"Forward + backward of one layer's attention, 4 heads of 64: {title}", fontsize=10)
+    figure.suptitle(f"Forward + backward of one layer's attention, 4 heads, D = 64: {title}", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="such as v5e:2x2")
-    parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T")
-    parser.add_argument("--plot", type=Path, help="where the picture of --lengths goes")
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="shapes to measure")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row")
+    parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="compile for these, such as v5e:2x2")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T", help="measure these lengths")
+    parser.add_argument("--plot", type=Path, help="write a plot of --lengths to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     machine = f"{os.cpu_count()} cores, {device}, {platform.machine()}, jax {jax.__version__}"
     print(machine)
-    result: dict[str, Any] = {"machine": machine, "rounds": args.rounds}
+    result: Row = {"machine": machine, "rounds": args.rounds}
     result["attention"] = [row for name in args.shapes for row in table(name, SHAPES[name], args.rounds)]
     result["tpu"] = schedules(args.tpu)
     result["scaling"] = scaling(args.lengths, min(args.rounds, 3))

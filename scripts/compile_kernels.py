@@ -1,9 +1,9 @@
-"""Compiles the TPU kernels, forward, backward and of decoding, for every named model, without a TPU.
+"""Compilation of the TPU kernels (forward, backward, decoding) for every named model, without a TPU.
 
     python scripts/compile_kernels.py --json docs/tpu_kernels.json
 
-takes two hours or so on two cores. A line each: the models that use it, and how many bundles the compiler schedules a
-step of the grid (see scripts/tpu_bundles.py), or what it refuses. The status is 1 where something was refused.
+This takes about two hours on two cores. Each line shows the models that use the attention, and the bundles of a step of
+the grid (scripts/tpu_bundles.py) or the compiler's error. The exit status is 1 if a compilation failed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 IMAGE, TEXT = 196, 2048  # tokens: 224×224 in patches of 16×16, and the paper's context
 
 
-class Case(NamedTuple):
-    """One attention: of one query where it decodes."""
+class AttentionShape(NamedTuple):
+    """Shape of one attention; decoding has one query."""
 
     heads: int
     width: int
@@ -37,51 +37,51 @@ class Case(NamedTuple):
     composed: bool
 
 
-def cases() -> dict[Case, list[str]]:
-    """Names of the models that use it, by attention."""
-    found: dict[Case, list[str]] = {}
+def shapes() -> dict[AttentionShape, list[str]]:
+    """Return the names of the models that use each attention."""
+    found: dict[AttentionShape, list[str]] = {}
     for name, (width, _, _, heads) in VARIANTS.items():
         for composed in (True, False):
-            case = Case(heads, width // heads, IMAGE, IMAGE, None, composed)
-            found.setdefault(case, []).append(f"{'DCViT' if composed else 'ViT'}-{name}")
+            shape = AttentionShape(heads, width // heads, IMAGE, IMAGE, None, composed)
+            found.setdefault(shape, []).append(f"{'DCViT' if composed else 'ViT'}-{name}")
     for name in PRESETS:
         net = Model(50257, preset=name)
-        shape, composed = (net.num_heads, net.width // net.num_heads), net.compose is not None
+        heads, width, composed = net.num_heads, net.width // net.num_heads, net.compose is not None
         for window in dict.fromkeys(layer_windows(net)):
-            found.setdefault(Case(*shape, TEXT, TEXT, window, composed), []).append(name)
-            found.setdefault(Case(*shape, 1, window or TEXT, window, composed), []).append(name)
+            found.setdefault(AttentionShape(heads, width, TEXT, TEXT, window, composed), []).append(name)
+            found.setdefault(AttentionShape(heads, width, 1, window or TEXT, window, composed), []).append(name)
     return found
 
 
-def compiled(case: Case, topology: str, models: list[str]) -> dict[str, Any]:
-    """A row of the table."""
-    row = {"topology": topology, **case._asdict(), "models": models}
-    heads, width, queries, keys, window, composed = case
+def compiled(shape: AttentionShape, topology: str, models: list[str]) -> dict[str, Any]:
+    """Compile the kernels for one shape and return a row of the table."""
+    row = {"topology": topology, **shape._asdict(), "models": models}
+    heads, width, queries, keys, window, composed = shape
     try:
         row["bundles"] = bundles(
             topology, heads, queries, keys, width, composed=composed, backward=True,
             causal=queries == TEXT, window=window,
         )  # fmt: skip
     except RuntimeError as error:
-        row["refused"] = str(error)
+        row["error"] = str(error)
     return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
-    parser.add_argument("--json", type=Path, help="also write the table here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of parallel compilations")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        todo = [(case, topology, models) for case, models in cases().items() for topology in args.topology]
+        todo = [(shape, topology, models) for shape, models in shapes().items() for topology in args.topology]
         for row in pool.map(compiled, *zip(*todo, strict=True)):
             rows.append(row)
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             if args.json:
                 args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    return int(any("refused" in row for row in rows))
+    return int(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

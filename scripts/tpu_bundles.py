@@ -1,14 +1,14 @@
-"""Counts the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU: about one is one cycle.
+"""Count of the bundles that the TPU compiler schedules for a DCMHA kernel, without a TPU. A bundle is about one cycle.
 
     python scripts/tpu_bundles.py --topology v5e:2x2 --heads 6 --queries 196 --width 64 --batch 4
     python scripts/tpu_bundles.py --topology v5e:2x2 --heads 32 --queries 1 --keys 2048 --width 80
 
-compiles in a child process, because libtpu reads where to dump its schedule from the environment when it starts.
-What is counted: every bundle of the kernel's final schedule that lies inside its loop over the grid, once for each
-iteration of the loops around it that the compiler knows the length of, per step of the grid. Regions that run under a
-condition are counted as if they ran in every step, so of kernels with several tiles the count is of a step that does
-all there is to do, which none does quite. Copies between HBM and VMEM run beside and are not in it, nor are stalls. The
-batch should be 4 or more, so that each core of a chip with two has a loop.
+The compilation runs in a child process, because libtpu reads the folder for its dump from the environment at start-up.
+The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
+each multiplied by the iterations of the inner loops whose length the compiler knows. Conditional regions count as if
+they ran in every step, so that the count of a kernel with several tiles is an upper bound. Copies between HBM and VMEM
+run in parallel and are not counted; neither are stalls. A batch of at least 4 gives each core of a chip with two cores
+a loop.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
-
-
-DELAY = 4  # bundles after a branch that still run
+DELAY = 4  # bundles after a branch that the processor still executes
 
 
 def count(text: str) -> int:
-    """Bundles of one step of the grid in the text of a kernel's final schedule."""
+    """Return the bundles of one step of the grid from the text of a kernel's final schedule."""
     lines = [(m[2], len(m[3]), m[4]) for m in map(LINE.match, text.splitlines()) if m]
     tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge[^,]*, [^,]*, (\d+) /\* loop exit test", text)}
     tests |= {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\.\S+ [^,]*, (\d+) /\* loop exit test", text)}
@@ -48,12 +46,13 @@ def count(text: str) -> int:
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Compiles one kernel configuration; runs where the environment has been prepared."""
+    """Compile one kernel configuration; the environment must be that of `bundles`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.typing import DTypeLike
 
     from dcvit.dcmha import ComposeWeights
     from dcvit.dcmha.pallas_tpu import api
@@ -64,7 +63,7 @@ def child(spec: dict[str, Any]) -> None:
     sharding = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.dtype(spec["dtype"])
 
-    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
@@ -77,20 +76,20 @@ def child(spec: dict[str, Any]) -> None:
     )  # fmt: skip
     options = dict(causal=spec["causal"], window=spec["window"], mask=None, groups=1, scale=width**-0.5)
 
-    def forward(*arguments: Any) -> Any:
+    def forward(*arguments: object) -> jax.Array:
         return api.attention(*arguments, **options)
 
-    def decode(mask: Any, q: Any, k: Any, v: Any, *weights: Any) -> Any:
+    def decode(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *weights: object) -> jax.Array:
         k, v = (x.reshape(batch, keys, key_heads, width) for x in (k, v))
         return decode_kernel.attention(q, k, v, *weights, **(options | dict(causal=False, window=None, mask=mask)))
 
-    def gradient(do: Any, *arguments: Any) -> Any:
+    def gradient(do: jax.Array, *arguments: object) -> object:
         return jax.vjp(forward, *arguments)[1](do)
 
     weights = weights or None
     arguments = q, k, k, weights, weights
     with jax.set_mesh(mesh):
-        if queries == 1:  # the cache keeps a token's heads side by side, and the mask says what is seen of it
+        if queries == 1:  # the heads of a token are one axis in the cache, and a mask selects its slots
             flat, mask = array(batch, keys, key_heads * width), array(batch, 1, 1, keys, dtype=jnp.bool_)
             jax.jit(decode).lower(mask, q, flat, flat, weights, weights).compile()
         elif spec["backward"]:
@@ -104,13 +103,14 @@ def bundles(
     dtype: str = "bfloat16", causal: bool = False, window: int | None = None, key_heads: int | None = None,
     rank: int = 2, batch: int = 4,
 ) -> dict[str, int]:  # fmt: skip
-    """Bundles of a step of the grid, by kernel: dcmha_forward, and with `backward` dcmha_delta and dcmha_gradients.
+    """Return the bundles of a step of the grid for each kernel.
 
-    Of a single tile, which is one image, a step is the image. Otherwise a step is one block of queries by one of keys.
-    A single query is one of decoding, by dcmha_decode: as much as reading a block of keys and of values takes at most.
+    The kernels are dcmha_forward, with `backward` also dcmha_delta and dcmha_gradients, and dcmha_decode for a single
+    query. If one tile holds all scores, a step is an image; otherwise it is a block of queries and a block of keys. A
+    step of dcmha_decode reads a block of keys and a block of values.
 
     Raises:
-      RuntimeError: the compiler refuses; the message is the end of what it says.
+      RuntimeError: the compilation failed; the message is the end of the compiler's output.
     """
     spec = dict(locals())
     with tempfile.TemporaryDirectory() as folder:

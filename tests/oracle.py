@@ -1,15 +1,16 @@
-"""Eqn 4 to 8 of the paper as loops over query-key pairs in numpy: slow, obvious, independent of the package."""
+"""Eqn 4 to 8 of the paper as loops over query-key pairs in numpy: slow, simple, independent of the package."""
 
 import itertools
 
 import numpy as np
 
-# Table 9's ablations, and others: which of q (query-wise), k (key-wise), p (projection), g (gate), s (static) exist.
+# The ablations of Table 9 and others. A string contains the branches that exist: q (query-wise), k (key-wise),
+# p (projection), g (gate), s (static).
 BRANCHES = ("qkpgs", "qkpg", "qpg", "kpg", "qkp", "qkg", "qp", "qg", "kp", "kg", "s", "qgs")
 
 
 def random_weights(rng, branches, *, batch, queries, keys, heads, rank=2, groups=1):
-    """The fields of ComposeWeights as numpy arrays, None where a branch is absent."""
+    """Return the fields of ComposeWeights as numpy arrays, None for an absent branch."""
     fields = dict.fromkeys(("q1", "q2", "qg", "k1", "k2", "kg", "static"))
     for side, length in (("q", queries), ("k", keys)):
         if side in branches and "p" in branches:
@@ -23,7 +24,7 @@ def random_weights(rng, branches, *, batch, queries, keys, heads, rank=2, groups
 
 
 def compose(a, w, groups=1):
-    """Eqn 7 for each pair (i, j) and group: the new attention vector from the old one, both of H/G numbers."""
+    """Compute Eqn 7 for each pair (i, j) and group: the new attention vector from the old one, both of H/G numbers."""
     batch, heads, queries, keys = a.shape
     size = heads // groups
     out = np.zeros_like(a)
@@ -44,7 +45,7 @@ def compose(a, w, groups=1):
 
 
 def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, groups=1, scale=None):
-    """Eqn 4, one query at a time."""
+    """Compute Eqn 4, one query at a time."""
     batch, queries, heads, width = q.shape
     keys, shared = k.shape[1], heads // k.shape[2]
     scale = 1 / np.sqrt(width) if scale is None else scale
@@ -55,10 +56,10 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, group
         scores = compose(scores, pre, groups)
     weights = np.zeros_like(scores)
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
-        seen = [j for j in range(keys) if sees(b, i, j, causal, window, mask)]
-        if seen:
-            e = np.exp(scores[b, h, i, seen] - max(scores[b, h, i, seen]))
-            weights[b, h, i, seen] = e / e.sum()
+        visible = [j for j in range(keys) if attends(b, i, j, causal, window, mask)]
+        if visible:
+            e = np.exp(scores[b, h, i, visible] - max(scores[b, h, i, visible]))
+            weights[b, h, i, visible] = e / e.sum()
     if post is not None:
         weights = compose(weights, post, groups)
     out = np.zeros_like(q)
@@ -67,8 +68,8 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, group
     return out
 
 
-def sees(b, i, j, causal, window, mask):
-    """Whether query i of example b sees key j."""
+def attends(b, i, j, causal, window, mask):
+    """Return True if query i of example b attends to key j."""
     if (causal or window is not None) and j > i:
         return False
     if window is not None and j <= i - window:

@@ -1,22 +1,22 @@
-"""Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): pure functions on JAX arrays.
+"""Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024) as pure functions on JAX arrays.
 
-`attention` is the one public door; `ComposeWeights` are the weights of its pre- and post-compose.
+`attention` is the public entry point; `ComposeWeights` are the weights of its pre-compose and its post-compose.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import dispatch
 from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
-from dcvit.dcmha.dispatch import IMPLEMENTATIONS
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 __all__ = ["IMPLEMENTATIONS", "ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
+
+IMPLEMENTATIONS = tuple(dispatch.IMPLEMENTATIONS)
 
 
 def attention(
@@ -39,64 +39,57 @@ def attention(
     With `pre` and `post` None it is plain multi-head attention.
 
     Args:
-      q: queries of H heads of width D.
-      k: keys of K heads; K divides H, and each key head serves H/K neighbouring query heads.
+      q: queries of H heads with D dimensions each.
+      k: keys of K heads; K divides H, and each key head is shared by H/K neighbouring query heads.
       v: values, as `k`.
-      pre: weights of the compose on attention scores, before the mask and the softmax.
-      post: weights of the compose on attention weights, after the softmax.
-      causal: query i sees only keys 0 … i.
-      window: query i sees only keys i-window+1 … i; implies `causal`.
-      mask: True where a query may see a key; the same for every head, since a composed head sees what
-        its peers see. Combined with `causal` and `window`. A query that sees nothing yields zeros.
-      groups: heads compose inside each of this many equal groups (Section 3.2).
-      scale: multiplies q·k, a number known when the program is traced; 1/sqrt(D) by default.
-      implementation: None picks the fastest one for platform, shape and dtype (`dcvit.dcmha.dispatch`); a name from
-        `IMPLEMENTATIONS` forces that one. All have gradients; forward-mode derivatives (`jax.jvp`) only "reference"
-        and "decode".
+      pre: weights of the compose of attention scores, before the mask and the softmax.
+      post: weights of the compose of attention weights, after the softmax.
+      causal: query i attends only to keys 0 … i.
+      window: query i attends only to keys i-window+1 … i; implies `causal`.
+      mask: True where a query attends to a key; the same for all heads, because a compose mixes the heads. It is
+        combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
+      groups: number of equal groups of heads; each group is composed separately (Section 3.2).
+      scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
+      implementation: a name from `IMPLEMENTATIONS`; None selects the fastest one for platform, shapes and dtypes
+        (`dcvit.dcmha.dispatch`). All have gradients; only "reference" and "decode" support `jax.jvp`.
 
     Returns:
-      The heads' outputs in q's dtype. Softmax and its statistics are float32 whatever the inputs.
+      The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs.
 
     Raises:
-      ValueError: shapes that do not fit each other, `groups` that does not divide the heads, a window
-        below 1, an implementation that does not exist or does not take the case. The message states the sizes.
+      ValueError: the shapes are inconsistent, `groups` does not divide the heads, the window is below 1, or the
+        implementation does not exist or does not support the case.
     """
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
     if q.size == 0:
         return jnp.zeros_like(q)
-    case = {"causal": causal, "window": window, "mask": mask, "groups": groups}
-    if implementation is None:
-        implementation = dispatch.choose(q, k, v, pre, post, **case)
-    elif reason := dispatch.refusal(implementation, q, k, v, pre, post, **case):
-        raise ValueError(f"{implementation} does not take this: {reason}")
-    else:
-        dispatch.log(implementation, q, k, pre, post, window, ", as asked for")
-    out: Array = dispatch.load(implementation).attention(q, k, v, pre, post, **case, scale=scale)
-    return out
+    return dispatch.attention(
+        q, k, v, pre, post, implementation, causal=causal, window=window, mask=mask, groups=groups, scale=scale
+    )
 
 
 def _check_arguments(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, window: int | None,
-    mask: Array | None, groups: int, scale: Any,
+    mask: Array | None, groups: int, scale: object,
 ) -> float:  # fmt: skip
-    """Raises ValueError for arguments of `attention` that do not fit each other; returns the scale."""
+    """Raise ValueError if the arguments of `attention` are inconsistent; return the scale."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
-    batch, queries, heads, width = q.shape
+    batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
-    if not (heads and keys and width and key_heads):
-        raise ValueError(f"expected heads and keys, found q {q.shape} and k {k.shape}")
+    if not (heads and keys and head_dim and key_heads):
+        raise ValueError(f"expected at least one head, key and dimension, found q {q.shape} and k {k.shape}")
     if heads % key_heads:
-        raise ValueError(f"{key_heads} key heads do not divide {heads} query heads")
+        raise ValueError(f"the number of query heads ({heads}) is not a multiple of the key heads ({key_heads})")
     if groups < 1 or heads % groups:
         raise ValueError(f"groups={groups} does not divide {heads} heads")
     if window is not None and window < 1:
-        raise ValueError(f"window={window}: a query sees at least itself, so window >= 1")
+        raise ValueError(f"window={window}: expected at least 1, because a query attends to its own position")
     if mask is not None and mask.dtype != jnp.bool_:
-        raise ValueError(f"mask has dtype {mask.dtype}, expected bool: True where a query may see a key")
+        raise ValueError(f"mask has dtype {mask.dtype}, expected bool: True where a query attends to a key")
     if mask is not None and not (
         mask.ndim == 4
         and mask.shape[0] in (1, batch)
@@ -109,6 +102,6 @@ def _check_arguments(
         if weights is not None:
             check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
     try:
-        return 1 / math.sqrt(width) if scale is None else float(scale)
+        return 1 / math.sqrt(head_dim) if scale is None else float(scale)  # type: ignore[arg-type]
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise ValueError("scale should be a number that is known when the program is traced") from None
+        raise ValueError(f"scale must be a number that is known at trace time, found {scale!r}") from None

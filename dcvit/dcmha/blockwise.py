@@ -1,32 +1,38 @@
-"""Exact attention in blocks of queries, with its own backward pass: nothing of size H×T×S is ever alive. Any backend.
+"""Exact attention in blocks of queries, with its own backward pass. It never holds an array of size H×T×S.
 
-A block is a run of neighbouring queries with all keys that they may see: a row of the softmax is whole, so one pass
-suffices although the post-compose mixes heads after their normalisation. Blocks of a causal layer stop at the
-diagonal, those of a window see only its keys, so time and memory of a local layer are linear in T. Forward saves its
-inputs and the logarithm of each softmax's denominator; backward computes the block's scores again.
+A block is a run of neighbouring queries and all keys that they may attend to. A block contains complete rows of the
+softmax, so that one pass is enough although the post-compose mixes heads after the normalization. The keys of a block
+end at the diagonal in a causal layer and are those of the window in a local layer, so that time and memory of a local
+layer are linear in T. The forward pass saves its inputs and the log-sum-exp of each row; the backward pass computes the
+scores of a block again.
 
-Inside a block the heads are apart (`dcvit.dcmha.blockwise_tile`).
+The operations on a block write out the sums over heads (`dcvit.dcmha.blockwise_tile`). The code runs on all platforms.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
-from dcvit.dcmha.compose import ComposeWeights, statistics_dtype
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
 from dcvit.dcmha.shapes import Array, Bool, Float
 
-BLOCK = 40_000  # scores of one head in a block, about
+BLOCK = 40_000  # approximate number of scores of one head in a block
 SEGMENTS = 8  # loops over blocks in a causal layer, each with its own number of keys
+MIN_ROWS = 16  # fewest queries of a block, unless there are fewer in all
+
+Side: TypeAlias = Literal["q", "k", ""]  # an array has a query axis, a key axis, or neither
+Total = TypeVar("Total")
 
 
 class Options(NamedTuple):
-    """What is known when the program is compiled."""
+    """Static options of a layer."""
 
     causal: bool
     window: int | None
@@ -34,18 +40,21 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What one example, or one block of it, attends with; also the gradients of all that."""
+    """Arrays of one example or of one block of it; also their gradients."""
 
     q: Float[Array, "H T D"]
     k: Float[Array, "K S D"]
     v: Float[Array, "K S D"]
-    pre: ComposeWeights | None  # as `tile.arrange` leaves them
+    pre: ComposeWeights | None  # in the layout of `tile.arrange`
     post: ComposeWeights | None
     mask: Bool[Array, "#T #S"] | None = None
 
 
 class Segment(NamedTuple):
-    """A run of blocks of equal shape: block i has queries first + i·rows … and keys first_key + i·step …"""
+    """A run of blocks of equal shape.
+
+    Block i has `rows` queries from first + i·rows, and `keys` keys from first_key + i·step (moved inside the sequence).
+    """
 
     first: int
     blocks: int
@@ -55,7 +64,15 @@ class Segment(NamedTuple):
     keys: int
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))  # outside of a jit, traced once
+class Block(NamedTuple):
+    """One block: its inputs, the mask of its scores (None: no key is masked), and its first query and key."""
+
+    inputs: Inputs
+    mask: Array | None
+    start: dict[str, int | Array]
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))  # trace once if called eagerly
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -69,8 +86,10 @@ def attention(
     groups: int,
     scale: float,
 ) -> Float[Array, "B T H D"]:
-    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least; `scale` is
-    multiplied into q, in its dtype."""
+    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+
+    Scores and weights are float32, or float64 for float64 inputs. `scale` multiplies q, in q's dtype.
+    """
     wide = statistics_dtype(q.dtype)
     options = Options(causal, window, groups)
     queries, rows = q.shape[1], _end(segments(q.shape[1], k.shape[1], options))
@@ -89,17 +108,17 @@ def attention(
 
 
 def segments(queries: int, keys: int, options: Options) -> list[Segment]:
-    """The blocks of one example, in the order of their queries, which are 0 … `queries` and perhaps a few beyond."""
+    """Return the blocks of one example in the order of their queries; the last block may extend past `queries`."""
     if options.window is not None and options.window < keys:
         rows = _rows(queries, options.window)
         extent = min(keys, options.window + rows - 1)
-        return [Segment(0, -(-queries // rows), rows, 1 - options.window, rows, extent)]
+        return [Segment(0, cdiv(queries, rows), rows, 1 - options.window, rows, extent)]
     if not options.causal and options.window is None:
         rows = _rows(queries, keys)
-        return [Segment(0, -(-queries // rows), rows, 0, 0, keys)]
-    rows = _rows(queries, -(-keys // 2))  # half of them are behind the diagonal
-    blocks = -(-queries // rows)
-    each = -(-blocks // SEGMENTS)
+        return [Segment(0, cdiv(queries, rows), rows, 0, 0, keys)]
+    rows = _rows(queries, cdiv(keys, 2))  # on average, a causal mask removes half of the keys
+    blocks = cdiv(queries, rows)
+    each = cdiv(blocks, SEGMENTS)
     return [
         Segment(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, (first + each) * rows))
         for first in range(0, blocks, each)
@@ -107,12 +126,13 @@ def segments(queries: int, keys: int, options: Options) -> list[Segment]:
 
 
 def _rows(queries: int, keys: int) -> int:
-    """Queries of a block that has about so many keys; all blocks are of one size, which `tile.FOLDS` divides."""
-    blocks = -(-queries // max(16, BLOCK // keys))
-    return -(-queries // (blocks * tile.FOLDS)) * tile.FOLDS
+    """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`."""
+    blocks = cdiv(queries, max(MIN_ROWS, BLOCK // keys))
+    return round_up(cdiv(queries, blocks), tile.FOLDS)
 
 
 def _end(parts: list[Segment]) -> int:
+    """Return the number of queries in all blocks, including padding."""
     return parts[-1].first + parts[-1].blocks * parts[-1].rows
 
 
@@ -122,16 +142,17 @@ def _attend(options: Options, x: Inputs) -> Float[Array, "H T D"]:
 
 
 def _forward(options: Options, x: Inputs) -> tuple[Array, tuple[Inputs, Array]]:
-    """The output, and what the backward pass needs: the inputs and log Σ exp of each query and head (H T)."""
+    """Return the output and the residuals of the backward pass: the inputs, and the log-sum-exp of each row (H T)."""
     total = jnp.zeros_like(x.q), jnp.zeros(x.q.shape[:2], statistics_dtype(x.q.dtype))
 
-    def block(cut: Inputs, seen: Array | None, start: dict[str, Any], total: Any) -> Any:
-        parts = _forward_block(cut, seen, options)
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(*pair, start["q"], 1) for pair in zip(total, parts, strict=True)
+    def write_block(block: Block, total: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, log_sum = (
+            jax.lax.dynamic_update_slice_in_dim(*pair, block.start["q"], 1)
+            for pair in zip(total, _forward_block(block, options), strict=True)
         )
+        return out, log_sum
 
-    out, log_sum = _blocks(options, x, total, block)
+    out, log_sum = _fold_blocks(options, x, total, write_block)
     return out, (x, log_sum)
 
 
@@ -140,49 +161,49 @@ def _backward(options: Options, saved: tuple[Inputs, Array], d_out: Float[Array,
     wide = log_sum.dtype
     total = _each(lambda side, axis, a: jnp.zeros(a.shape, wide if side == "k" else a.dtype), x)
 
-    def block(cut: Inputs, seen: Array | None, start: dict[str, Any], total: Inputs) -> Inputs:
-        rows = cut.q.shape[1]
-        log_sums, d_outs = (jax.lax.dynamic_slice_in_dim(a, start["q"], rows, 1) for a in (log_sum, d_out))
-        part = _backward_block(cut, seen, log_sums, d_outs, options)
+    def add_block(block: Block, total: Inputs) -> Inputs:
+        rows = block.inputs.q.shape[1]
+        log_sums, d_outs = (jax.lax.dynamic_slice_in_dim(a, block.start["q"], rows, 1) for a in (log_sum, d_out))
+        part = _backward_block(block, log_sums, d_outs, options)
 
-        def add(side: str, axis: int, old: Array, new: Array) -> Array:
+        def add(side: Side, axis: int, old: Array, new: Array) -> Array:
             if not side:
                 return old + new
             if side == "k":
-                new = _added(new, jax.lax.dynamic_slice_in_dim(old, start[side], new.shape[axis], axis))
-            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start[side], axis)
+                new = _sum(new, jax.lax.dynamic_slice_in_dim(old, block.start[side], new.shape[axis], axis))
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), block.start[side], axis)
 
         return _each(add, total, part)
 
-    total = _blocks(options, x, total, block)
+    total = _fold_blocks(options, x, total, add_block)
     return (_each(lambda side, axis, a, like: a.astype(like.dtype), total, x),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _forward_block(x: Inputs, seen: Array | None, options: Options) -> tuple[Array, Array]:
-    """Eqn 4 on one block: the outputs (H t D), and the logarithms of the softmax's denominators (H t)."""
-    groups = options.groups
-    scores = _heads("htd,hsd->hts", x.q, x.k)
-    scores = tile.mix(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, seen, groups=groups)
+def _forward_block(block: Block, options: Options) -> tuple[Array, Array]:
+    """Compute Eqn 4 on one block; return the outputs (H t D) and the log-sum-exp of the rows (H t)."""
+    x, groups = block.inputs, options.groups
+    scores = _matmul("htd,hsd->hts", x.q, x.k)
+    scores = tile.mix(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
     weights, log_sum = tile.softmax(scores)
     weights = tile.mix(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
-    return _heads("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype), log_sum
+    return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype), log_sum
 
 
-def _backward_block(x: Inputs, seen: Array | None, log_sum: Array, d_out: Array, options: Options) -> Inputs:
-    """The gradients of one block's inputs; those of what belongs to keys are sums over its queries."""
-    groups = options.groups
-    scores = _heads("htd,hsd->hts", x.q, x.k)
+def _backward_block(block: Block, log_sum: Array, d_out: Array, options: Options) -> Inputs:
+    """Return the gradients of one block's inputs; gradients of arrays with a key axis are sums over its queries."""
+    x, groups = block.inputs, options.groups
+    scores = _matmul("htd,hsd->hts", x.q, x.k)
     pre = tile.hidden(scores, x.pre, groups=groups)
-    weights = tile.softmax_again(scores, pre, x.pre, seen, log_sum, groups=groups)
+    weights = tile.softmax_from_log_sum(scores, pre, x.pre, block.mask, log_sum, groups=groups)
 
-    d_final = _heads("htd,hsd->hts", d_out, x.v)
+    d_final = _matmul("htd,hsd->hts", d_out, x.v)
     back = tile.transposed(x.post)
     post = tile.hidden(weights, x.post, groups=groups), tile.hidden(d_final, back, groups=groups)
     final = tile.mix(weights, post[0], x.post, None, groups=groups)
-    dv = _heads("hts,htd->hsd", final.astype(d_out.dtype), d_out)
+    dv = _matmul("hts,htd->hsd", final.astype(d_out.dtype), d_out)
     d_post = x.post and tile.weight_gradients(weights, d_final, *post, x.post, groups=groups)
     d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
 
@@ -190,67 +211,66 @@ def _backward_block(x: Inputs, seen: Array | None, log_sum: Array, d_out: Array,
     d_hidden = tile.hidden(d_composed, back, groups=groups)
     d_pre = x.pre and tile.weight_gradients(scores, d_composed, pre, d_hidden, x.pre, groups=groups)
     d_scores = tile.mix(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
-    dq = _heads("hts,hsd->htd", d_scores, x.k)
-    dk = _heads("hts,htd->hsd", d_scores, x.q)
-    if len(x.q) != len(x.k):  # key heads are shared
+    dq = _matmul("hts,hsd->htd", d_scores, x.k)
+    dk = _matmul("hts,htd->hsd", d_scores, x.q)
+    if len(x.q) != len(x.k):  # query heads share key heads
         dk, dv = (y.reshape(len(x.k), -1, *y.shape[1:]).sum(1) for y in (dk, dv))
     return Inputs(dq, dk, dv, d_pre, d_post)
 
 
 @tile.stage
-def _added(x: Array, y: Array) -> Array:
-    """A sum that is not fused into the update that stores it: XLA would then write all of what it updates."""
+def _sum(x: Array, y: Array) -> Array:
+    """Add, without fusion into the update that stores the sum: XLA would write the complete updated array."""
     return x + y
 
 
-def _heads(equation: str, a: Array, b: Array) -> Array:
-    """A product for each head, summed in float32 at least; neighbouring heads may share a key head in `b`."""
+def _matmul(equation: str, a: Array, b: Array) -> Array:
+    """Compute an einsum for each head with sums in at least float32; neighbouring heads may share a head of `b`."""
     if len(a) != len(b):
         b = jnp.repeat(b, len(a) // len(b), axis=0)
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
-def _blocks(options: Options, x: Inputs, total: Any, body: Callable[..., Any]) -> Any:
-    """Folds body(inputs, seen, start, total) over the blocks of an example."""
-    keys = x.k.shape[1]
-    for segment in segments(x.q.shape[1], keys, options):
+def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
+    """Return total = body(block, total), repeated for all blocks of an example."""
+    for segment in segments(x.q.shape[1], x.k.shape[1], options):
 
-        def step(index: Any, total: Any, segment: Segment = segment) -> Any:
-            return body(*_cut(x, segment, index, options), total)
+        def step(index: int | Array, total: Total, segment: Segment = segment) -> Total:
+            return body(_cut(x, segment, index, options), total)
 
         total = step(0, total) if segment.blocks == 1 else jax.lax.fori_loop(0, segment.blocks, step, total)
     return total
 
 
-def _cut(x: Inputs, segment: Segment, index: Any, options: Options) -> tuple[Inputs, Array | None, dict[str, Any]]:
-    """Block `index` of a segment: its inputs, which keys its queries see (None: all), and where either side begins."""
+def _cut(x: Inputs, segment: Segment, index: int | Array, options: Options) -> Block:
+    """Return block `index` of a segment."""
     start = {
         "q": segment.first + index * segment.rows,
         "k": jnp.clip(segment.first_key + index * segment.step, 0, x.k.shape[1] - segment.keys),
     }
     size = {"q": segment.rows, "k": segment.keys}
 
-    def cut(side: str, axis: int, array: Array) -> Array:
+    def cut(side: Side, axis: int, array: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(array, start[side], size[side], axis) if side else array
 
-    seen = x.mask
-    if seen is not None:
-        for axis, side in enumerate("qk"):
-            seen = seen if seen.shape[axis] == 1 else cut(side, axis, seen)
+    mask = x.mask
+    if mask is not None:
+        mask = mask if mask.shape[0] == 1 else cut("q", 0, mask)
+        mask = mask if mask.shape[1] == 1 else cut("k", 1, mask)
     if options.causal or options.window is not None:
         query = start["q"] + jnp.arange(segment.rows)[:, None]
         key = start["k"] + jnp.arange(segment.keys)[None, :]
-        near = key <= query
+        local = key <= query
         if options.window is not None:
-            near &= key > query - options.window
-        seen = near if seen is None else seen & near
-    return _each(cut, x), seen, start
+            local &= key > query - options.window
+        mask = local if mask is None else mask & local
+    return Block(_each(cut, x), mask, start)
 
 
-def _each(f: Callable[..., Any], x: Inputs, *others: Inputs) -> Inputs:
-    """f(side, axis, array, …) of all arrays but the mask: whose side ("q", "k" or ""), and where its length is."""
+def _each(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
+    """Return f(side, axis, array, …) of all arrays except the mask; `axis` is the query or key axis of the array."""
 
-    def weights(*w: Any) -> ComposeWeights | None:
+    def weights(*w: ComposeWeights | None) -> ComposeWeights | None:
         if w[0] is None:
             return None
         fields = zip(("q", "q", "q", "k", "k", "k", ""), zip(*w, strict=True), strict=True)
@@ -261,7 +281,7 @@ def _each(f: Callable[..., Any], x: Inputs, *others: Inputs) -> Inputs:
 
 
 def _pad(x: Array, count: int, axis: int) -> Array:
-    """Zeros behind `x`: queries whose outputs nobody reads."""
+    """Append `count` zeros to an axis, as queries whose outputs are discarded."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count)
     return jnp.pad(x, widths)

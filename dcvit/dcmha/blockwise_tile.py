@@ -1,20 +1,22 @@
 """Compose and its derivatives on one block of scores (H t s): t queries, s keys, all heads.
 
-The sums over heads of Eqn 7 are written out, one term for each head, so that they become a few loops over scores that
-stay in the cache; einsums over the head axis would read and write all scores for each branch. Letters as in
-`dcvit.dcmha.compose`; the weights of a block have the heads in front of its length: `arrange`.
+The sums over heads of Eqn 7 are written out with one term for each head. XLA compiles them to a few loops over scores
+that stay in the processor's cache; einsums over the head axis would read and write all scores for each branch. The
+letters are those of `dcvit.dcmha.compose`, and J = H/G. In the weights of a block, the heads precede the length
+(`arrange`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
@@ -22,20 +24,21 @@ from dcvit.dcmha.shapes import Array, Bool, Float
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 FOLDS = 4  # runs of queries that are added to each other before a sum over queries
+Pair: TypeAlias = tuple[Array, Array]
 
 
 class Hidden(NamedTuple):
-    """What travels between the heads of a group, query-wise and key-wise; None without that branch."""
+    """Hidden planes of a compose, A·w_q1 and A·w_k1 of Eqn 7; None for an absent branch."""
 
     q: Float[Array, "G R t s"] | None
     k: Float[Array, "G R t s"] | None
 
 
 def stage(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`f` as a function of the compiled program that is not inlined: its results are in memory when it returns.
+    """Make `f` a function of the compiled program that XLA does not inline, so that its results are stored.
 
-    XLA's CPU compiler fuses a cheap loop into each of the loops that read it, and would compute the hidden scores
-    again for every head. Its optimization barriers are gone by then; a call is not.
+    XLA's CPU compiler fuses a cheap loop into each loop that reads its result, and would compute the hidden planes
+    again for every head. It removes optimization barriers before the fusion, but it keeps calls.
     """
     compiled = jax.jit(f, static_argnames="groups" if "groups" in inspect.signature(f).parameters else ())
 
@@ -47,8 +50,8 @@ def stage(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     return call
 
 
-def arrange(w: ComposeWeights | None, batch: int, dtype: Any) -> ComposeWeights | None:
-    """The weights with B in front and their length behind: (B T R H) to (B R H T), (B T H) to (B H T)."""
+def arrange(w: ComposeWeights | None, batch: int, dtype: DTypeLike) -> ComposeWeights | None:
+    """Move the length of the weights to the end, (B T R H) to (B R H T), and give the static weights an axis B."""
     if w is None:
         return None
     moved = [None if x is None else jnp.moveaxis(x.astype(dtype), 1, -1) for x in w[:-1]]
@@ -57,7 +60,7 @@ def arrange(w: ComposeWeights | None, batch: int, dtype: Any) -> ComposeWeights 
 
 
 def transposed(w: ComposeWeights | None) -> ComposeWeights | None:
-    """The weights of the transposed map, which takes a gradient of a compose's output to one of its input."""
+    """Return the weights of the transposed compose, which maps a gradient of the output to one of the input."""
     if w is None:
         return None
     static = None if w.static is None else jnp.swapaxes(w.static, 1, 2)
@@ -66,29 +69,29 @@ def transposed(w: ComposeWeights | None) -> ComposeWeights | None:
 
 @stage
 def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> Hidden:
-    """A·w_q1 and A·w_k1 of Eqn 7: the heads of each group summed into R."""
+    """Compute the hidden planes A·w_q1 and A·w_k1 of Eqn 7: R weighted sums over the heads of each group."""
     grouped = _split(a, groups)
 
     def down(weights: Array | None, axis: int) -> Array | None:
         if weights is None:
             return None
-        spread = _spread(weights, groups, axis)  # R G J t 1 or R G J 1 s
-        by_rank = jnp.swapaxes(spread, 0, 1)
+        by_rank = jnp.swapaxes(_expand(weights, groups, axis), 0, 1)  # G R J t 1 or G R J 1 s
         return _sum([grouped[:, None, j] * by_rank[:, :, j] for j in range(grouped.shape[1])])
 
     return Hidden(None, None) if w is None else Hidden(down(w.q1, 0), down(w.k1, 1))
 
 
-def _mix(a: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, groups: int) -> Float[Array, "H t s"]:
+def _mix(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int) -> Float[Array, "H t s"]:
+    """Compute Eqn 7 from the hidden planes of `a`."""
     if w is None:
         return a
     grouped = _split(a, groups)
-    gates = [_spread(x, groups, axis) for x, axis in ((w.qg, 0), (w.kg, 1)) if x is not None]
+    gates = [_expand(x, groups, axis) for x, axis in ((w.qg, 0), (w.kg, 1)) if x is not None]
     terms = [grouped * _sum([1, *gates]) if gates else grouped]
-    for scores, up, axis in ((between.q, w.q2, 0), (between.k, w.k2, 1)):
-        if scores is not None and up is not None:
-            spread = _spread(up, groups, axis)
-            terms += [scores[:, r, None] * spread[r] for r in range(up.shape[0])]
+    for plane, up, axis in ((planes.q, w.q2, 0), (planes.k, w.k2, 1)):
+        if plane is not None and up is not None:
+            expanded = _expand(up, groups, axis)
+            terms += [plane[:, r, None] * expanded[r] for r in range(up.shape[0])]
     if w.static is not None:
         static = w.static[..., None, None]  # G J J 1 1
         terms += [grouped[:, n, None] * static[:, n] for n in range(grouped.shape[1])]
@@ -97,15 +100,15 @@ def _mix(a: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, gr
 
 @stage
 def mix(
-    a: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, seen: Bool[Array, "#t #s"] | None, groups: int
+    a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Bool[Array, "#t #s"] | None, groups: int
 ) -> Float[Array, "H t s"]:
-    """Eqn 7, given `hidden` of the same scores and weights; minus infinity where a key is not `seen`."""
-    return _see(_mix(a, between, w, groups), seen)
+    """Compute Eqn 7 from the planes that `hidden` returns for `a` and `w`; masked scores are minus infinity."""
+    return _apply_mask(_mix(a, planes, w, groups), mask)
 
 
 @stage
 def softmax(scores: Float[Array, "H t s"]) -> tuple[Float[Array, "H t s"], Float[Array, "H t"]]:
-    """The softmax of each row, and log Σ exp of each row and head; zeros for a row that sees nothing."""
+    """Return the softmax and the log-sum-exp of each row; the softmax of a fully masked row is zero."""
     top = jnp.max(scores, -1)
     top = jnp.where(top == -jnp.inf, 0, top)
     powers = _exponentials(scores, top)
@@ -120,29 +123,32 @@ def _exponentials(scores: Float[Array, "H t s"], top: Float[Array, "H t"]) -> Fl
 
 
 @stage
-def softmax_again(
-    a: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, seen: Array | None, log_sum: Array, groups: int
+def softmax_from_log_sum(
+    a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Array | None, log_sum: Array, groups: int
 ) -> Float[Array, "H t s"]:
-    """The softmax of `mix`, given the log Σ exp of its rows: one loop."""
-    return jnp.exp(_see(_mix(a, between, w, groups), seen) - log_sum[..., None])
+    """Compute the softmax of `mix` from the known log-sum-exp of its rows, in a single loop."""
+    return jnp.exp(_apply_mask(_mix(a, planes, w, groups), mask) - log_sum[..., None])
 
 
 def softmax_gradient(
-    weights: Float[Array, "H t s"], g: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, groups: int
+    weights: Float[Array, "H t s"], g: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int
 ) -> Float[Array, "H t s"]:
-    """dL = P∘(dP - Σ_s P∘dP), where dP is `mix` of g: from a gradient after the post-compose to one before softmax."""
-    return _centred(weights, _products(weights, g, between, w, groups=groups))
+    """Return the gradient of the softmax's input, dL = P∘(dP - Σ_s P∘dP), where dP is `mix` of `g`.
+
+    `g` is the gradient of the output of the post-compose, and `w` are the weights of the transposed post-compose.
+    """
+    return _center(weights, _products(weights, g, planes, w, groups=groups))
 
 
 @stage
 def _products(
-    weights: Float[Array, "H t s"], g: Float[Array, "H t s"], between: Hidden, w: ComposeWeights | None, groups: int
+    weights: Float[Array, "H t s"], g: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int
 ) -> Float[Array, "H t s"]:
-    return weights * _mix(g, between, w, groups)
+    return weights * _mix(g, planes, w, groups)
 
 
 @stage
-def _centred(weights: Float[Array, "H t s"], products: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
+def _center(weights: Float[Array, "H t s"], products: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
     return products - weights * _over_keys(products)[..., None]
 
 
@@ -150,44 +156,55 @@ def _centred(weights: Float[Array, "H t s"], products: Float[Array, "H t s"]) ->
 def weight_gradients(
     a: Float[Array, "H t s"], g: Float[Array, "H t s"], inner: Hidden, outer: Hidden, w: ComposeWeights, groups: int
 ) -> ComposeWeights:
-    """Gradients of a compose's weights from its input `a` and the gradient `g` of its output, arranged as `w` is.
+    """Return the gradients of a compose's weights in the layout of `w`.
 
     Args:
-      inner: `hidden` of `a` by `w`.
-      outer: `hidden` of `g` by `transposed(w)`.
+      a: input of the compose.
+      g: gradient of its output.
+      inner: `hidden` of `a` with `w`.
+      outer: `hidden` of `g` with `transposed(w)`.
+      w: weights of the compose in the layout of `arrange`, without the axis B.
+      groups: number of groups of heads.
     """
     a_grouped, g_grouped = _split(a, groups), _split(g, groups)
 
-    def of(sums: Callable[..., list[Array]], down: Array | None, gate: Array | None, one: Any, two: Any) -> list[Any]:
-        ranks = range(0 if down is None else down.shape[0])
-        pairs = [(a_grouped, two[:, r, None]) for r in ranks] + [(g_grouped, one[:, r, None]) for r in ranks]
-        pairs += [] if gate is None else [(a_grouped, g_grouped)]
+    def side(
+        sums: Callable[[Sequence[Pair]], list[Array]], down: Array | None, gate: Array | None,
+        one: Array | None, two: Array | None,
+    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+        """Return the gradients of the down projection, the up projection and the gate of one side."""
+        pairs: list[Pair] = []
+        rank = 0
+        if down is not None and one is not None and two is not None:
+            rank = down.shape[0]
+            pairs += [(a_grouped, two[:, r, None]) for r in range(rank)]
+            pairs += [(g_grouped, one[:, r, None]) for r in range(rank)]
+        if gate is not None:
+            pairs.append((a_grouped, g_grouped))
         total = [x.reshape(a.shape[0], -1) for x in sums(pairs)] if pairs else []
-        both = (
-            [None, None]
-            if down is None
-            else [jnp.stack(total[: len(ranks)]), jnp.stack(total[len(ranks) : 2 * len(ranks)])]
-        )
-        return [*both, None if gate is None else total[-1]]
+        d_gate = None if gate is None else total[-1]
+        if down is None:
+            return None, None, d_gate
+        return jnp.stack(total[:rank]), jnp.stack(total[rank : 2 * rank]), d_gate
 
     static = None
     if w.static is not None:
         static = jnp.einsum("gnts,gmts->gnm", a_grouped, g_grouped, precision=jax.lax.Precision.HIGHEST)
-    query_wise = of(_sums_over_keys, w.q1, w.qg, inner.q, outer.q)
-    key_wise = of(_sums_over_queries, w.k1, w.kg, inner.k, outer.k)
-    return ComposeWeights(*query_wise, *key_wise, *[static])
+    query_wise = side(_sums_over_keys, w.q1, w.qg, inner.q, outer.q)
+    key_wise = side(_sums_over_queries, w.k1, w.kg, inner.k, outer.k)
+    return ComposeWeights(*query_wise, *key_wise, static)
 
 
-def _sums_over_keys(pairs: list[tuple[Array, Array]]) -> list[Float[Array, "G J t"]]:
-    """Sums of products along rows. XLA's loop is scalar, but several sums in one loop do not wait for each other."""
+def _sums_over_keys(pairs: Sequence[Pair]) -> list[Float[Array, "G J t"]]:
+    """Sum the product of each pair over keys. XLA's loop is scalar; several sums in one loop hide its latency."""
     products = tuple(x * y for x, y in pairs)
     zeros = (jnp.zeros((), products[0].dtype),) * len(products)
     axis = (products[0].ndim - 1,)
     return list(jax.lax.reduce(products, zeros, lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True)), axis))
 
 
-def _sums_over_queries(pairs: list[tuple[Array, Array]]) -> list[Float[Array, "G J s"]]:
-    """Sums of products along columns: runs of rows are multiplied and added in one loop, then a product with ones."""
+def _sums_over_queries(pairs: Sequence[Pair]) -> list[Float[Array, "G J s"]]:
+    """Sum the product of each pair over queries: a loop adds `FOLDS` runs of rows, a product with ones the rest."""
 
     def fold(x: Array, y: Array) -> Array:
         rows = x.shape[-2]
@@ -201,6 +218,7 @@ def _sums_over_queries(pairs: list[tuple[Array, Array]]) -> list[Float[Array, "G
 
 
 def _ones_dot(x: Array) -> Array:
+    """Sum over the second last axis as a product with ones."""
     n = x.ndim - 2
     ones = jnp.ones(x.shape[:-1], x.dtype)
     batch = tuple(range(n))
@@ -208,24 +226,24 @@ def _ones_dot(x: Array) -> Array:
 
 
 def _over_keys(x: Float[Array, "H t s"]) -> Float[Array, "H t"]:
-    """A sum as a product with ones, which is vectorised; XLA's own along rows is not."""
+    """Sum over keys as a product with ones, which XLA vectorizes on CPUs, unlike its reduction along rows."""
     return jnp.einsum("hts,s->ht", x, jnp.ones(x.shape[-1], x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
-def _see(scores: Float[Array, "H t s"], seen: Array | None) -> Float[Array, "H t s"]:
-    return scores if seen is None else jnp.where(seen[None], scores, -jnp.inf)
+def _apply_mask(scores: Float[Array, "H t s"], mask: Array | None) -> Float[Array, "H t s"]:
+    return scores if mask is None else jnp.where(mask[None], scores, -jnp.inf)
 
 
 def _split(x: Array, groups: int) -> Array:
-    """(H …) to (G J …)."""
+    """Reshape (H …) to (G J …)."""
     return x.reshape(groups, -1, *x.shape[1:])
 
 
-def _spread(x: Array, groups: int, axis: int) -> Array:
-    """(… H n) to (… G J n 1) for queries, axis 0, or (… G J 1 n) for keys, axis 1."""
+def _expand(x: Array, groups: int, axis: int) -> Array:
+    """Reshape (… H n) to (… G J n 1) for queries (axis 0) or to (… G J 1 n) for keys (axis 1)."""
     x = x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
     return x[..., :, None] if axis == 0 else x[..., None, :]
 
 
-def _sum(terms: list[Any]) -> Any:
-    return functools.reduce(jnp.add, terms)
+def _sum(terms: Sequence[Array | int]) -> Array:
+    return functools.reduce(jnp.add, terms)  # type: ignore[return-value]

@@ -1,28 +1,30 @@
-"""The Compose function of DCMHA (Xiao et al., ICML 2024, Section 3, Eqn 5-8) on plain arrays.
+"""Compose function of DCMHA (Xiao et al., ICML 2024, Section 3, Eqn 5-8) on plain arrays.
 
-Letters: B batch, T query length, S key length, M model width (the paper's D_m), H heads, R rank of
-the dynamic projections, G groups of heads that compose among themselves, I = 2·R·H/G.
+Letters: B batch, T query length, S key length, M model width (the paper's D_m), H heads, R rank of the dynamic
+projections, G groups of heads (a compose combines heads of the same group only), I = 2·R·H/G.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
+from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 
 RMS_EPSILON = 1e-6
 
 
 class ComposeWeights(NamedTuple):
-    """The weights of one compose. A branch that is None is absent; the skip connection is always there.
+    """Weights of one compose. A field that is None is an absent branch; the skip connection always exists.
 
-    `q1`/`q2` (and `k1`/`k2`) come in pairs. `q*` belong to the T queries, `k*` to the S keys.
+    `q1` and `q2` must be given together, and so must `k1` and `k2`. The fields `q…` belong to the T queries, the fields
+    `k…` to the S keys.
     """
 
     q1: Float[Array, "B T R H"] | None = None  # query-wise dynamic projection, down (RMS-normed over H)
@@ -34,11 +36,6 @@ class ComposeWeights(NamedTuple):
     static: Float[Array, "G J J"] | None = None  # static projection W_b, J = H/G
 
 
-def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of softmax and norm statistics: float32, or float64 where the inputs are."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def dynamic_projection(
     x: Float[Array, "B N M"],
     w_1: Float[Array, "M G I"],
@@ -46,9 +43,16 @@ def dynamic_projection(
     *,
     heads: int,
 ) -> tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]:
-    """Projection weights of Eqn 5, down (RMS-normed over each group's heads) and up, from inputs `x`.
+    """Compute the dynamic projection weights of Eqn 5 from the inputs `x`.
 
-    `w_1` and `w_2` are the paper's W_q1 and W_q2 (or W_k1 and W_k2), one block for each group.
+    Args:
+      x: inputs of N tokens.
+      w_1: the paper's W_q1 or W_k1, one block for each group.
+      w_2: the paper's W_q2 or W_k2, one block for each group.
+      heads: the number of heads H.
+
+    Returns:
+      The down projection, RMS-normed over the heads of each group, and the up projection.
     """
     return dynamic_projections(x, [w_1], [w_2], heads=heads)[0]
 
@@ -60,12 +64,13 @@ def dynamic_projections(
     *,
     heads: int,
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
-    """`dynamic_projection` by each of `w_1` and `w_2`; one product reads `x` for all."""
+    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`."""
     hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)))
     return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
 
 
 def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
+    """Apply the second layer of Eqn 5 and split its output into the down and the up projection."""
     batch, length, groups, inner = hidden.shape
     per_group = heads // groups
     rank = inner // (2 * per_group)
@@ -80,20 +85,28 @@ def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], he
 
 
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
-    """Gate weights of Eqn 6: tanh(x·W_g)."""
+    """Compute the dynamic gate weights tanh(x·W_g) of Eqn 6."""
     return dynamic_gates(x, [w_g])[0]
 
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
-    """`dynamic_gate` by each of `w_g`; one product reads `x` for all."""
+    """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`."""
     gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
     return [gates[:, :, c] for c in range(len(w_g))]
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:
-    """Eqn 7 for all query-key pairs at once: A' = A + A·W_b + A·w_q1·w_q2 + A⊗w_qg + A·w_k1·w_k2 + A⊗w_kg.
+    """Compose attention scores or weights across heads (Eqn 7).
 
-    Heads compose only inside each of `groups` equal groups (Section 3.2). Computes in `a`'s dtype.
+    For all query-key pairs, A' = A + A·W_b + A·w_q1·w_q2 + A⊗w_qg + A·w_k1·w_k2 + A⊗w_kg.
+
+    Args:
+      a: attention scores or weights A of H heads.
+      w: weights of the compose.
+      groups: the number of equal groups of heads; each group is composed separately (Section 3.2).
+
+    Returns:
+      A' in the dtype of `a`.
 
     Raises:
       ValueError: `groups` does not divide the heads, or a weight's shape does not fit `a`.
@@ -122,17 +135,17 @@ def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -
 
 
 def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, keys: int, groups: int) -> None:
-    """Raises ValueError, naming the weight, where `w` does not fit attention of the given sizes."""
+    """Raise ValueError with the name of the weight if `w` does not fit attention of the given sizes."""
     if groups < 1 or heads % groups:
         raise ValueError(f"groups={groups} does not divide {heads} heads")
     for side, length, down, up, gate in (("q", queries, w.q1, w.q2, w.qg), ("k", keys, w.k1, w.k2, w.kg)):
         if (down is None) != (up is None):
-            raise ValueError(f"{side}1 and {side}2 come in pairs: give both or neither")
+            raise ValueError(f"{side}1 and {side}2 must be given together: give both or neither")
         for name, x in ((f"{side}1", down), (f"{side}2", up)):
             if x is not None and (x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads)):
                 raise ValueError(f"{name} has shape {x.shape}, expected ({batch}, {length}, rank, {heads})")
         if down is not None and up is not None and down.shape != up.shape:
-            raise ValueError(f"{side}1 and {side}2 differ in shape: {down.shape} and {up.shape}")
+            raise ValueError(f"{side}1 and {side}2 must have the same shape, found {down.shape} and {up.shape}")
         if gate is not None and gate.shape != (batch, length, heads):
             raise ValueError(f"{side}g has shape {gate.shape}, expected {(batch, length, heads)}")
     per_group = heads // groups
@@ -141,20 +154,29 @@ def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, ke
 
 
 def hidden_init(width: int, inner: int) -> Initializer:
-    """Xavier normal for W_q1 and W_k1, M×I for each group: std sqrt(2/(M+I))."""
+    """Return the Xavier normal initializer of W_q1 and W_k1, M×I for each group: standard deviation sqrt(2/(M+I))."""
     return normal(math.sqrt(2 / (width + inner)))
 
 
 def projection_init(rank: int, heads_per_group: int) -> Initializer:
-    """Normal for W_q2 and W_k2: std 0.02/(sqrt(2HR)·(H+R)), Section 4 of the paper; H of one group."""
+    """Return the normal initializer of W_q2 and W_k2 (Section 4 of the paper).
+
+    The standard deviation is 0.02/(sqrt(2HR)·(H+R)), where H is the number of heads of one group.
+    """
     return normal(0.02 / (math.sqrt(2 * heads_per_group * rank) * (heads_per_group + rank)))
 
 
 def gate_init(width: int, heads_per_group: int) -> Initializer:
-    """Normal for W_qg and W_kg: std 0.05·sqrt(2/(M+H)), Section 4 of the paper; H of one group."""
+    """Return the normal initializer of W_qg and W_kg (Section 4 of the paper).
+
+    The standard deviation is 0.05·sqrt(2/(M+H)), where H is the number of heads of one group.
+    """
     return normal(0.05 * math.sqrt(2 / (width + heads_per_group)))
 
 
 def static_init(heads_per_group: int) -> Initializer:
-    """Normal for W_b, which comes on top of the skip connection: std 0.1·sqrt(1/H), as released; H of one group."""
+    """Return the normal initializer of W_b, which is added to the skip connection.
+
+    The standard deviation is 0.1·sqrt(1/H), as in the authors' code, where H is the number of heads of one group.
+    """
     return normal(0.1 * math.sqrt(1 / heads_per_group))

@@ -1,73 +1,149 @@
-"""Which implementation attends: by name, or the fastest that takes the case on the platform at hand."""
+"""Choice of the implementation of attention: the one with the given name, or the fastest one that supports the case."""
 
 from __future__ import annotations
 
-import importlib
 import logging
-from typing import Any
+from typing import Protocol, TypedDict, Unpack
 
 import jax
 
-# Each is a module of this package with `attention`, and `refuses` where it does not take every case.
-IMPLEMENTATIONS = ("reference", "blockwise", "decode", "pallas_tpu", "pallas_tpu_decode", "pallas_gpu")
-# What is chosen, best first; the reference where there is none. `pallas_gpu` is for those who ask for it by name, until
-# it has been run on a GPU: scripts/check_gpu.py and scripts/bench_dcmha.py are to say whether it is right and faster.
+from dcvit.dcmha import blockwise, decode, reference
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.shapes import Array
+
+LOG = logging.getLogger(__name__)
+SMALL = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
+
+
+class Options(TypedDict):
+    """Keyword arguments of every implementation."""
+
+    causal: bool
+    window: int | None
+    mask: Array | None
+    groups: int
+    scale: float
+
+
+class Implementation(Protocol):
+    """A function that computes attention, or raises UnsupportedError with a reason."""
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
+        **options: Unpack[Options],
+    ) -> Array: ...  # fmt: skip
+
+
+# Pallas is imported on first use: the GPU part adds 0.1 to 0.2 s to `import dcvit.dcmha`, and a platform needs one
+# backend at most.
+
+
+def _pallas_tpu(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
+) -> Array:
+    from dcvit.dcmha.pallas_tpu import api
+
+    return api.attention(q, k, v, pre, post, **options)
+
+
+def _pallas_tpu_decode(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
+) -> Array:
+    from dcvit.dcmha.pallas_tpu import decode as tpu_decode
+
+    return tpu_decode.attention(q, k, v, pre, post, **options)
+
+
+def _pallas_gpu(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
+) -> Array:
+    from dcvit.dcmha.pallas_gpu import api
+
+    return api.attention(q, k, v, pre, post, **options)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": reference.attention,
+    "blockwise": blockwise.attention,
+    "decode": decode.attention,
+    "pallas_tpu": _pallas_tpu,
+    "pallas_tpu_decode": _pallas_tpu_decode,
+    "pallas_gpu": _pallas_gpu,
+}
+ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu"}
+# Implementations in the order in which they are tried; `reference` follows. `pallas_gpu` must be selected by name until
+# scripts/check_gpu.py and scripts/bench_dcmha.py have shown on a GPU that it is correct and faster.
 BY_PLATFORM = {"cpu": ("blockwise",), "tpu": ("pallas_tpu", "blockwise")}
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
-LOG = logging.getLogger(__name__)
-SMALL = 20_000  # scores of a head; on CPUs XLA's own plain attention is the faster below
 
 
 def platform() -> str:
-    """ "cpu", "gpu" or "tpu": of the mesh in force (`jax.set_mesh`), whose devices need not be here, or else of JAX."""
+    """Return "cpu", "gpu" or "tpu": the platform of the current mesh (`jax.set_mesh`), or JAX's default without one.
+
+    The devices of a mesh may be those of a topology that is not attached to this host.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     name = jax.default_backend() if device is None or device.platform is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
-def load(name: str) -> Any:
-    """The module of an implementation."""
-    paths = {"pallas_tpu": "pallas_tpu.api", "pallas_tpu_decode": "pallas_tpu.decode", "pallas_gpu": "pallas_gpu.api"}
-    return importlib.import_module(f"dcvit.dcmha.{paths.get(name, name)}")
+def attention(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, implementation: str | None,
+    **options: Unpack[Options],
+) -> Array:  # fmt: skip
+    """Compute attention with the named implementation, or with the first candidate that supports the case.
+
+    The implementation and the reasons against those tried before it are logged.
+
+    Raises:
+      ValueError: the named implementation does not support the case.
+    """
+    names = candidates(q, k, pre, post) if implementation is None else (implementation,)
+    reasons: list[str] = []
+    for name in names:
+        try:
+            check_platform(name)
+            out = IMPLEMENTATIONS[name](q, k, v, pre, post, **options)
+        except UnsupportedError as error:
+            if implementation is not None:
+                raise ValueError(f"implementation {name} does not support this case: {error}") from error
+            reasons.append(f"; not {name}: {error}")
+            continue
+        note = "".join(reasons) if implementation is None else ", as requested"
+        case = _describe(q, k, pre, post, options["window"])
+        LOG.info("attention: %s on %s for %s%s", name, platform(), case, note)
+        return out
+    raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case
 
 
-def refusal(name: str, *args: Any, **case: Any) -> str | None:
-    """Why an implementation does not take the case here, or None where it does. Arguments: as of
-    `dcvit.dcmha.attention`."""
-    here = platform()
-    if name.startswith("pallas_") and not name.startswith(f"pallas_{here}"):
-        return f"it is for {name.split('_')[1].upper()}s, and this is a {here.upper()}"
-    refuses = getattr(load(name), "refuses", None)
-    reason: str | None = refuses(*args, **case) if refuses else None
-    return reason
+def candidates(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None) -> tuple[str, ...]:
+    """Return the names of implementations for these shapes on the current platform, fastest first.
 
-
-def choose(q: Any, k: Any, v: Any, pre: Any, post: Any, **case: Any) -> str:
-    """The implementation for arguments of these shapes and dtypes; the log says which.
-
-    On two CPU cores, gradients of composed attention take `blockwise` a tenth to a fifth of `reference`'s time at the
-    sizes of docs/performance.md, plain attention does best with the latter where it is small: scripts/bench_dcmha.py.
-    One query alone (decoding, a pooling head) is a product with a matrix: `decode` copies nothing of the keys, and a
-    pooling head's gradient over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, that it reads less
-    and has fewer and larger products is the reason to take it and its kernel: not measured.
+    On two CPU cores, gradients of composed attention take `blockwise` 10 to 20 % of `reference`'s time at the sizes in
+    docs/performance.md, and `reference` is faster for small plain attention (scripts/bench_dcmha.py). Attention of one
+    query, as in decoding or in a pooling head, is a matrix-vector product: `decode` does not copy the keys, and the
+    gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, `decode` and its
+    kernel are preferred because they read less memory in fewer, larger products; this has not been measured.
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
-    names = (ONE_QUERY if queries == 1 else BY_PLATFORM).get(here, ())
-    if queries > 1 and pre is None and post is None and here == "cpu" and queries * keys < SMALL:
-        names = ()
-    reasons = {name: refusal(name, q, k, v, pre, post, **case) for name in names}
-    chosen = next((name for name, reason in reasons.items() if reason is None), "reference")
-    refused = "".join(f"; not {name}: {reason}" for name, reason in reasons.items() if reason)
-    log(chosen, q, k, pre, post, case["window"], refused)
-    return chosen
+    plain = pre is None and post is None
+    if queries > 1 and plain and here == "cpu" and queries * keys < SMALL:
+        return ("reference",)
+    return (*(ONE_QUERY if queries == 1 else BY_PLATFORM).get(here, ()), "reference")
 
 
-def log(name: str, q: Any, k: Any, pre: Any, post: Any, window: int | None, why: str) -> None:
-    """One line of which implementation attends to what, and `why`."""
-    composed = " and ".join(side for side, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
-    seen = f", window {window}" if window is not None else ""
-    LOG.info(
-        f"attention: {name} on {platform()} for {q.dtype}{list(q.shape)}, {k.shape[1]} keys, {composed}{seen}{why}"
-    )
+def check_platform(name: str) -> None:
+    """Raise UnsupportedError if an implementation does not run on the current platform."""
+    required, here = ONLY_ON.get(name), platform()
+    if required is not None and required != here:
+        raise UnsupportedError(f"it needs a {required.upper()}, found a {here.upper()}")
+
+
+def _describe(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, window: int | None) -> str:
+    """Return the shapes and branches of a case for the log."""
+    composes = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
+    suffix = f", window {window}" if window is not None else ""
+    return f"{q.dtype}{list(q.shape)}, {k.shape[1]} keys, {composes}{suffix}"

@@ -1,11 +1,12 @@
-"""The cache of decoding: keys, values and key-wise compose weights of the tokens behind.
+"""KV cache for decoding, with key-wise compose weights.
 
-Composition is a query-wise plus a key-wise part (Section 3.1), so what a key adds to it never changes and is cached
-beside the key, factored: w_k1, w_k2 and w_kg of both composes are 2·(2R + 1)·H numbers a token, never H×H maps.
+A compose has a query-wise and a key-wise part (Section 3.1), so the contribution of a key never changes. It is cached
+beside the key in factored form: w_k1, w_k2 and w_kg of both composes are 2·(2R + 1)·H numbers for each token, instead
+of an H×H matrix.
 
-Token p of an example stands in slot p % S of its S slots. With S = window the slots are a ring. A token's heads lie
-side by side, K·D numbers: a TPU would pad heads of D numbers in a dimension of their own, and all devices read them
-so, in one piece.
+Token p of an example is stored in slot p % S of its S slots. With S = window, the slots are a ring buffer. The heads of
+a token are one axis of K·D numbers, because a TPU would pad a separate axis of D numbers, and all devices read this
+layout contiguously.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 
 class Cache(NamedTuple):
-    """What one layer keeps of the tokens behind; of `pre` and `post` only the key-wise fields."""
+    """Cache of one layer for the previous tokens. `pre` and `post` have only the key-wise fields."""
 
     k: Float[Array, "B S K*D"]
     v: Float[Array, "B S K*D"]
@@ -30,24 +31,26 @@ class Cache(NamedTuple):
 
 
 def key_wise(weights: ComposeWeights | None) -> ComposeWeights | None:
-    """The fields that belong to keys, or None where there are none."""
+    """Return the fields that belong to keys, or None if there are none."""
     if weights is None or (weights.k1 is None and weights.kg is None):
         return None
     return ComposeWeights(k1=weights.k1, k2=weights.k2, kg=weights.kg)
 
 
 def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array, " B"]) -> Cache:
-    """The cache after `count` of the T tokens in `new`, at positions `before` on; a slot keeps its newest token.
+    """Return the cache with the first `count` of the T tokens in `new` added, at positions from `before`.
 
-    Tokens from `count` on are padding and leave no trace. Tokens are scattered, which leaves the other slots alone. But
-    a single one is selected where XLA (of jax 0.10.2) does not scatter in place: on CPUs it would make float32 of a
-    bfloat16 cache and back, and TPUs, which lay out key-wise weights with the slots last, would copy these, padded. And
-    on CPUs a single row of float32 would be written once for each reader, into copies; not so with a second one, which
-    is dropped.
+    A slot keeps its newest token. Tokens after the first `count` are padding and change nothing.
+
+    Several tokens are written with a scatter, which does not touch other slots. A single token is written by the
+    operation that XLA (of jax 0.10.2) compiles to an update in place. On CPUs, a scatter into bfloat16 converts the
+    complete cache to float32 and back, so that a select is used. TPUs lay out key-wise weights with the slots last, and
+    a scatter would copy them with padding, so that a select is used for these. On CPUs, a scatter of a single float32
+    row is repeated for each reader of the cache, into copies; with a second row, which is dropped, it is not.
     """
     size, steps = cache.k.shape[1], jnp.arange(new.k.shape[1])[None]
     kept = (steps < count[:, None]) & (steps >= count[:, None] - size)
-    slot = jnp.where(kept, (before[:, None] + steps) % size, size)  # `size` is no slot
+    slot = jnp.where(kept, (before[:, None] + steps) % size, size)  # slot `size` does not exist
 
     def scatter(slots: Array, tokens: Array) -> Array:
         rows = jnp.arange(slots.shape[0])[:, None]
@@ -77,7 +80,7 @@ def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array,
 
 
 def positions(slots: int, length: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """Which token stands in each slot after `length` tokens; negative where none does."""
+    """Return the position of the token in each slot after `length` tokens; it is negative for an empty slot."""
     last = length[:, None] - 1
     return last - (last - jnp.arange(slots)[None]) % slots
 
@@ -85,7 +88,10 @@ def positions(slots: int, length: Int[Array, " B"]) -> Int[Array, "B S"]:
 def visible(
     slots: int, length: Int[Array, " B"], *, window: int | None, first: Int[Array, " B"] | None = None
 ) -> Bool[Array, "B 1 1 S"]:
-    """Which slots the newest of `length` tokens sees: those of its window, from token `first` on (0 by default)."""
+    """Return which slots the newest of `length` tokens attends to.
+
+    These are the slots of tokens inside its window and at positions from `first` (by default 0).
+    """
     oldest = jnp.zeros_like(length) if first is None else first
     if window is not None:
         oldest = jnp.maximum(oldest, length - window)
@@ -93,7 +99,7 @@ def visible(
 
 
 def with_keys(weights: ComposeWeights | None, cached: ComposeWeights | None) -> ComposeWeights | None:
-    """A new query's weights with the key-wise ones of all cached keys."""
+    """Return the weights of a new query with the key-wise weights of all cached keys."""
     if weights is None or cached is None:
         return weights
     return weights._replace(k1=cached.k1, k2=cached.k2, kg=cached.kg)

@@ -1,4 +1,4 @@
-"""Attention that materialises the H×T×S tensor: Eqn 4 as written, and the definition the others are tested against."""
+"""Reference attention: Eqn 4 as written, with all H×T×S scores in memory. Tests compare the others with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 
 import jax.numpy as jnp
 
-from dcvit.dcmha.compose import ComposeWeights, compose, statistics_dtype
+from dcvit.dcmha.compose import ComposeWeights, compose
+from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -18,7 +19,7 @@ def visible(
     window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
 ) -> Bool[Array, "#B 1 T S"] | None:
-    """Which key each query sees, or None where every query sees every key."""
+    """Return which keys each query attends to, or None if every query attends to every key."""
     query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
     conditions = []
     if causal or window is not None:
@@ -31,14 +32,17 @@ def visible(
 
 
 def masked_softmax(
-    scores: Float[Array, "*shape"], seen: Bool[Array, "*#shape"] | None, axis: int = -1
+    scores: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None, axis: int = -1
 ) -> Float[Array, "*shape"]:
-    """Softmax over the seen keys of `axis`; unseen ones weigh exactly 0, and so does a whole row that sees nothing."""
-    if seen is not None:
-        scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    """Compute the softmax over the keys of `axis` where `mask` is True.
+
+    The weight of a masked key is exactly 0, also in a row where every key is masked.
+    """
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - jnp.max(scores, axis=axis, keepdims=True))
-    if seen is not None:
-        weights = jnp.where(seen, weights, 0)
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
     total = jnp.sum(weights, axis=axis, keepdims=True)
     return weights / jnp.where(total == 0, 1, total)
 
@@ -56,15 +60,17 @@ def attention(
     groups: int,
     scale: float,
 ) -> Float[Array, "B T H D"]:
-    """See `dcvit.dcmha.attention`, which checks the arguments. Scores and weights are float32 at least."""
+    """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
+
+    Scores and weights are float32, or float64 for float64 inputs.
+    """
     wide = statistics_dtype(q.dtype)
     if k.shape[2] != q.shape[2]:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
     if pre is not None:
         scores = compose(scores, pre, groups=groups)
-    seen = visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
-    weights = masked_softmax(scores, seen)
+    weights = masked_softmax(scores, visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask))
     if post is not None:
         weights = compose(weights, post, groups=groups)
     out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=wide)

@@ -1,4 +1,4 @@
-"""One contract for every implementation of `dcvit.dcmha.attention`."""
+"""One contract for the implementations of `dcvit.dcmha.attention` that support all cases, and the argument checks."""
 
 import inspect
 
@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from attention_cases import to_jax
 from jax.test_util import check_grads
 
 from dcvit.dcmha import ComposeWeights, attention
 
-EXACT = ("reference", "blockwise")  # those that also take float64
+IMPLEMENTATIONS = ("reference", "blockwise")  # these also support float64
 
 SHAPES = {
     "self": {},
@@ -30,7 +31,7 @@ SHAPES = {
     "four groups": {"groups": 4, "causal": True},
     "scale": {"scale": 0.3},
 }
-ABLATIONS = [  # every pair of the three
+ABLATIONS = [  # every pair of branches, composes and shapes
     (branches, where, ("causal", "cross", "two groups")[(i + j) % 3])
     for i, branches in enumerate(oracle.BRANCHES)
     for j, where in enumerate(("both", "pre", "post"))
@@ -38,7 +39,7 @@ ABLATIONS = [  # every pair of the three
 
 
 def make_case(shape, pre="qkpg", post="qkpg", seed=0, rank=2):
-    """Random arguments (q, k, v, pre, post) in numpy, and the options of `attention`."""
+    """Return random arguments (q, k, v, pre, post) in numpy, and the options of `attention`."""
     options = dict(SHAPES[shape])
     rng = np.random.default_rng(seed)
     queries, heads, width = 5, 4, 3
@@ -53,11 +54,9 @@ def make_case(shape, pre="qkpg", post="qkpg", seed=0, rank=2):
 
 
 def on_device(args, dtype):
-    """The arguments as JAX arrays; the options' mask stays boolean."""
+    """Return the arguments as JAX arrays."""
     q, k, v, *weights = args
-    as_array = lambda x: x if x is None else jnp.asarray(x, dtype)  # noqa: E731
-    composed = [w and ComposeWeights(**{name: as_array(x) for name, x in w.items()}) for w in weights]
-    return (*map(as_array, (q, k, v)), *composed)
+    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), *(to_jax(w, dtype) for w in weights))
 
 
 def run(args, options, dtype, implementation, function=attention):
@@ -65,17 +64,17 @@ def run(args, options, dtype, implementation, function=attention):
     return function(*on_device(args, dtype), **{**options, **mask}, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", EXACT)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestContract:
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_equals_the_loop_over_pairs(self, x64, implementation, shape):
+    def test_output_equals_a_loop_over_query_key_pairs(self, x64, implementation, shape):
         args, options = make_case(shape)
         np.testing.assert_allclose(
             run(args, options, jnp.float64, implementation), oracle.attention(*args, **options), rtol=0, atol=1e-10
         )
 
     @pytest.mark.parametrize(("branches", "where", "shape"), ABLATIONS)
-    def test_every_ablation_equals_the_loop_over_pairs(self, x64, implementation, branches, where, shape):
+    def test_every_ablation_equals_a_loop_over_query_key_pairs(self, x64, implementation, branches, where, shape):
         pre, post = (branches if where in (side, "both") else None for side in ("pre", "post"))
         args, options = make_case(shape, pre, post, seed=1, rank=1)
         np.testing.assert_allclose(
@@ -95,14 +94,14 @@ class TestContract:
         check_grads(f, leaves, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_zero_compose_weights_are_plain_attention_bit_for_bit(self, implementation, shape):
+    def test_zero_compose_weights_give_plain_attention_bitwise(self, implementation, shape):
         args, options = make_case(shape, "qkpgs", "qkpgs")
         zero = [{k: v * 0 for k, v in w.items()} for w in args[3:]]
         composed = run((*args[:3], *zero), options, jnp.float32, implementation)
         plain = run((*args[:3], None, None), options, jnp.float32, implementation)
         np.testing.assert_array_equal(composed, plain)
 
-    def test_zero_compose_weights_change_nothing_in_a_compiled_program_but_its_rounding(self, implementation):
+    def test_zero_compose_weights_change_only_the_rounding_of_a_compiled_program(self, implementation):
         args, _ = make_case("causal", "qkpgs", "qkpgs")
         zero = [{k: v * 0 for k, v in w.items()} for w in args[3:]]
         compiled = [
@@ -112,7 +111,7 @@ class TestContract:
         np.testing.assert_allclose(*compiled, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("shape", ["causal", "window", "mask", "key padding", "causal mask", "fewer keys"])
-    def test_no_output_depends_on_an_unseen_key_through_any_branch(self, implementation, shape):
+    def test_no_output_depends_on_a_masked_key_through_any_branch(self, implementation, shape):
         args, options = make_case(shape, "qkpgs", "qkpgs")
         arrays = on_device(args, jnp.float32)
         mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
@@ -130,12 +129,14 @@ class TestContract:
             for b in range(2):
                 for i in range(strength.shape[1]):
                     for j in range(strength.shape[3]):
-                        seen = oracle.sees(b, i, j, options.get("causal"), options.get("window"), options.get("mask"))
+                        attended = oracle.attends(
+                            b, i, j, options.get("causal"), options.get("window"), options.get("mask")
+                        )
                         assert strength[b, i, 1 - b, j] == 0
-                        assert seen or strength[b, i, b, j] == 0
+                        assert attended or strength[b, i, b, j] == 0
             assert strength.max() > 0
 
-    def test_bfloat16_is_close_to_float32_and_its_softmax_does_not_overflow(self, implementation):
+    def test_bfloat16_is_close_to_float32_and_large_scores_do_not_overflow(self, implementation):
         args, options = make_case("causal")
         wide = run(args, options, jnp.float32, implementation)
         narrow = run(args, options, jnp.bfloat16, implementation)
@@ -144,7 +145,7 @@ class TestContract:
         huge = run((1e4 * args[0], *args[1:]), options, jnp.float32, implementation)
         assert bool(jnp.isfinite(huge).all())
 
-    def test_a_query_that_sees_nothing_yields_zeros_and_finite_gradients(self, implementation):
+    def test_a_fully_masked_query_has_zero_output_and_finite_gradients(self, implementation):
         args, _ = make_case("self")
         arrays = on_device(args, jnp.float32)
         mask = jnp.zeros((1, 1, 5, 5), bool).at[:, :, 1:].set(True)
@@ -156,7 +157,7 @@ class TestContract:
         assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
-def test_plain_attention_is_jaxs_own():
+def test_plain_attention_equals_jax_nn_dot_product_attention():
     args, _ = make_case("causal", None, None)
     q, k, v, *_ = on_device(args, jnp.float32)
     np.testing.assert_allclose(
@@ -167,41 +168,41 @@ def test_plain_attention_is_jaxs_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, "3 key heads do not divide 4"),
+        ({"k": (2, 5, 3, 8), "v": (2, 5, 3, 8)}, r"query heads \(4\) is not a multiple of the key heads \(3\)"),
         ({"v": (2, 6, 4, 8)}, "expected q .* and k, v"),
         ({"window": 0}, "window=0"),
         ({"groups": 3}, "groups=3 does not divide 4 heads"),
         ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
-        ({"implementation": "flash"}, "unknown implementation 'flash'; known: reference, blockwise"),
-        ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected heads and keys, found"),
-        ({"scale": "small"}, "scale should be a number"),
+        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, blockwise"),
+        ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
+        ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(change, message):
+def test_inconsistent_arguments_are_named(change, message):
     arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
     if "mask" in change:
         change["mask"] = jnp.zeros((1, 1, 5, 5)) if change["mask"] == "float" else jnp.ones(change["mask"], bool)
-    with pytest.raises(ValueError, match=message):  # the function itself, without the annotations the tests execute
+    with pytest.raises(ValueError, match=message):  # without the executed annotations
         inspect.unwrap(attention)(**arrays, **change)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("shape", [(0, 5, 4, 8), (0, 1, 4, 8), (2, 0, 4, 8)])
-def test_no_examples_and_no_queries_yield_nothing(shape, implementation):
+def test_empty_batches_and_empty_queries_give_empty_outputs(shape, implementation):
     q, k = jnp.zeros(shape), jnp.zeros((shape[0], 5, 4, 8))
     assert attention(q, k, k, implementation=implementation).shape == shape
 
 
-def test_a_traced_scale_is_refused():
+def test_a_traced_scale_raises():
     q = jnp.zeros((2, 5, 4, 8))
-    with pytest.raises(ValueError, match="known when the program is traced"):
+    with pytest.raises(ValueError, match="known at trace time"):
         jax.jit(lambda scale: inspect.unwrap(attention)(q, q, q, scale=scale))(0.3)
     given = inspect.unwrap(attention)(q, q, q, scale=jnp.float32(0.25))
     np.testing.assert_array_equal(given, attention(q, q, q, scale=0.25))
 
 
-def test_weights_without_a_branch_are_none():
+def test_weights_without_a_branch_equal_plain_attention():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 140, 4, 8))
     none = ComposeWeights()
     np.testing.assert_array_equal(attention(q, k, v, none, none, window=2), attention(q, k, v, window=2))

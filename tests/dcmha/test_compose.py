@@ -1,4 +1,4 @@
-"""`compose` and the dynamic weights against loops over Eqn 5-8, and the paper's two theorems."""
+"""`compose` and the dynamic weights compared with loops over Eqn 5-8, and the paper's two theorems."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from dcvit.dcmha.compose import gate_init, hidden_init, projection_init, static_
 
 @pytest.mark.parametrize("branches", oracle.BRANCHES)
 @pytest.mark.parametrize(("groups", "rank"), [(1, 2), (2, 1), (4, 3)])
-def test_compose_is_eqn_7_for_every_pair(x64, branches, groups, rank):
+def test_compose_equals_eqn_7_for_every_query_key_pair(x64, branches, groups, rank):
     rng = np.random.default_rng(0)
     sizes = dict(batch=2, queries=3, keys=5, heads=4)
     w = oracle.random_weights(rng, branches, **sizes, rank=rank, groups=groups)
@@ -23,8 +23,8 @@ def test_compose_is_eqn_7_for_every_pair(x64, branches, groups, rank):
     np.testing.assert_allclose(got, oracle.compose(a, w, groups), rtol=0, atol=1e-10)
 
 
-def test_compose_equals_the_composition_map_of_eqn_8(x64):
-    """The branches together are one H×H map for each pair: W_b + W_q + W_k, low rank plus diagonal, plus the skip."""
+def test_compose_equals_the_composition_matrix_of_eqn_8(x64):
+    """Together, the branches and the skip connection are one H×H matrix for each pair: 1 + W_b + W_q + W_k."""
     rng = np.random.default_rng(1)
     w = oracle.random_weights(rng, "qkpgs", batch=1, queries=3, keys=4, heads=4)
     a = rng.normal(size=(1, 4, 3, 4))
@@ -38,7 +38,7 @@ def test_compose_equals_the_composition_map_of_eqn_8(x64):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_dynamic_weights_are_eqn_5_and_6(x64, groups):
+def test_dynamic_weights_equal_eqn_5_and_6(x64, groups):
     rng = np.random.default_rng(2)
     width, heads, rank = 6, 4, 2
     size = heads // groups
@@ -93,7 +93,7 @@ def test_theorem_2_2_composed_weights_are_expanded_value_output_projections(x64)
     np.testing.assert_allclose(out, expected, atol=1e-10)
 
 
-def test_initialisers_have_the_papers_deviations():
+def test_initializers_have_the_standard_deviations_of_the_paper():
     width, heads, rank = 384, 6, 2
     inner = 2 * rank * heads
     expected = {
@@ -112,14 +112,14 @@ def test_initialisers_have_the_papers_deviations():
     ("fields", "groups", "message"),
     [
         ({}, 3, "groups=3 does not divide 4 heads"),
-        ({"q1": (2, 3, 2, 4)}, 1, "q1 and q2 come in pairs"),
-        ({"k1": (2, 5, 2, 4), "k2": (2, 5, 1, 4)}, 1, "k1 and k2 differ in shape"),
+        ({"q1": (2, 3, 2, 4)}, 1, "q1 and q2 must be given together"),
+        ({"k1": (2, 5, 2, 4), "k2": (2, 5, 1, 4)}, 1, "k1 and k2 must have the same shape"),
         ({"kg": (2, 3, 4)}, 1, "kg has shape"),
         ({"q1": (2, 5, 2, 4), "q2": (2, 5, 2, 4)}, 1, "q1 has shape"),
         ({"static": (1, 4, 4)}, 2, "static has shape"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(fields, groups, message):
+def test_weights_of_a_wrong_shape_are_named(fields, groups, message):
     w = ComposeWeights(**{k: jnp.zeros(s) for k, s in fields.items()})
     with pytest.raises(ValueError, match=message):
         compose(jnp.zeros((2, 4, 3, 5)), w, groups=groups)

@@ -34,11 +34,11 @@ def test_bundles_of_inner_loops_count_once_per_iteration():
 
 
 def test_compiled_kernels_cover_every_named_model():
-    models = {name for names in compile_kernels.cases().values() for name in names}
+    models = {name for names in compile_kernels.shapes().values() for name in names}
     assert models == {*PRESETS, *(f"{kind}-{name}" for name in VARIANTS for kind in ("ViT", "DCViT"))}
-    for case, names in compile_kernels.cases().items():
-        assert case.composed == any(name.startswith("DC") for name in names), (case, names)
-        assert case.queries in (1, case.keys)
+    for shape, names in compile_kernels.shapes().items():
+        assert shape.composed == any(name.startswith("DC") for name in names), (shape, names)
+        assert shape.queries in (1, shape.keys)
 
 
 @pytest.mark.slow

@@ -1,25 +1,29 @@
-"""DCMHA of one query in one TPU kernel: keys, values and key-wise weights are read once, and nothing of H×S is written.
+"""TPU kernel for DCMHA of one query. It reads keys, values and key-wise weights once and writes nothing of size H×S.
 
-The grid goes over examples, and for each twice over blocks of keys. Phase 0 reads the keys, composes and masks their
-scores and keeps those of all heads in VMEM, H×S in float32. Phase 1 begins with the softmax, reads the values and
-composes the weights. Heads lie in sublanes and keys in lanes.
+The grid iterates over examples, and twice over the key blocks of each. Phase 0 reads the keys, composes and masks their
+scores, and keeps the scores of all heads in VMEM, H×S in float32. Phase 1 starts with the softmax, then reads the
+values and composes the weights. Heads lie along sublanes and keys along lanes.
 
-Both products are one for all heads: the queries stand in an H×(K·D) matrix that is zero outside of each head's own
-lanes, and of weights·v a head's own lanes are kept. That is K times what is needed; in bfloat16 the compiler's schedule
-is still shorter than the memory takes (docs/performance.md). Time on a TPU: not measured. All that a compose does by
-the query alone is a product with an H×H matrix.
+Each of the two matrix products handles all heads at once. The query of each head is a row of an H×(K·D) matrix that is
+zero outside the lanes of the head's own key head; of weights·v, only the lanes of the own key head are kept. The
+products compute K times the required values, but in bfloat16 the compiler's schedule is still shorter than the memory
+transfers (docs/performance.md). The speed on a TPU has not been measured. The query-wise part of a compose is a product
+with an H×H matrix.
 
-Keys and values are read as B S K·D, key-wise weights as B R·H S: so `dcvit.dcmha.kv_cache` keeps the former, and so a
-TPU lays out B S R H by itself, whose heads are fewer than a register's 128 lanes. Keys that lie as B S K D are copied.
+Keys and values have the layout (B S K·D), key-wise weights (B R·H S). `dcvit.dcmha.kv_cache` stores keys and values in
+this layout, and TPUs lay out (B S R H) in this way by default, because its H heads are fewer than the 128 lanes of a
+register. Keys in the layout (B S K D) are copied.
 
-The gradient is that of `dcvit.dcmha.decode`, which also runs where the program is not lowered for a TPU.
+The gradient is that of `dcvit.dcmha.decode`, which also computes the forward pass on other platforms.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,75 +32,111 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.pallas_tpu.api import refuses_all, vmem_limit
-from dcvit.dcmha.pallas_tpu.tiling import UNSEEN, dot
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
+from dcvit.dcmha.pallas_tpu.config import Index, Interpret
+from dcvit.dcmha.pallas_tpu.tile import dot
+from dcvit.dcmha.pallas_tpu.tiling import check_device, check_dtypes, vmem_limit
 from dcvit.dcmha.reference import visible
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Bool, Float, Ref
 
-BLOCKS = (512, 256, 128)  # keys
-KEY_WISE = ("k1", "k2", "kg")
+BLOCKS = (512, 256, 128)  # keys of a block, in the order in which they are tried
+RESERVED_BYTES = 8 * 2**20  # of VMEM, for values of one block that the compiler keeps
+
+Arguments: TypeAlias = tuple[Array, Array, Array, ComposeWeights | None, ComposeWeights | None, Array | None]
 
 
-class OneQuery(NamedTuple):
-    """What is static of one query's attention."""
+class DecodeConfig(NamedTuple):
+    """All static properties of the attention of one query."""
 
     heads: int
     key_heads: int
-    width: int
+    head_dim: int
     keys: int
     groups: int
     block: int  # keys of a block
     scale: float
-    vmem: int
+    vmem_bytes: int
 
     @property
     def blocks(self) -> int:
-        return pl.cdiv(self.keys, self.block)
+        return cdiv(self.keys, self.block)
 
     @property
-    def sharing(self) -> int:
-        """How many query heads share a key head."""
+    def heads_per_key_head(self) -> int:
         return self.heads // self.key_heads
 
-    def own(self, head: int) -> tuple[int, slice]:
-        """Where a query head stands in queries and outputs (H/K)×(K·D): the row, and the lanes of its key head."""
-        key_head, row = divmod(head, self.sharing)
-        return row, slice(key_head * self.width, (key_head + 1) * self.width)
+    def position(self, head: int) -> tuple[int, slice]:
+        """Return the row and the lanes of a query head in queries and outputs of shape (H/K)×(K·D)."""
+        key_head, row = divmod(head, self.heads_per_key_head)
+        return row, slice(key_head * self.head_dim, (key_head + 1) * self.head_dim)
 
 
-def plan(q: Any, k: Any, pre: Any, post: Any, *, groups: int, scale: float, vmem: int) -> OneQuery | None:
-    """The case with the largest blocks of keys that fit into `vmem` bytes, or None where none does."""
-    keys, key_heads, width = k.shape[1:]
+class ComposeRefs(NamedTuple):
+    """References to the weights of one compose; a reference is None where the branch is absent."""
+
+    query_map: Ref | None = None  # the query-wise part, (1, H, H); None without this compose
+    k1: Ref | None = None  # key-wise weights, (1, R·H, keys of a block)
+    k2: Ref | None = None
+    kg: Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeRefs:
+    """References of the decode kernel by name."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    o: Ref
+    x: Ref  # scores, later weights of all keys, (blocks, H, keys of a block)
+    separate_q: Ref  # queries as H×(K·D) in float32
+    matrix_q: Ref  # the same in the dtype of the matrix product
+    acc: Ref  # weights·v, H×(K·D)
+    mask: Ref | None = None
+    pre_map: Ref | None = None
+    pre_k1: Ref | None = None
+    pre_k2: Ref | None = None
+    pre_kg: Ref | None = None
+    post_map: Ref | None = None
+    post_k1: Ref | None = None
+    post_k2: Ref | None = None
+    post_kg: Ref | None = None
+
+    @property
+    def pre(self) -> ComposeRefs:
+        return ComposeRefs(self.pre_map, self.pre_k1, self.pre_k2, self.pre_kg)
+
+    @property
+    def post(self) -> ComposeRefs:
+        return ComposeRefs(self.post_map, self.post_k1, self.post_k2, self.post_kg)
+
+
+def make_config(
+    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, groups: int, scale: float,
+    vmem_bytes: int,
+) -> DecodeConfig:  # fmt: skip
+    """Return the configuration with the largest key blocks that fit into `vmem_bytes`.
+
+    Raises:
+      UnsupportedError: no block size fits.
+    """
+    keys, key_heads, head_dim = k.shape[1:]
     heads, size = q.shape[2], k.dtype.itemsize
     key_wise = [x for w in (pre, post) if w is not None for x in (w.k1, w.k2, w.kg) if x is not None]
     rows = sum(math.prod(x.shape[2:]) for x in key_wise)
     for block in BLOCKS:
         block = min(block, keys)
-        case = OneQuery(heads, key_heads, width, keys, groups, block, scale, vmem)
-        streamed = 2 * size * block * (2 * key_heads * width + rows)
-        kept = 4 * heads * (case.blocks * block + 4 * key_heads * width)
-        if streamed + kept + 8 * 2**20 <= vmem:  # the rest: what the compiler keeps of one block
-            return case
-    return None
-
-
-def refuses(
-    q: Any, k: Any, v: Any, pre: Any, post: Any, *, causal: Any, window: Any, mask: Any, groups: Any
-) -> str | None:
-    """One line why these arguments cannot be taken, or None. Only shapes and dtypes are read."""
-    if reason := refuses_all():
-        return reason
-    if q.shape[1] != 1:
-        return f"it takes one query, found {q.shape[1]}"
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
-        return f"it takes float32 or bfloat16 throughout, found {q.dtype}, {k.dtype} and {v.dtype}"
-    if plan(q, k, pre, post, groups=groups, scale=1.0, vmem=vmem_limit()) is None:
-        return f"the scores of {k.shape[1]} keys for {q.shape[2]} heads do not fit into a TPU's VMEM"
-    return None
+        config = DecodeConfig(heads, key_heads, head_dim, keys, groups, block, scale, vmem_bytes)
+        streamed = 2 * size * block * (2 * key_heads * head_dim + rows)
+        kept = 4 * heads * (config.blocks * block + 4 * key_heads * head_dim)
+        if streamed + kept + RESERVED_BYTES <= vmem_bytes:
+            return config
+    raise UnsupportedError(f"the scores of {keys} keys and {heads} heads do not fit into a TPU's VMEM")
 
 
 def attention(
-    q: Float[Array, "B 1 H D"],
+    q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     pre: ComposeWeights | None,
@@ -104,208 +144,230 @@ def attention(
     *,
     causal: bool,
     window: int | None,
-    mask: Bool[Array, "#B 1 1 #S"] | None,
+    mask: Bool[Array, "#B 1 #T #S"] | None,
     groups: int,
     scale: float,
-    interpret: Any = None,
-) -> Float[Array, "B 1 H D"]:
-    """See `dcvit.dcmha.attention`, which checks the arguments.
+    interpret: Interpret | None = None,
+) -> Float[Array, "B T H D"]:
+    """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
 
-    `interpret` is that of `pallas_call`; None is the kernel where the program is lowered for TPUs, also on a host
-    without one, and `dcvit.dcmha.decode` elsewhere.
+    `interpret` is the argument of `pallas_call`. None uses the kernel where the program is lowered for TPUs, also on a
+    host without a TPU, and `dcvit.dcmha.decode` on all other platforms.
 
     Raises:
-      ValueError: what `refuses` says.
+      UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
-    if reason := refuses(q, k, v, pre, post, causal=causal, window=window, mask=mask, groups=groups):
-        raise ValueError(reason)
-    case = plan(q, k, pre, post, groups=groups, scale=float(scale), vmem=vmem_limit())
-    seen = visible(1, k.shape[1], causal=causal, window=window, mask=mask)
-    out: Array = _attention(case, interpret, q, k, v, pre, post, seen)
-    return out
+    check_device()
+    decode.check_one_query(q)
+    check_dtypes(q, k, v)
+    config = make_config(q, k, pre, post, groups=groups, scale=float(scale), vmem_bytes=vmem_limit())
+    attended = visible(1, k.shape[1], causal=causal, window=window, mask=mask)
+    return _attention(config, interpret, (q, k, v, pre, post, attended))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(case: OneQuery, interpret: Any, *arguments: Any) -> Array:
-    fused = functools.partial(step, case, interpret=interpret or False)
+def _attention(config: DecodeConfig, interpret: Interpret | None, arguments: Arguments) -> Array:
+    fused = functools.partial(call_kernel, config, interpret=interpret or False)
     if interpret is not None:
         return fused(*arguments)
-    out: Array = jax.lax.platform_dependent(*arguments, tpu=fused, default=functools.partial(elsewhere, case))
+    out: Array = jax.lax.platform_dependent(*arguments, tpu=fused, default=functools.partial(call_xla, config))
     return out
 
 
-def _forward(case: OneQuery, interpret: Any, *arguments: Any) -> tuple[Array, Any]:
-    return _attention(case, interpret, *arguments), arguments
+def _forward(config: DecodeConfig, interpret: Interpret | None, arguments: Arguments) -> tuple[Array, Arguments]:
+    return _attention(config, interpret, arguments), arguments
 
 
-def _backward(case: OneQuery, interpret: Any, arguments: Any, cotangent: Array) -> tuple[Any, ...]:
-    *differentiated, seen = arguments
-    return *jax.vjp(functools.partial(elsewhere, case, seen=seen), *differentiated)[1](cotangent), None
+def _backward(
+    config: DecodeConfig, interpret: Interpret | None, arguments: Arguments, cotangent: Array
+) -> tuple[tuple[object, ...]]:
+    *differentiated, mask = arguments
+    gradients = jax.vjp(functools.partial(call_xla, config, mask=mask), *differentiated)[1](cotangent)
+    return ((*gradients, None),)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def elsewhere(case: OneQuery, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None) -> Array:
-    """The same by XLA."""
-    out: Array = decode.attention(
-        q, k, v, pre, post, causal=False, window=None, mask=seen, groups=case.groups, scale=case.scale
+def call_xla(
+    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
+    mask: Array | None,
+) -> Array:  # fmt: skip
+    """Compute the same attention with `dcvit.dcmha.decode`."""
+    return decode.attention(
+        q, k, v, pre, post, causal=False, window=None, mask=mask, groups=config.groups, scale=config.scale
     )
-    return out
 
 
-def compose(case: OneQuery, a: Array, refs: dict[str, Any], name: str) -> Array:
-    """C(a) of H×keys; of the compose `name`, "pre" or "post"."""
-    if f"{name}_map" not in refs:
+def compose(config: DecodeConfig, a: Array, refs: ComposeRefs) -> Array:
+    """Return the composition of `a`, H×keys."""
+    if refs.query_map is None:
         return a
-    out = dot(refs[f"{name}_map"][0], a, (1, 0))
-    k1, k2, kg = (refs.get(f"{name}_{field}") for field in KEY_WISE)
-    if k1 is not None and k2 is not None:
-        down, up = k1[0].astype(jnp.float32), k2[0].astype(jnp.float32)
-        for start in range(0, down.shape[0], case.heads):
-            rank = slice(start, start + case.heads)
-            out = out + over_groups(case, a * down[rank]) * up[rank]
-    if kg is not None:
-        out = out + a * kg[0].astype(jnp.float32)
+    out = dot(refs.query_map[0], a, (1, 0))
+    if refs.k1 is not None and refs.k2 is not None:
+        down, up = refs.k1[0].astype(jnp.float32), refs.k2[0].astype(jnp.float32)
+        for start in range(0, down.shape[0], config.heads):
+            rank = slice(start, start + config.heads)
+            out = out + sum_over_groups(config, a * down[rank]) * up[rank]
+    if refs.kg is not None:
+        out = out + a * refs.kg[0].astype(jnp.float32)
     return out
 
 
-def over_groups(case: OneQuery, a: Array) -> Array:
-    """The sum of H×keys over the heads of each group, for each of these heads."""
-    if case.groups == 1:
+def sum_over_groups(config: DecodeConfig, a: Array) -> Array:
+    """Sum H×keys over the heads of each group and repeat the sum for each of these heads."""
+    if config.groups == 1:
         return jnp.sum(a, axis=0, keepdims=True)
-    size = case.heads // case.groups
-    parts = [a[first : first + size] for first in range(0, case.heads, size)]
+    size = config.heads // config.groups
+    parts = [a[first : first + size] for first in range(0, config.heads, size)]
     return jnp.concatenate([jnp.broadcast_to(jnp.sum(x, axis=0, keepdims=True), x.shape) for x in parts], axis=0)
 
 
-def inside(case: OneQuery, j: Any, x: Array, axis: int) -> Array:
-    """Zero behind the last key, where the last block holds whatever is there."""
-    if case.keys % case.block == 0:
+def zero_padding(config: DecodeConfig, j: Index, x: Array, axis: int) -> Array:
+    """Set the values after the last key to zero; there, the last block contains arbitrary values."""
+    if config.keys % config.block == 0:
         return x
-    key = j * case.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where(key < case.keys, x, jnp.zeros_like(x))
+    key = j * config.block + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where(key < config.keys, x, jnp.zeros_like(x))
 
 
-def kernel(case: OneQuery, names: tuple[str, ...], *arguments: Any) -> None:
-    """A step (b, phase, j) takes a block of keys: in phase 0 to scores, in phase 1 to the output."""
-    refs = dict(zip(names, arguments, strict=True))
+def kernel(config: DecodeConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+    """Process one key block at grid index (b, phase, j): scores in phase 0, output in phase 1."""
+    refs = DecodeRefs(**dict(zip(names, arguments, strict=True)))
     phase, j = pl.program_id(1), pl.program_id(2)
-    x = refs["x"]
 
     @pl.when((phase == 0) & (j == 0))
     def _() -> None:
-        apart = refs["apart"]
-        apart[...] = jnp.zeros(apart.shape, jnp.float32)
-        for head in range(case.heads):
-            row, lanes = case.own(head)
-            apart[head : head + 1, lanes] = refs["q"][0, row : row + 1, lanes]
-        refs["all_q"][...] = apart[...].astype(refs["all_q"].dtype)
+        refs.separate_q[...] = jnp.zeros(refs.separate_q.shape, jnp.float32)
+        for head in range(config.heads):
+            row, lanes = config.position(head)
+            refs.separate_q[head : head + 1, lanes] = refs.q[0, row : row + 1, lanes]
+        refs.matrix_q[...] = refs.separate_q[...].astype(refs.matrix_q.dtype)
 
     @pl.when(phase == 0)
     def _() -> None:
-        a = dot(refs["all_q"][...], refs["k"][0], (1, 1)) * case.scale
-        a = compose(case, a, refs, "pre")
-        seen = refs["seen"][0] if "seen" in refs else jnp.ones((1, case.block), jnp.float32)
-        x[j] = jnp.where(inside(case, j, seen, 1) > 0, a, UNSEEN)
+        a = dot(refs.matrix_q[...], refs.k[0], (1, 1)) * config.scale
+        a = compose(config, a, refs.pre)
+        mask = jnp.ones((1, config.block), jnp.float32) if refs.mask is None else refs.mask[0]
+        refs.x[j] = jnp.where(zero_padding(config, j, mask, 1) > 0, a, MASKED_SCORE)
 
     @pl.when((phase == 1) & (j == 0))
     def _() -> None:
-        softmax(x)
-        refs["acc"][...] = jnp.zeros(refs["acc"].shape, jnp.float32)
+        softmax(refs.x)
+        refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
 
     @pl.when(phase == 1)
     def _() -> None:
-        w = inside(case, j, compose(case, x[j], refs, "post"), 1)
-        v = inside(case, j, refs["v"][0], 0)
-        refs["acc"][...] += dot(w.astype(v.dtype), v, (1, 0))
+        w = zero_padding(config, j, compose(config, refs.x[j], refs.post), 1)
+        v = zero_padding(config, j, refs.v[0], 0)
+        refs.acc[...] += dot(w.astype(v.dtype), v, (1, 0))
 
-    @pl.when((phase == 1) & (j == case.blocks - 1))
+    @pl.when((phase == 1) & (j == config.blocks - 1))
     def _() -> None:
-        for head in range(case.heads):
-            row, lanes = case.own(head)
-            refs["o"][0, row : row + 1, lanes] = refs["acc"][head : head + 1, lanes]
+        for head in range(config.heads):
+            row, lanes = config.position(head)
+            refs.o[0, row : row + 1, lanes] = refs.acc[head : head + 1, lanes]
 
 
-def softmax(x: Any) -> None:
-    """Of scores (blocks, H, keys) in VMEM, in place, over all keys; unseen ones weigh 0."""
+def softmax(x: Ref) -> None:
+    """Replace scores (blocks, H, keys) by their softmax over all keys; masked keys get the weight 0."""
     blocks, heads, _ = x.shape
 
-    def reduced(function: Any, combine: Any, start: float) -> Array:
-        rows = lambda j, y: combine(y, function(x[j], axis=1, keepdims=True))  # noqa: E731
-        out: Array = jax.lax.fori_loop(0, blocks, rows, jnp.full((heads, 1), start, jnp.float32))
+    def reduced(function: Callable[..., Array], combine: Callable[[Array, Array], Array], start: float) -> Array:
+        def add_block(j: Array, y: Array) -> Array:
+            return combine(y, function(x[j], axis=1, keepdims=True))
+
+        out: Array = jax.lax.fori_loop(0, blocks, add_block, jnp.full((heads, 1), start, jnp.float32))
         return out
 
-    def weigh(j: Any, _: None) -> None:
-        x[j] = jnp.where(x[j] <= UNSEEN / 2, 0.0, jnp.exp(x[j] - largest))  # what is no number stays so
+    def exponentiate(j: Array, _: None) -> None:
+        x[j] = jnp.where(x[j] <= MASKED_SCORE / 2, 0.0, jnp.exp(x[j] - largest))  # a NaN stays a NaN
 
-    def divide(j: Any, _: None) -> None:
+    def divide(j: Array, _: None) -> None:
         x[j] = x[j] * inverse
 
-    largest = reduced(jnp.max, jnp.maximum, UNSEEN)
-    jax.lax.fori_loop(0, blocks, weigh, None)
+    largest = reduced(jnp.max, jnp.maximum, MASKED_SCORE)
+    jax.lax.fori_loop(0, blocks, exponentiate, None)
     total = reduced(jnp.sum, jnp.add, 0.0)
     inverse = 1 / jnp.where(total == 0, 1.0, total)
     jax.lax.fori_loop(0, blocks, divide, None)
 
 
-def step(
-    case: OneQuery, q: Array, k: Array, v: Array, pre: Any, post: Any, seen: Array | None, *, interpret: Any
-) -> Array:
-    """The kernel's call: see `attention`."""
-    batch, last = q.shape[0], case.blocks - 1
-    flat = case.key_heads * case.width
-    blocks = {"pre": lambda p, j: jnp.where(p == 0, j, last), "post": lambda p, j: jnp.where(p == 0, 0, j)}
-    inputs: dict[str, Array] = {}
-    specs: dict[str, Any] = {}
+class KernelInputs:
+    """Inputs of the kernel and their block specifications by name."""
 
-    def whole(name: str, x: Array) -> None:
-        """An input of which a step sees all that belongs to its example."""
-        inputs[name], specs[name] = x, pl.BlockSpec((1, *x.shape[1:]), lambda b, p, j: (b, 0, 0))
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.arrays: dict[str, Array] = {}
+        self.specs: dict[str, pl.BlockSpec] = {}
 
-    def streamed(name: str, when: str, x: Array, axis: int) -> None:
-        """An input whose keys, along `axis`, come block by block in the phase of `when`."""
+    def add_whole(self, name: str, x: Array) -> None:
+        """Add an input of which each step reads everything that belongs to its example."""
+        self.arrays[name], self.specs[name] = x, pl.BlockSpec((1, *x.shape[1:]), lambda b, p, j: (b, 0, 0))
+
+    def add_blocks(self, name: str, phase: int, x: Array, key_axis: int) -> None:
+        """Add an input that is read in blocks of keys along `key_axis` in one phase, and not in the other one."""
         shape = [1, *x.shape[1:]]
-        shape[axis] = case.block
-        one = x.shape[0] == 1  # for all examples
+        shape[key_axis] = self.config.block
+        shared = x.shape[0] == 1  # by all examples
+        last = self.config.blocks - 1
 
-        def index(b: Any, p: Any, j: Any) -> tuple[Any, ...]:
-            block = blocks[when](p, j)
-            return (0 if one else b, *((block, 0) if axis == 1 else (0, block)))
+        def index(b: Index, p: Index, j: Index) -> tuple[Index, Index, Index]:
+            block = jnp.where(p == 0, j, last) if phase == 0 else jnp.where(p == 0, 0, j)
+            return (0 if shared else b, *((block, 0) if key_axis == 1 else (0, block)))
 
-        inputs[name], specs[name] = x, pl.BlockSpec(tuple(shape), index)
+        self.arrays[name], self.specs[name] = x, pl.BlockSpec(tuple(shape), index)
 
-    rows = q.reshape(batch, case.key_heads, case.sharing, case.width).swapaxes(1, 2).reshape(batch, case.sharing, flat)
-    whole("q", rows.astype(jnp.float32))
-    streamed("k", "pre", k.reshape(batch, case.keys, flat), 1)
-    streamed("v", "post", v.reshape(batch, case.keys, flat), 1)
-    if seen is not None:
-        streamed("seen", "pre", seen[:, 0].astype(jnp.float32), 2)
-    for name, w in (("pre", pre), ("post", post)):
+
+def kernel_inputs(
+    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
+    mask: Array | None,
+) -> KernelInputs:  # fmt: skip
+    """Arrange the arguments of attention as inputs of the kernel."""
+    batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
+    inputs = KernelInputs(config)
+    rows = q.reshape(batch, config.key_heads, shared, config.head_dim).swapaxes(1, 2).reshape(batch, shared, flat)
+    inputs.add_whole("q", rows.astype(jnp.float32))
+    inputs.add_blocks("k", 0, k.reshape(batch, config.keys, flat), 1)
+    inputs.add_blocks("v", 1, v.reshape(batch, config.keys, flat), 1)
+    if mask is not None:
+        inputs.add_blocks("mask", 0, mask[:, 0].astype(jnp.float32), 2)
+    for phase, (name, w) in enumerate((("pre", pre), ("post", post))):
         if w is None:
             continue
-        whole(f"{name}_map", decode.query_map(w, batch, case.heads, case.groups, jnp.float32).swapaxes(1, 2))
-        for field in KEY_WISE:
-            if (x := getattr(w, field)) is not None:
-                streamed(f"{name}_{field}", name, x.reshape(batch, case.keys, -1).swapaxes(1, 2), 2)
+        query_map = decode.query_map(w, batch, config.heads, config.groups, jnp.float32)
+        inputs.add_whole(f"{name}_map", query_map.swapaxes(1, 2))
+        for field, x in (("k1", w.k1), ("k2", w.k2), ("kg", w.kg)):
+            if x is not None:
+                inputs.add_blocks(f"{name}_{field}", phase, x.reshape(batch, config.keys, -1).swapaxes(1, 2), 2)
+    return inputs
+
+
+def call_kernel(
+    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
+    mask: Array | None, *, interpret: Interpret,
+) -> Array:  # fmt: skip
+    """Run the kernel; shapes are those of `attention`."""
+    batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
+    inputs = kernel_inputs(config, q, k, v, pre, post, mask)
     scratch = {
-        "x": pltpu.VMEM((case.blocks, case.heads, case.block), jnp.float32),
-        "apart": pltpu.VMEM((case.heads, flat), jnp.float32),
-        "all_q": pltpu.VMEM((case.heads, flat), q.dtype),
-        "acc": pltpu.VMEM((case.heads, flat), jnp.float32),
+        "x": pltpu.VMEM((config.blocks, config.heads, config.block), jnp.float32),
+        "separate_q": pltpu.VMEM((config.heads, flat), jnp.float32),
+        "matrix_q": pltpu.VMEM((config.heads, flat), q.dtype),
+        "acc": pltpu.VMEM((config.heads, flat), jnp.float32),
     }
-    out = pl.pallas_call(
-        functools.partial(kernel, case, (*inputs, "o", *scratch)),
-        grid=(batch, 2, case.blocks),
-        in_specs=list(specs.values()),
-        out_specs=pl.BlockSpec((1, case.sharing, flat), lambda b, p, j: (b, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, case.sharing, flat), jnp.float32),
+    out: Array = pl.pallas_call(
+        functools.partial(kernel, config, (*inputs.arrays, "o", *scratch)),
+        grid=(batch, 2, config.blocks),
+        in_specs=list(inputs.specs.values()),
+        out_specs=pl.BlockSpec((1, shared, flat), lambda b, p, j: (b, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, shared, flat), jnp.float32),
         scratch_shapes=list(scratch.values()),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
         ),
         interpret=interpret,
         name="dcmha_decode",
-    )(*inputs.values())
-    out = out.reshape(batch, case.sharing, case.key_heads, case.width).swapaxes(1, 2)
+    )(*inputs.arrays.values())
+    out = out.reshape(batch, shared, config.key_heads, config.head_dim).swapaxes(1, 2)
     return out.reshape(q.shape).astype(q.dtype)

@@ -1,194 +1,208 @@
-"""The forward TPU kernel of DCMHA. See `dcvit.dcmha.pallas_tpu.api`."""
+"""The forward TPU kernel. `dcvit.dcmha.pallas_tpu.api` describes the algorithm."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.pallas_tpu.case import Case, specifications
-from dcvit.dcmha.pallas_tpu.tiling import (  # fmt: skip
-    UNSEEN,
-    Refs,
+from dcvit.dcmha.numerics import MASKED_SCORE
+from dcvit.dcmha.pallas_tpu.config import Index, Interpret, KernelConfig, block_specs
+from dcvit.dcmha.pallas_tpu.tile import (
+    Rows,
     Strip,
+    TileRefs,
+    broadcast_scratch,
     dot,
     join,
     logits,
     over_strips,
     scores,
     split,
-    spread_scratch,
+    strip_compose,
     visible,
-    weights_of,
 )
-from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.shapes import Array, Ref, existing
 
 
-def start(refs: Refs) -> None:
-    """Empty statistics for a block of queries."""
-    refs.m[...] = jnp.full(refs.m.shape, UNSEEN, jnp.float32)
-    refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardRefs(TileRefs):
+    """References of the forward kernel."""
+
+    o: Ref  # output: composed weights times values
+    lse: Ref  # output: log-sum-exp of each row, in units of log 2
+    x: Ref  # scores of one or of all key blocks, (slots, H, Bk, Bq)
+    w: Ref  # composed attention weights of a tile, (H, Bk, Bq)
+    m: Ref  # running maximum of each sublane, (H, 8, Bq); later the log-sum-exp
+    sums: Ref  # running sum of each sublane, (H, 8, Bq)
+    acc: Ref | None = None  # output as it accumulates over key blocks, transposed; None for a single key block
 
 
-def new_scores(case: Case, refs: Refs, i: Any, j: Any, slot: Any, *, counted: bool) -> None:
-    """The composed and masked scores of a tile, which are `counted` in the running maximum and sum."""
-    scores(case, refs.k, refs.q, refs.x.at[slot])
-    together = case.strip * case.unroll  # keys
+def initialize_statistics(refs: ForwardRefs) -> None:
+    """Reset the running maximum and sum at the first key block of a query block."""
+    refs.m[...] = jnp.full(refs.m.shape, MASKED_SCORE, jnp.float32)
+    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
 
-    def compose(strip: Strip, spread: Any) -> None:
-        pre = weights_of(case, refs, "pre", spread)
-        a = [split(refs.x[slot, h, strip.rows, :]) for h in range(case.heads)]
-        out, _ = logits(case, a, pre, visible(case, i, j, strip, refs.mask))
-        for h in range(case.heads):
+
+def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, slot: Index, *, count: bool) -> None:
+    """Write the composed and masked scores of a tile to `refs.x`; `count` adds them to the running statistics."""
+    scores(config, refs.k, refs.q, refs.x.at[slot])
+    step_keys = config.strip * config.strips_per_step
+
+    def compose(strip: Strip, broadcast: Ref | None) -> None:
+        pre = strip_compose(config, refs, "pre", broadcast)
+        a = [split(refs.x[slot, h, strip.rows, :]) for h in range(config.heads)]
+        out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.mask))
+        for h in range(config.heads):
             refs.x[slot, h, strip.rows, :] = join(out[h])
 
-    def count(step: Any) -> None:
-        """The step before; there is none before the first."""
-        rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * together, case.strip), together)
-        statistics(case, refs, slot, rows, step > 0)
+    def count_previous_step(step: Array) -> None:
+        rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
+        update_statistics(config, refs, slot, rows, step > 0)
 
-    over_strips(case, refs, ("pre",), compose, count if counted else None)
-    if counted:
-        statistics(case, refs, slot, slice(case.block_k - together, case.block_k), True)
+    over_strips(config, refs, ("pre",), compose, count_previous_step if count else None)
+    if count:
+        update_statistics(config, refs, slot, slice(config.block_k - step_keys, config.block_k), True)
 
 
-def statistics(case: Case, refs: Refs, slot: Any, rows: Any, valid: Any) -> None:
-    """Takes scores into the running maximum and sum, of each sublane for itself, where they are `valid`."""
-    for h in range(case.heads):
+def update_statistics(config: KernelConfig, refs: ForwardRefs, slot: Index, rows: Rows, valid: Array | bool) -> None:
+    """Add scores to the running maximum and sum of each sublane if `valid`."""
+    for h in range(config.heads):
         x = split(refs.x[slot, h, rows, :])
-        before, sums = refs.m[h], refs.l[h]
+        before, sums = refs.m[h], refs.sums[h]
         m = jnp.maximum(before, jnp.max(x, axis=0))
         refs.m[h] = jnp.where(valid, m, before)
-        refs.l[h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
+        refs.sums[h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
 
 
-def finish_statistics(case: Case, refs: Refs) -> None:
-    """Brings the eight sublanes together: `m` becomes the log-sum-exp, 0 for a query that sees nothing."""
-    for h in range(case.heads):
+def finish_statistics(config: KernelConfig, refs: ForwardRefs) -> None:
+    """Reduce the eight sublanes and store the log-sum-exp in `refs.m` and `refs.lse`; 0 for a fully masked query."""
+    for h in range(config.heads):
         m = jnp.max(refs.m[h], axis=0, keepdims=True)
-        sums = jnp.sum(refs.l[h] * jnp.exp2(refs.m[h] - m), axis=0, keepdims=True)
-        lse = jnp.where(m > UNSEEN / 2, m + jnp.log2(sums), 0.0)
+        sums = jnp.sum(refs.sums[h] * jnp.exp2(refs.m[h] - m), axis=0, keepdims=True)
+        lse = jnp.where(m > MASKED_SCORE / 2, m + jnp.log2(sums), 0.0)
         refs.lse[0, h : h + 1, :] = lse
-        refs.m[h] = jnp.broadcast_to(lse, (8, case.block_q))
+        refs.m[h] = jnp.broadcast_to(lse, (8, config.block_q))
 
 
-def output(case: Case, refs: Refs, slot: Any) -> None:
-    """Adds W·v of a tile to the output, or hands it out where there is one tile."""
+def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None:
+    """Add the weights times the values of a tile to `refs.acc`, or write them to `refs.o` if there is no other tile."""
 
-    def weigh(strip: Strip, spread: Any) -> None:
-        post = weights_of(case, refs, "post", spread)
-        p = [jnp.exp2(split(refs.x[slot, h, strip.rows, :]) - refs.m[h][None]) for h in range(case.heads)]
+    def compose_weights(strip: Strip, broadcast: Ref | None) -> None:
+        post = strip_compose(config, refs, "post", broadcast)
+        p = [jnp.exp2(split(refs.x[slot, h, strip.rows, :]) - refs.m[h][None]) for h in range(config.heads)]
         if post is not None:
             p, _ = post.compose(p)
-        for h in range(case.heads):
+        for h in range(config.heads):
             refs.w[h, strip.rows, :] = join(p[h]).astype(refs.w.dtype)
 
-    over_strips(case, refs, ("post",), weigh)
-    v = refs.v[0].T  # far smaller than the weights, which the matrix unit takes as they lie
-    out = [dot(v[case.key_head(h)], refs.w[h], (1, 0)) for h in range(case.heads)]
+    over_strips(config, refs, ("post",), compose_weights)
+    v = refs.v[0].T  # values are far smaller than weights, which the matrix unit reads without a transposition
+    out = [dot(v[config.key_lanes(h)], refs.w[h], (1, 0)) for h in range(config.heads)]
     if refs.acc is None:
         refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0).T
     else:
-        for h in range(case.heads):
-            refs.acc[case.query_head(h)] += out[h]
+        for h in range(config.heads):
+            refs.acc[config.query_lanes(h)] += out[h]
 
 
-def kernel(case: Case, names: tuple[str, ...], *arguments: Any) -> None:
-    """A step (b, i, phase, step) takes a block of keys: in phase 0 into the statistics, in phase 1 into the output."""
-    refs = Refs(names, arguments)
+def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+    """Process one key block at grid index (b, i, phase, step): statistics in phase 0, output in phase 1."""
+    refs = ForwardRefs(**dict(zip(names, arguments, strict=True)))
     i, phase, step = pl.program_id(1), pl.program_id(2), pl.program_id(3)
-    j = case.first_key_block(i) + step
-    slots, steps = refs.x.shape[0], case.visits
+    j = config.first_key_block(i) + step
+    slots, steps = refs.x.shape[0], config.max_key_blocks
     slot = step if slots > 1 else 0
     if steps == 1:
-        start(refs)
-        new_scores(case, refs, i, j, slot, counted=True)
-        finish_statistics(case, refs)
-        output(case, refs, slot)
+        initialize_statistics(refs)
+        compute_scores(config, refs, i, j, slot, count=True)
+        finish_statistics(config, refs)
+        compute_output(config, refs, slot)
         return
-    seen = j <= case.last_key_block(i)
+    attended = j <= config.last_key_block(i)
+    acc = existing(refs.acc)
 
     @pl.when((phase == 0) & (step == 0))
     def _() -> None:
-        start(refs)
+        initialize_statistics(refs)
 
-    @pl.when((phase == 0) & seen)
+    @pl.when((phase == 0) & attended)
     def _() -> None:
-        new_scores(case, refs, i, j, slot, counted=True)
+        compute_scores(config, refs, i, j, slot, count=True)
 
     @pl.when((phase == 1) & (step == 0))
     def _() -> None:
-        finish_statistics(case, refs)
-        refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+        finish_statistics(config, refs)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-    @pl.when((phase == 1) & seen)
+    @pl.when((phase == 1) & attended)
     def _() -> None:
         if slots == 1:
-            new_scores(case, refs, i, j, slot, counted=False)
-        output(case, refs, slot)
+            compute_scores(config, refs, i, j, slot, count=False)
+        compute_output(config, refs, slot)
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:
-        refs.o[0] = refs.acc[...].astype(refs.o.dtype).T
+        refs.o[0] = acc[...].astype(refs.o.dtype).T
 
 
-def forward(case: Case, inputs: dict[str, Array], interpret: Any) -> tuple[Array, Array]:
-    """The heads' outputs B T M and the rows' log-sum-exp B H T, in units of log 2."""
-    batch = inputs["q"].shape[0]
-    steps = case.visits
-    slots = steps if keeps_scores(case, steps) else 1
+def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
+    """Return the output of all heads (B T H·D), and the log-sum-exp of each row (B H T) in units of log 2."""
+    batch, padded = inputs["q"].shape[:2]
+    steps = config.max_key_blocks
+    slots = steps if keeps_scores(config, steps) else 1
     phases = 1 if steps == 1 else 2
 
-    def key_block(i: Any, phase: Any, step: Any) -> Any:
-        return jnp.minimum(case.first_key_block(i) + step, case.last_key_block(i))
+    def key_block(i: Index, phase: Index, step: Index) -> Index:
+        return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
 
-    def of_k(i: Any, phase: Any, step: Any) -> Any:
+    def block_of_k(i: Index, phase: Index, step: Index) -> Index:
         block = key_block(i, phase, step)
         if slots == 1:
             return block
-        return jnp.where(phase == 0, block, case.last_key_block(i))  # the scores are kept, and phase 1 needs no keys
+        return jnp.where(phase == 0, block, config.last_key_block(i))  # with kept scores, phase 1 does not read keys
 
-    def of_v(i: Any, phase: Any, step: Any) -> Any:
+    def block_of_v(i: Index, phase: Index, step: Index) -> Index:
         block = key_block(i, phase, step)
-        return block if phases == 1 else jnp.where(phase == 1, block, case.first_key_block(i))
+        return block if phases == 1 else jnp.where(phase == 1, block, config.first_key_block(i))
 
-    specs = specifications(case, inputs, lambda i, phase, step: i, key_block, k=of_k, v=of_v)
-    block_q, block_k, wide = case.block_q, case.block_k, case.heads * case.width
+    specs = block_specs(config, inputs, lambda i, phase, step: i, key_block, k=block_of_k, v=block_of_v)
+    block_q, block_k, wide = config.block_q, config.block_k, config.heads * config.head_dim
     scratch = {
-        "x": pltpu.VMEM((slots, case.heads, block_k, block_q), jnp.float32),
-        "w": pltpu.VMEM((case.heads, block_k, block_q), inputs["q"].dtype),
-        "m": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
-        "l": pltpu.VMEM((case.heads, 8, block_q), jnp.float32),
+        "x": pltpu.VMEM((slots, config.heads, block_k, block_q), jnp.float32),
+        "w": pltpu.VMEM((config.heads, block_k, block_q), inputs["q"].dtype),
+        "m": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
+        "sums": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
     }
-    scratch |= spread_scratch(case)
+    scratch |= broadcast_scratch(config)
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
-    padded = inputs["q"].shape[1]
-    return pl.pallas_call(
-        functools.partial(kernel, case, (*inputs, "o", "lse", *scratch)),
-        grid=(batch, case.blocks_q, phases, steps),
+    out, lse = pl.pallas_call(
+        functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
+        grid=(batch, config.blocks_q, phases, steps),
         in_specs=list(specs.values()),
         out_specs=[
             pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
-            pl.BlockSpec((1, case.heads, block_q), lambda b, i, p, s: (b, 0, i)),
+            pl.BlockSpec((1, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((batch, padded, wide), inputs["q"].dtype),
-            jax.ShapeDtypeStruct((batch, case.heads, padded), jnp.float32),
+            jax.ShapeDtypeStruct((batch, config.heads, padded), jnp.float32),
         ],
         scratch_shapes=list(scratch.values()),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=case.vmem
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
         ),
         interpret=interpret,
         name="dcmha_forward",
     )(*inputs.values())
+    return out, lse
 
 
-def keeps_scores(case: Case, steps: int) -> bool:
-    """Whether all scores that a query block sees fit in half of VMEM, so that they are computed once."""
-    return steps * case.heads * case.block_k * case.block_q * 4 <= case.vmem // 2
+def keeps_scores(config: KernelConfig, steps: int) -> bool:
+    """Return True if the scores of `steps` key blocks fit into half of VMEM, so that they are computed only once."""
+    return steps * config.heads * config.block_k * config.block_q * 4 <= config.vmem_bytes // 2

@@ -1,304 +1,115 @@
-"""What the TPU kernels do with one tile of scores: H planes of Bk keys by Bq queries in VMEM.
-
-Keys lie in sublanes and queries in lanes. Query-wise weights are then rows, which a load repeats over sublanes for
-nothing, row statistics are sums of whole registers, and matrix products take planes as they lie where the tokens are
-transposed, which are far smaller. Only key-wise weights have to be spread over lanes.
-
-The vector work runs over strips of a few keys, so that H planes of a strip stay near the registers; a plane of a strip
-has the shape (keys/8, 8, Bq). Heads, ranks and groups are unrolled.
-"""
+"""Choice of blocks for the TPU kernels, and the cases that they do not support."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.pallas_tpu.case import Case, Form
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig
+from dcvit.dcmha.pallas_tpu.packing import compose_layouts
 from dcvit.dcmha.shapes import Array
 
-CHUNK = 40  # keys that are read once for all sums of a head
-UNSEEN = -1e30  # a score that weighs nothing and is still finite
-LOG2_E = math.log2(math.e)
+STRIP = SUBLANES  # keys of a strip: the rows of one register
+# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e and of 64 MiB on v5p. The kernels have been compiled
+# for these chips only.
+VMEM_BYTES = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20}
 
 
-def total(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
+def check_device() -> None:
+    """Raise UnsupportedError if no TPU kernel of this package supports the device or JAX's configuration."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise UnsupportedError("the TPU kernels do not support 64-bit mode (jax_enable_x64)")
+    kind = device_kind()
+    if kind.startswith("TPU") and not kind.startswith(tuple(VMEM_BYTES)):
+        raise UnsupportedError(f"the TPU kernels support v5e, v5p and v6e, found a {kind}")
 
 
-class Weights:
-    """The weights of one compose as a strip sees them.
+def check_dtypes(q: Array, k: Array, v: Array) -> None:
+    """Raise UnsupportedError unless q, k and v are all float32 or all bfloat16."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        raise UnsupportedError(
+            "the TPU kernels support q, k and v that are all float32 or all bfloat16,"
+            f" found {q.dtype}, {k.dtype} and {v.dtype}"
+        )
 
-    Query-wise weights come from `rows`, (1, Bq/128, columns, 128): a load repeats a row of 128 lanes over sublanes for
-    nothing. Key-wise ones come from `spread`, (words, strip, 128), repeated over lanes; see `spread_columns`.
+
+def device_kind() -> str:
+    """Return the kind of the devices of the current mesh, or of this host's devices without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
+    return str(device.device_kind)
+
+
+def vmem_limit() -> int:
+    """Return the bytes of VMEM that a kernel may use; on a host without TPUs, the smallest limit of all chips."""
+    kind = device_kind()
+    return next((size for known, size in VMEM_BYTES.items() if kind.startswith(known)), min(VMEM_BYTES.values()))
+
+
+def strips_per_step(heads: int, keys: int) -> int:
+    """Return the number of strips that one step of a loop processes.
+
+    A strip of few heads has too little work to hide its latency, so that one step takes several strips with about 30
+    heads in all. Of the largest such numbers, the one that pads the keys least is chosen.
     """
-
-    def __init__(self, case: Case, form: Form, rows: Any, spread: Any, static: Any):
-        self.case, self.form, self.rows, self.spread, self.static_ref = case, form, rows, spread, static
-        self.per_group = case.heads // case.groups
-
-    def q(self, start: int, index: int) -> Array:
-        row = slice(start + index, start + index + 1)
-        parts = [jnp.broadcast_to(self.rows[0, n, row, :], (8, 128)) for n in range(self.rows.shape[1])]
-        return jnp.concatenate(parts, axis=-1)[None]
-
-    def k(self, start: int, index: int) -> Array:
-        column = start + index - self.form.first_column
-        if self.case.packed:
-            word = self.spread[column // 2]
-            word = word << 16 if column % 2 == 0 else word & jnp.int32(-65536)
-            x = jax.lax.bitcast_convert_type(word, jnp.float32)
-        else:
-            x = self.spread[column]
-        return split(jnp.concatenate([x] * (self.case.block_q // 128), axis=-1))
-
-    def static(self, n: int, h: int) -> Array:
-        return self.static_ref[n, h % self.per_group]
-
-    def group(self, index: int) -> range:
-        return range(index * self.per_group, (index + 1) * self.per_group)
-
-    def hidden(self, a: Sequence[Array], start_q: Any, start_k: Any) -> tuple[list, list]:
-        """Σ_n a_n w[r, n] of both sides, by rank and group: hq_r and hk_r from `down`, gq_r and gk_r from `up`."""
-        heads = self.case.heads
-        out: tuple[list, list] = ([], [])
-        for side, start, rank, get in (
-            (0, start_q, self.form.rank_q, self.q),
-            (1, start_k, self.form.rank_k, self.k),
-        ):
-            for r in range(rank if start is not None else 0):
-                out[side].append(
-                    [total([a[n] * get(start + r * heads, n) for n in self.group(g)]) for g in range(self.case.groups)]
-                )
-        return out
-
-    def gate(self, h: int) -> Array | None:
-        form, terms = self.form, []
-        if form.q.gate is not None:
-            terms.append(self.q(form.q.gate, h))
-        if form.k.gate is not None:
-            terms.append(self.k(form.k.gate, h))
-        return total(terms) if terms else None
-
-    def mix(
-        self, a: Sequence[Array], hidden: tuple[list, list], start_q: Any, start_k: Any, transposed: bool
-    ) -> list[Array]:
-        """a_h·gate_h + Σ_r hidden_r w[r, h] + Σ_n a_n static[n, h]."""
-        heads, out = self.case.heads, []
-        for h in range(heads):
-            g = h // self.per_group
-            gate = self.gate(h)
-            skip = self.form.skip  # in the gates where there are any
-            terms = [a[h] * gate if gate is not None else a[h] if skip == 1 else a[h] * skip]
-            terms += [hq[g] * self.q(start_q + r * heads, h) for r, hq in enumerate(hidden[0])]
-            terms += [hk[g] * self.k(start_k + r * heads, h) for r, hk in enumerate(hidden[1])]
-            if self.form.static:
-                terms += [a[n] * (self.static(h, n) if transposed else self.static(n, h)) for n in self.group(g)]
-            out.append(total(terms))
-        return out
-
-    def compose(self, a: Sequence[Array]) -> tuple[list[Array], tuple[list, list]]:
-        """C(a), and its hidden planes."""
-        hidden = self.hidden(a, self.form.q.down, self.form.k.down)
-        return self.mix(a, hidden, self.form.q.up, self.form.k.up, False), hidden
-
-    def transposed(self, g: Sequence[Array]) -> tuple[list[Array], tuple[list, list]]:
-        """C^T(g), and its hidden planes."""
-        hidden = self.hidden(g, self.form.q.up, self.form.k.up)
-        return self.mix(g, hidden, self.form.q.down, self.form.k.down, True), hidden
-
-    def keep(self, hidden: tuple[list, list], out: Any, rows: Any) -> None:
-        """Writes hidden planes to `out`, (planes, Bk, Bq): by side, rank and group."""
-        flat = [plane for side in hidden for of_rank in side for plane in of_rank]
-        for n, plane in enumerate(flat):
-            out[n, rows, :] = join(plane)
+    counts = [n for n in (5, 4, 3, 2, 1) if n * heads <= 32] or [1]
+    return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
 
 
-def weight_gradients(case: Case, form: Form, a: Any, g: Any, a_hidden: Any, refs: Any, static: Any) -> None:
-    """Adds what a tile of a compose with input `a` and cotangent `g` gives to the gradients of its weights.
+def backward_vmem_bytes(config: KernelConfig, itemsize: int) -> int:
+    """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
+    plane = config.heads * config.block_k * config.block_q
+    wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
+    layouts = [layout for layout in (config.pre, config.post) if layout is not None]
+    rows = sum(config.heads * (2 * layout.query_rank + 1) for layout in layouts)
+    columns = sum(layout.columns for layout in layouts)
+    hidden = [layout.hidden_planes(config.groups) for layout in layouts] or [0]
+    queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
+    windows = 3 * config.block_q * wide * itemsize + config.block_k * narrow * 4 * max(itemsize, 3)
+    windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
+    broadcast = columns * 2 * config.strip * LANES * (2 if config.packed_keys else 4)
+    scratch = (
+        plane * (16 + 2 * itemsize)
+        + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
+        + queries * wide * 4
+        + config.block_k * (2 * narrow + columns + LANES) * 4
+    )
+    scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
+    return 2 * windows + scratch
 
-    Head by head, since a head's sums over all keys stay in registers: dw_1[r,h] = Σ a_h·gq_r and dw_2[r,h] = Σ g_h·hq_r
-    over keys into the rows `refs.gq`, which the tile begins, and the same over queries into the columns `refs.gk`. The
-    hidden planes of `a` lie in `a_hidden`, those of `g` in `refs.g_hidden`.
+
+def make_config(
+    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *,
+    causal: bool, window: int | None, groups: int, scale: float, vmem_bytes: int,
+) -> KernelConfig:  # fmt: skip
+    """Return the configuration with the largest blocks that fit into `vmem_bytes`.
+
+    A tile holds all scores of an example if they fit, and otherwise at most 256 queries by 128 keys. If the gradients
+    of all queries do not fit into VMEM, the backward pass processes the queries in several passes.
+
+    Raises:
+      UnsupportedError: no block size fits.
     """
-    g_hidden = refs.g_hidden
-    heads, per_group = case.heads, case.heads // case.groups
-    sides = (form.q, form.rank_q, True), (form.k, form.rank_k, False)
-    for h in range(heads):
-        sums: dict[int, Array] = {}
-
-        def add(column: int, product: Array, is_row: bool, rows: slice, sums: dict[int, Array] = sums) -> None:
-            if is_row:
-                part = jnp.sum(split(product), axis=0)
-                sums[column] = sums[column] + part if column in sums else part
-            elif case.single:
-                refs.gk[rows, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
-            else:
-                refs.gk[rows, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
-
-        for start in range(0, case.block_k, CHUNK):
-            rows = slice(start, min(start + CHUNK, case.block_k))
-            x, y, plane = a[h, rows], g[h, rows], h // per_group
-            for side, rank, is_row in sides:
-                for r in range(rank if side.down is not None else 0):
-                    add(side.down + r * heads + h, x * g_hidden[plane, rows], is_row, rows)
-                    add(side.up + r * heads + h, y * a_hidden[plane, rows], is_row, rows)
-                    plane += case.groups
-            if form.q.gate is not None or form.k.gate is not None:
-                product = x * y
-                for side, _, is_row in sides:
-                    if side.gate is not None:
-                        add(side.gate + h, product, is_row, rows)
-        for column, part in sums.items():
-            refs.gq[column] = part
-        for n in range(h - h % per_group, h - h % per_group + per_group) if form.static else ():
-            part = jnp.sum(split(a[n] * g[h]), axis=0)
-            lanes = [part[:, c : c + 128] for c in range(0, case.block_q, 128)]
-            static[n * per_group + h % per_group] += total(lanes)
-
-
-def split(x: Array) -> Array:
-    """(keys, Bq) as (keys/8, 8, Bq): the same registers."""
-    return x.reshape(x.shape[0] // 8, 8, x.shape[1])
-
-
-def join(x: Array) -> Array:
-    return x.reshape(x.shape[0] * 8, x.shape[2])
-
-
-def spread_columns(case: Case, form: Form | None, wk: Any, rows: Any, out: Any) -> None:
-    """Repeats the key-wise weights of some keys over the lanes, for one compose."""
-    if form is None or not form.columns:
-        return
-    each = 2 if case.packed else 1
-    x = wk[0, rows, :]
-    for n in range(form.columns // each):
-        c = form.first_column // each + n
-        out[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], 128))
-
-
-class Strip(NamedTuple):
-    """Some keys of a tile."""
-
-    start: Any
-    size: int
-    may_pad: bool  # whether there may be no key in some rows
-
-    @property
-    def rows(self) -> Any:
-        return pl.ds(self.start, self.size)
-
-
-def over_strips(
-    case: Case,
-    refs: Any,
-    which: Sequence[str],
-    body: Callable[..., None],
-    meanwhile: Callable[[Any], None] | None = None,
-) -> None:
-    """Calls body(strip, *spread) for each strip of a tile, with the spread weights of the composes `which`.
-
-    With few heads a strip is short and the latency of spreading would show, so one step of the loop takes several
-    strips and spreads the weights of all of them first, each into a buffer of its own: the compiler would take a
-    buffer chosen by an index for the one that is being read. `meanwhile`, given the step, comes while they are on their
-    way, and before the strips: it must read nothing that the step writes.
-    """
-    strip, unroll = case.strip, case.unroll
-    steps = case.block_k // strip // unroll
-    refs_of = [getattr(refs, f"spread_{name}") for name in which]
-    keys = case.keys - (case.blocks_k - 1) * case.block_k  # of the last block
-
-    def step(i: Any, _: None) -> None:
-        strips = []
-        for n in range(unroll):
-            start = pl.multiple_of((i * unroll + n) * strip, strip)
-            strips.append(Strip(start, strip, ((steps - 1) * unroll + n + 1) * strip > keys))
-        spread = [[ref if ref is None else ref.at[n] for ref in refs_of] for n in range(unroll)]
-        for some, buffers in zip(strips, spread, strict=True):
-            for name, buffer in zip(which, buffers, strict=True):
-                spread_columns(case, getattr(case, name), refs.wk, some.rows, buffer)
-        if meanwhile:
-            meanwhile(i)
-        for some, buffers in zip(strips, spread, strict=True):
-            body(some, *buffers)
-
-    jax.lax.fori_loop(0, steps, step, None)
-
-
-def spread_scratch(case: Case) -> dict[str, Any]:
-    """Buffers of spread weights: of the tile, or of a strip."""
-    each, dtype = (2, jnp.int32) if case.packed else (1, jnp.float32)
-    return {
-        f"spread_{name}": pltpu.VMEM((case.unroll, form.columns // each, case.strip, 128), dtype)
-        for name, form in (("pre", case.pre), ("post", case.post))
-        if form is not None and form.columns
-    }
-
-
-def repeat_rows(rows: Any, out: Any, count: int, block: int) -> None:
-    """Spreads each row of (count, block) over eight sublanes."""
-    for c in range(count):
-        out[c] = jnp.broadcast_to(rows[0, c : c + 1, :], (8, block))
-
-
-def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """A product summed in float32; float32 factors are not rounded on the way."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def scores(case: Case, k: Any, q: Any, out: Any) -> None:
-    """out[h] = k_h·q_h^T; also dW^T = v_h·dO_h^T."""
-    for h in range(case.heads):
-        out[h] = dot(k[0, :, case.key_head(h)], q[0, :, case.query_head(h)], (1, 1))
-
-
-def visible(case: Case, i: Any, j: Any, strip: Strip, mask: Any) -> Array | None:
-    """Which keys of a strip of key block `j` the queries of block `i` see; None where they see all."""
-    shape = (case.strip // 8, 8, case.block_q)
-    conditions = []
-    key: Any = None
-    if case.ordered or strip.may_pad:
-        sub = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        key = sub + (j * case.block_k + strip.start)
-    if case.ordered:
-        query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + (i * case.block_q + case.first_query)
-        conditions.append(key <= query)
-        if case.window is not None:
-            conditions.append(key > query - case.window)
-    if strip.may_pad:
-        conditions.append(key < case.keys)
-    if mask is not None:
-        conditions.append(split(mask[0, strip.rows, :].astype(jnp.float32)) > 0.5)
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
-
-
-def logits(
-    case: Case, a: Sequence[Array], weights: Weights | None, seen: Array | None
-) -> tuple[list[Array], tuple[list, list]]:
-    """Composed scores in units of log 2 and the hidden planes; packed weights bring the factor scale·log2(e) along."""
-    out, hidden = ([x * (case.scale * LOG2_E) for x in a], ([], [])) if weights is None else weights.compose(a)
-    return out if seen is None else [jnp.where(seen, x, UNSEEN) for x in out], hidden
-
-
-class Refs:
-    """The references of a kernel by name; those that a case has not are None."""
-
-    def __init__(self, names: Sequence[str], arguments: Sequence[Any]):
-        self.__dict__.update(zip(names, arguments, strict=True))
-
-    def __getattr__(self, name: str) -> Any:  # only where the attribute is missing
-        return None
-
-
-def weights_of(case: Case, refs: Any, which: str, spread: Any) -> Weights | None:
-    """The weights of the compose `which`, "pre" or "post", on a strip."""
-    form = getattr(case, which)
-    return form and Weights(case, form, refs.wq, spread, getattr(refs, f"static_{which}"))
+    queries, heads, head_dim = q.shape[1:]
+    keys, key_heads = k.shape[1:3]
+    layout_pre, layout_post = compose_layouts(pre, post, float(scale))
+    unroll = strips_per_step(heads, keys)
+    blocks = [(256, 128), (128, 128), (128, 64)]
+    if queries <= 256 and keys <= 512:
+        blocks.insert(0, (round_up(queries, LANES), round_up(keys, STRIP * unroll)))
+    for block_q, block_k in blocks:
+        block_q, block_k = min(block_q, round_up(queries, LANES)), min(block_k, round_up(keys, 4 * STRIP))
+        together = unroll if block_k % (STRIP * unroll) == 0 else min(unroll, 2)
+        for queries_per_pass in (queries, 4096, 2048, 1024, 512):
+            config = KernelConfig(
+                heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0, queries=queries,
+                keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
+                strips_per_step=together, causal=causal, window=window, scale=float(scale), pre=layout_pre,
+                post=layout_post, vmem_bytes=vmem_bytes, packed_keys=q.dtype == jnp.bfloat16,
+            )  # fmt: skip
+            if queries_per_pass <= queries and backward_vmem_bytes(config, q.dtype.itemsize) <= vmem_bytes:
+                return config
+    raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")

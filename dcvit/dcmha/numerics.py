@@ -1,0 +1,26 @@
+"""Constants and integer helpers that several implementations of attention share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from jax.typing import DTypeLike
+
+LOG2_E = math.log2(math.e)  # the fused kernels compute softmax in base 2: exp(x) = 2^(x·log2(e))
+MASKED_SCORE = -1e30  # the score of a masked key: finite, and 2^MASKED_SCORE is 0 in float32
+
+
+def statistics_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
+    """Return the dtype of softmax and norm statistics: float64 for float64 inputs, float32 for all others."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def cdiv(size: int, block: int) -> int:
+    """Return `size / block`, rounded up."""
+    return -(-size // block)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
+    return cdiv(size, multiple) * multiple

@@ -1,0 +1,132 @@
+"""One block of a GPU kernel: its position in the grid, its references, and accesses to global memory and registers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+Planes: TypeAlias = tuple[Array, ...]
+
+
+class Operands(NamedTuple):
+    """Inputs of a kernel in global memory."""
+
+    pairs: Sequence[tuple[Sequence[Ref], Sequence[Ref]]]  # (q, k), and (dO, v); each as its bfloat16 parts
+    rows: Ref  # query-wise weights (B H channels T)
+    cols: Ref  # key-wise weights (B H channels S)
+    bias: Ref  # 0 or MASKED_SCORE, (1 or B, T, S)
+    planes: Ref | None = None  # hidden planes that an earlier kernel has computed (B G planes T S)
+
+
+class Outputs(NamedTuple):
+    """Outputs of a kernel in global memory; a kernel has some of them. `launch.run` describes their shapes."""
+
+    planes: Ref | None = None
+    row_sums: Ref | None = None
+    tile: Ref | None = None
+    col_sums: Ref | None = None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block. The buffers of absent outputs are None."""
+
+    cols: Ref  # ring slots of key-wise weights
+    empty: Ref  # barrier of each slot: its readers have finished
+    full: Ref  # barrier of each slot: its copies have arrived
+    onehot: Ref | None  # matrix that selects the row of a head
+    products: Ref | None  # products to be summed over queries
+    row_sums: Ref | None  # staging buffers of the outputs
+    rows: Ref  # ring slots of query-wise weights
+    scores: Sequence[tuple[Ref, Ref]]  # ring slots of both sides of each pair
+    tile: Ref | None
+
+
+class Block:
+    """Position and references of a block, with memory accesses that work on a GPU and in the interpreter."""
+
+    def __init__(self, config: KernelConfig, operands: Operands, out: Outputs, scratch: Scratch) -> None:
+        self.config, self.operands, self.out, self.scratch = config, operands, out, scratch
+        self.example, self.group, self.i, self.j, self.warpgroup = (lax.axis_index(name) for name in "bgijw")
+        self.key_tile = self.j * config.warpgroups + self.warpgroup
+        self.query_span = pl.ds(self.i * QUERIES, QUERIES)
+        self.key_span = pl.ds(self.key_tile * config.tile_keys, config.tile_keys)
+
+    def head(self, index: Array) -> Array:
+        """Return the number among all heads of a head of this block's group."""
+        return self.group * self.config.group_heads + index
+
+    def is_attended(self) -> Array | None:
+        """Return whether any query of this block attends to any of its keys, without the mask; None if all blocks do.
+
+        All warpgroups of a block get the same answer.
+        """
+        c = self.config
+        if not c.causal:
+            return None
+        first_query = self.i * QUERIES + c.offset
+        first_key = self.j * (c.warpgroups * c.tile_keys)
+        found = first_key <= first_query + (QUERIES - 1)
+        if c.window is not None:
+            found = jnp.logical_and(found, first_key + c.warpgroups * c.tile_keys - 1 > first_query - c.window)
+        return found
+
+    # Layouts annotate registers; the interpreter does not support them.
+
+    def as_tile(self, x: Array) -> Array:
+        """Give a matrix of a tile's shape the register layout of a matrix product's result."""
+        return x if self.config.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+    def as_vector(self, x: Array, axis: int) -> Array:
+        """Give a vector the register layout of one axis of a tile: 0 for queries, 1 for keys."""
+        return x if self.config.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
+
+    def broadcast(self, x: Array, axis: int) -> Array:
+        """Broadcast a vector of the tile's queries (axis 0) or keys (axis 1) to a tile."""
+        return self.as_tile(lax.broadcast_in_dim(self.as_vector(x, axis), self.config.tile, (axis,)))
+
+    def zeros(self, count: int) -> Planes:
+        """Return `count` tiles of zeros."""
+        return tuple(self.as_tile(jnp.zeros(self.config.tile, jnp.float32)) for _ in range(count))
+
+    def load(self, ref: Ref, *index: Array | int) -> Array:
+        """Load this tile of a float32 array in global memory whose last axes are queries and keys."""
+        where = ref.at[(*index, self.query_span, self.key_span)]
+        return where[...] if self.config.interpret else _load(where)
+
+    def store(self, where: Ref, x: Array) -> None:
+        """Store to global memory. From JAX 0.12, writes of partial cache lines require `optimized=False`."""
+        if self.config.interpret or not hasattr(plgpu, "store"):
+            where[...] = x
+        else:
+            plgpu.store(where, x, optimized=False)
+
+    def save_planes(self, planes: Planes) -> None:
+        """Store the hidden planes of this tile for a later kernel."""
+        for number, plane in enumerate(planes):
+            where = existing(self.out.planes).at[self.example, self.group, number, self.query_span, self.key_span]
+            self.store(where, plane)
+
+    def load_planes(self, first: int, count: int) -> Planes:
+        """Load hidden planes of this tile that an earlier kernel has stored."""
+        numbers = range(first, first + count)
+        return tuple(self.load(existing(self.operands.planes), self.example, self.group, n) for n in numbers)
+
+
+def _load(ref: Ref) -> Array:
+    """Load from global memory into the register layout of a matrix product's result, with any access pattern.
+
+    Until JAX 0.11, `plgpu.load` requires the argument `idx`.
+    """
+    parameter = inspect.signature(plgpu.load).parameters.get("idx")
+    index: list[tuple[()]] = [] if parameter is None or parameter.default is not parameter.empty else [()]
+    out: Array = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)  # type: ignore[arg-type]
+    return out

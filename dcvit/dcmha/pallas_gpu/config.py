@@ -1,0 +1,115 @@
+"""Static configuration of the GPU kernels, and the channels of their packed compose weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
+MIN_ROW_MAX = -1e20  # lower bound of row maxima, so that the sum of a fully masked row is 0
+PRODUCER_REGISTERS = 24  # of each thread of the warpgroup that only copies
+
+Side: TypeAlias = Literal["q", "k"]
+Which: TypeAlias = Literal["pre", "post"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Ranks of one compose's query-wise and key-wise projections; 0 for an absent projection."""
+
+    q: int = 0
+    k: int = 0
+
+    @property
+    def planes(self) -> int:
+        """Number of hidden planes; the query-wise planes come first."""
+        return self.q + self.k
+
+    def channels(self, side: Side) -> int:
+        """Return the number of weights of one side: a gate, R down and R up."""
+        return 1 + 2 * (self.q if side == "q" else self.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """All properties that the code of a kernel depends on. Sizes are those after padding."""
+
+    batch: int
+    groups: int
+    group_heads: int  # heads of one group
+    heads_per_key_head: int
+    queries: int
+    keys: int
+    head_dim: int
+    parts: int  # bfloat16 terms whose sum represents an operand: 2 for float32, otherwise 1
+    pre: Ranks
+    post: Ranks
+    offset: int  # position of the first query minus position of the first key
+    causal: bool
+    window: int | None
+    tile_keys: int  # keys of one warpgroup's tile
+    warpgroups: int
+    stages: int  # slots of the ring in shared memory
+    dtype: DTypeLike  # of W and dS
+    interpret: bool
+
+    @property
+    def heads(self) -> int:
+        return self.groups * self.group_heads
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Shape of one warpgroup's tile."""
+        return QUERIES, self.tile_keys
+
+    @property
+    def registers(self) -> int:
+        """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use."""
+        return min(240, (65536 // 128 - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
+
+    @property
+    def key_tiles(self) -> int:
+        return self.keys // self.tile_keys
+
+    def ranks(self, which: Which) -> Ranks:
+        return self.pre if which == "pre" else self.post
+
+    def channel(self, side: Side, which: Which) -> int:
+        """Return the first channel of a compose among the query-wise or the key-wise weights.
+
+        The channels of each compose are the gate, R down projections and R up projections. The query-wise channels end
+        with the log-sum-exp and delta.
+        """
+        return 0 if which == "pre" else self.pre.channels(side)
+
+    @property
+    def lse_channel(self) -> int:
+        return self.pre.channels("q") + self.post.channels("q")
+
+    @property
+    def delta_channel(self) -> int:
+        return self.lse_channel + 1
+
+
+def swizzled(columns: int, dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Return the shared-memory layout of a matrix that the tensor cores and the copy engine require."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def interpret_params() -> object:
+    """Return the parameters that make `plgpu.kernel` interpret a kernel. JAX has no public name for them yet."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+def is_gpu() -> bool:
+    """Return True if JAX's default backend is a GPU."""
+    return jax.default_backend() == "gpu"

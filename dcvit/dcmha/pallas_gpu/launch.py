@@ -1,0 +1,200 @@
+"""Launch of the GPU kernels over all tiles of a rectangle of queries and keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcvit.dcmha.pallas_gpu import backward, forward
+from dcvit.dcmha.pallas_gpu.block import Block, Operands, Outputs, Scratch
+from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, interpret_params, swizzled
+from dcvit.dcmha.pallas_gpu.ring import Ring
+from dcvit.dcmha.pallas_gpu.staging import Staging
+from dcvit.dcmha.pallas_gpu.tile import Tile
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
+Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]
+
+KERNELS = {
+    "statistics": forward.statistics,
+    "weights": forward.weights,
+    "post_grad": backward.post_grad,
+    "pre_grad": backward.pre_grad,
+}
+
+
+class Results(NamedTuple):
+    """Outputs of a kernel; None for those that it does not have."""
+
+    col_sums: Array | None = None  # (B G tiles 64 [tiles channels keys]), to be added over tiles of queries
+    planes: Array | None = None  # (B G planes T S), for the argument `planes` of a later kernel
+    row_sums: Array | None = None  # (B H tiles channels T), to be added over tiles of keys
+    tile: Array | None = None  # (B H T S), W or dS
+
+
+def sweeps(config: KernelConfig, kind: Kind) -> int:
+    """Return the number of sweeps over the heads."""
+    pre, post = bool(config.pre.planes), bool(config.post.planes)
+    return 1 + {"statistics": pre, "weights": post, "post_grad": pre + post, "pre_grad": pre}[kind]
+
+
+def output_shapes(config: KernelConfig, kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a kernel's outputs by their name in `Results`."""
+    c, square = config, (config.queries, config.keys)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+
+    def add(name: str, *shape: int, dtype: jax.typing.DTypeLike = jnp.float32) -> None:
+        found[name] = jax.ShapeDtypeStruct(shape, dtype)
+
+    planes = {"statistics": c.pre.planes, "post_grad": c.pre.planes + c.post.planes}.get(kind, 0)
+    if planes:
+        add("planes", c.batch, c.groups, planes, *square)
+    if kind == "statistics":
+        add("row_sums", c.batch, c.heads, c.key_tiles, 2, c.queries)
+        return found
+    add("tile", c.batch, c.heads, *square, dtype=c.dtype)
+    if kind != "weights":
+        ranks = c.post if kind == "post_grad" else c.pre
+        channels = ranks.channels("q") + (kind == "post_grad")  # the last one is delta
+        add("row_sums", c.batch, c.heads, c.key_tiles, channels, c.queries)
+        add("col_sums", c.batch, c.groups, c.queries // QUERIES, QUERIES, c.keys * ranks.channels("k"))
+    return found
+
+
+def scratch_shapes(
+    config: KernelConfig, out: dict[str, jax.ShapeDtypeStruct], pairs: int, rows: int, cols: int
+) -> dict[str, object]:
+    """Return the shared memory and barriers of a block by their name in `Scratch`."""
+    c, transforms = config, swizzled(config.head_dim, jnp.bfloat16)
+    left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
+    right = plgpu.SMEM((c.stages, c.parts, c.warpgroups, c.tile_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
+    copies = 1 + pairs * c.parts * (1 + c.warpgroups) + c.warpgroups
+    found: dict[str, object] = {
+        "scores": [(left, right)] * pairs,
+        "rows": plgpu.SMEM((c.stages, rows, QUERIES), jnp.float32),
+        "cols": plgpu.SMEM((c.stages, c.warpgroups, cols, c.tile_keys), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "row_sums": None,
+        "tile": None,
+        "products": None,
+        "onehot": None,
+    }
+    if "row_sums" in out:
+        found["row_sums"] = plgpu.SMEM((c.warpgroups, out["row_sums"].shape[3], QUERIES), jnp.float32)
+    if "tile" in out:
+        found["tile"] = plgpu.SMEM((c.warpgroups, *c.tile), c.dtype, transforms=swizzled(c.tile_keys, c.dtype))
+    if "col_sums" in out:
+        transforms = swizzled(c.tile_keys, jnp.bfloat16)
+        shape = (c.warpgroups, c.parts, QUERIES, out["col_sums"].shape[-1] // c.key_tiles)
+        found["products"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+        found["onehot"] = plgpu.SMEM((c.warpgroups, QUERIES, QUERIES), jnp.bfloat16, transforms=transforms)
+    return found
+
+
+def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
+    """Write the outputs of a block whose queries attend to none of its keys."""
+    c, out = block.config, block.out
+    if out.row_sums is not None:
+        count = existing(block.scratch.row_sums).shape[1]
+        empty = [jnp.full((QUERIES,), 0.0, jnp.float32)] * count
+        if kind == "statistics":
+            empty[0] = jnp.full((QUERIES,), MIN_ROW_MAX, jnp.float32)
+        staging.stage_rows([block.as_vector(x, 0) for x in empty])
+    if out.tile is not None:
+        staging.stage_tile(*block.zeros(1))
+    if out.col_sums is not None:
+        shape = (QUERIES, out.col_sums.shape[-1] // c.key_tiles)
+        staging.save_col_sums(block.as_tile(jnp.zeros(shape, jnp.float32)))
+
+    def body(head: Array, carry: tuple[()]) -> tuple[()]:
+        staging.commit(head, tile=out.tile is not None, row_sums=out.row_sums is not None)
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(c.group_heads), body, ())
+
+
+def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs, scratch: Scratch) -> None:
+    """Run one block of a kernel: the warpgroups that compute, and the one that copies."""
+    c = config
+    block = Block(c, operands, out, scratch)
+    ring, staging = Ring(block, sweeps(c, kind)), Staging(block)
+    attended = block.is_attended()
+
+    def compute() -> None:
+        if not c.interpret:
+            plgpu.set_max_registers(c.registers, action="increase")
+        bias = operands.bias
+        tile = Tile(block, block.load(bias, lax.rem(block.example, jnp.int32(bias.shape[0]))))
+        KERNELS[kind](block, ring, tile, staging)
+
+    def work() -> None:
+        pl.when(block.warpgroup < c.warpgroups)(compute)
+        pl.when(block.warpgroup == c.warpgroups)(ring.produce)
+
+    if attended is None:
+        work()
+    else:
+        pl.when(attended)(work)
+        idle = jnp.logical_and(jnp.logical_not(attended), block.warpgroup < c.warpgroups)
+        pl.when(idle)(lambda: write_empty(block, staging, kind))
+    plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that rectangles of equal shape are lowered once
+def run(
+    kind: Kind,
+    config: KernelConfig,
+    pairs: Sequence[Pair],
+    rows: Array,
+    cols: Array,
+    bias: Array,
+    planes: Array | None = None,
+) -> Results:
+    """Run one kernel over all tiles of a rectangle of queries and keys.
+
+    Args:
+      kind: a name in `KERNELS`.
+      config: sizes; the other arguments are padded to them.
+      pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
+      rows: (B H channels T) float32, query-wise weights (`KernelConfig.channel`).
+      cols: (B H channels S) float32, key-wise weights.
+      bias: (1 or B, T, S) float32, 0 or MASKED_SCORE.
+      planes: (B G planes T S) float32, hidden planes of an earlier kernel.
+    """
+    c = config
+    shapes = output_shapes(c, kind)
+    names = tuple(shapes)
+
+    def body(*refs: Ref, scratch: dict[str, object]) -> None:
+        inputs, outputs = refs[: -len(names)], Outputs(**dict(zip(names, refs[-len(names) :], strict=True)))
+        sides = [inputs[n * c.parts : (n + 1) * c.parts] for n in range(2 * len(pairs))]
+        operands = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *inputs[2 * len(pairs) * c.parts :])
+        run_block(c, kind, operands, outputs, Scratch(**scratch))  # type: ignore[arg-type]
+
+    def entry(*refs: Ref) -> None:
+        scratch = scratch_shapes(c, shapes, len(pairs), rows.shape[2], cols.shape[2])
+        pl.run_scoped(lambda s: body(*refs, scratch=s), scratch, collective_axes="w")
+
+    kernel = plgpu.kernel(
+        entry,
+        out_type=list(shapes.values()),
+        grid=(c.key_tiles // c.warpgroups, c.queries // QUERIES, c.groups, c.batch),
+        grid_names=("j", "i", "g", "b"),
+        num_threads=c.warpgroups + 1,
+        thread_name="w",
+        kernel_name=f"dcmha_{kind}",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret_params() if c.interpret else None,
+    )
+    sides = [part for pair in pairs for side in pair for part in side]
+    outs = kernel(*sides, rows, cols, bias, *([] if planes is None else [planes]))
+    return Results(**dict(zip(names, outs, strict=True)))

@@ -1,0 +1,102 @@
+"""Staging of a GPU kernel's outputs in shared memory, and their copies to global memory.
+
+The threads of a warpgroup only write its staging buffers, and the copy engine and the tensor cores only read them.
+`reuse` and `commit` contain all required barriers, and the kernels are compiled without automatic ones.
+
+A sum over the 64 queries would cross all lanes and warps of a warpgroup. It is computed as a matrix product with a
+one-hot matrix instead, which adds the sums of head j to row j of an accumulator that all heads share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcvit.dcmha.pallas_gpu.block import Block
+from dcvit.dcmha.pallas_gpu.config import QUERIES
+from dcvit.dcmha.pallas_gpu.ring import Ring
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+
+class Staging:
+    """Staging buffers of one warpgroup."""
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.config, self.scratch, self.out = block, block.config, block.scratch, block.out
+
+    def reuse(self) -> None:
+        """Wait until the staging buffers may be written again."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def stage_rows(self, vectors: Sequence[Array]) -> None:
+        """Write sums over keys, one vector of 64 queries for each channel."""
+        for channel, x in enumerate(vectors):
+            existing(self.scratch.row_sums)[self.block.warpgroup, channel] = x
+
+    def stage_tile(self, x: Array) -> None:
+        """Write a tile of W or dS."""
+        existing(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
+
+    def stage_products(self, head: Array, tiles: Sequence[Array]) -> None:
+        """Write products to be summed over queries, and the one-hot matrix of a head."""
+        c, w = self.config, self.block.warpgroup
+        if c.interpret:
+            rows = lax.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0)
+        else:
+            rows = plgpu.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0, layout=plgpu.Layout.WGMMA)
+        existing(self.scratch.onehot)[w] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
+        for channel, x in enumerate(tiles):
+            for part in range(c.parts):
+                high = x.astype(jnp.bfloat16)
+                columns = pl.ds(channel * c.tile_keys, c.tile_keys)
+                existing(self.scratch.products)[w, part, :, columns] = high
+                x = x - high.astype(jnp.float32)
+
+    def commit(self, head: Array, *, tile: bool = False, row_sums: bool = False) -> None:
+        """Make the staged values visible to the copy engine, and start the copies of the selected outputs."""
+        b = self.block
+        copies: list[tuple[Ref, Ref]] = []
+        if tile:
+            target = existing(self.out.tile).at[b.example, b.head(head), b.query_span, b.key_span]
+            copies.append((existing(self.scratch.tile).at[b.warpgroup], target))
+        if row_sums:
+            target = existing(self.out.row_sums).at[b.example, b.head(head), b.key_tile, :, b.query_span]
+            copies.append((existing(self.scratch.row_sums).at[b.warpgroup], target))
+        plgpu.commit_smem()
+        for source, target in copies:
+            plgpu.copy_smem_to_gmem(source, target)  # type: ignore[arg-type]
+
+    def save_col_sums(self, x: Array) -> None:
+        """Store the sums over queries of this tile."""
+        b, ref = self.block, existing(self.out.col_sums)
+        columns = ref.shape[-1] // self.config.key_tiles
+        where = ref.at[b.example, b.group, b.i, pl.ds(0, QUERIES), pl.ds(b.key_tile * columns, columns)]
+        self.block.store(where, x)
+
+    def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array], None]) -> None:
+        """Run the last sweep; `body` stages products, and their sums over queries are stored at its end."""
+        shape = (QUERIES, existing(self.out.col_sums).shape[-1] // self.config.key_tiles)
+
+        def accumulate(accumulator: Ref) -> Array:
+            def step(head: Array, slot: Array, carry: tuple[()]) -> tuple[()]:
+                body(head, slot)
+                self.add_products(accumulator)
+                return carry
+
+            ring.sweep(ring.sweeps - 1, step, ())
+            return accumulator[...]
+
+        sums = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+        self.save_col_sums(sums)
+
+    def add_products(self, accumulator: Ref) -> None:
+        """Add the sums over queries of the staged products to the head's row of the accumulator."""
+        w = self.block.warpgroup
+        for part in range(self.config.parts):
+            products = existing(self.scratch.products).at[w, part]
+            plgpu.wgmma(accumulator, existing(self.scratch.onehot).at[w], products)  # type: ignore[arg-type]
+        plgpu.wgmma_wait(0)

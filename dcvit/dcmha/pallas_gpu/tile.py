@@ -1,0 +1,111 @@
+"""Arithmetic of the GPU kernels on one tile: 64 queries by a few keys, for all heads of a group.
+
+A block of a kernel handles one example, one group of heads, 64 queries and `warpgroups`·`tile_keys` keys. Each
+warpgroup computes a tile of all 64 queries and `tile_keys` keys; one more warpgroup only copies. Heads stream through a
+ring of slots in shared memory several times. The hidden planes of a compose, which combine the heads, stay in float32
+registers. Each sweep computes the scores of a head again, because the tensor cores have time left and registers are
+scarce. Blocks exchange no values: a sum over queries or keys is written as one partial sum for each tile, and XLA adds
+the partial sums in a fixed order, so that the results are deterministic.
+
+Scores are in units of log 2, so that 2^L is a single instruction. A float32 `bias`, 0 or MASKED_SCORE, represents all
+masks and the padding.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcvit.dcmha.pallas_gpu.block import Block, Planes
+from dcvit.dcmha.pallas_gpu.config import Which
+from dcvit.dcmha.shapes import Array, Ref
+
+
+class Tile:
+    """Arithmetic of one warpgroup. `slot` is the ring slot of a head; a channel numbers the weights in that slot."""
+
+    def __init__(self, block: Block, bias: Array) -> None:
+        self.block, self.config, self.scratch, self.bias = block, block.config, block.scratch, bias
+
+    def product(self, slot: Array, pair: int = 0) -> Array:
+        """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
+        left, right = (side.at[slot] for side in self.scratch.scores[pair])
+        # The product of both low parts is below the rounding error of float32.
+        terms = [(0, 0), (0, 1), (1, 0)][: 1 if self.config.parts == 1 else 3]
+        if self.config.interpret:  # the interpreter cannot transpose a reference
+            warpgroup = self.block.warpgroup
+            own = [(left[a].astype(jnp.float32), right[b, warpgroup].astype(jnp.float32)) for a, b in terms]
+            return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
+
+        def multiply(accumulator: Ref) -> Array:
+            for a, b in terms:
+                keys = plgpu.transpose_ref(right.at[b, self.block.warpgroup], (1, 0))
+                plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
+            return accumulator[...]
+
+        out: Array = pl.run_scoped(multiply, plgpu.ACC(self.config.tile, jnp.float32))
+        return out
+
+    def row(self, slot: Array, channel: int) -> Array:
+        """Return a query-wise weight as a tile."""
+        return self.block.broadcast(self.scratch.rows[slot, channel], 0)
+
+    def col(self, slot: Array, channel: int) -> Array:
+        """Return a key-wise weight as a tile."""
+        return self.block.broadcast(self.scratch.cols[slot, self.block.warpgroup, channel], 1)
+
+    def weights(self, slot: Array, which: Which, up: bool) -> list[Array]:
+        """Return the up or down projection weights of one head for each hidden plane of a compose."""
+        ranks = self.config.ranks(which)
+        q, k = self.config.channel("q", which) + 1, self.config.channel("k", which) + 1
+        rows = [self.row(slot, q + up * ranks.q + r) for r in range(ranks.q)]
+        return rows + [self.col(slot, k + up * ranks.k + r) for r in range(ranks.k)]
+
+    def down(self, slot: Array, which: Which, planes: Planes, x: Array, transposed: bool = False) -> Planes:
+        """Add one head to the hidden planes: hq_r += x·q1_r and hk_r += x·k1_r.
+
+        `transposed` computes the planes of the transposed compose, with q2 and k2.
+        """
+        weights = self.weights(slot, which, up=transposed)
+        return tuple(plane + x * weight for plane, weight in zip(planes, weights, strict=True))
+
+    def up(self, slot: Array, which: Which, planes: Planes, x: Array, transposed: bool = False) -> Array:
+        """Return one head of a compose: x·gates + Σ_r (hq_r·q2_r + hk_r·k2_r).
+
+        `transposed` computes the transposed compose, with q1 and k1.
+        """
+        q, k = self.config.channel("q", which), self.config.channel("k", which)
+        out = x * (self.row(slot, q) + self.col(slot, k))
+        for plane, weight in zip(planes, self.weights(slot, which, up=not transposed), strict=True):
+            out = out + plane * weight
+        return out
+
+    def logits(self, slot: Array, planes: Planes, scores: Array) -> Array:
+        """Return the composed and masked scores of one head."""
+        return self.up(slot, "pre", planes, scores) + self.bias
+
+    def probabilities(self, slot: Array, planes: Planes, scores: Array) -> Array:
+        """Return P = 2^(L - log-sum-exp) of one head; it is exactly 0 for masked keys."""
+        return jnp.exp2(self.logits(slot, planes, scores) - self.row(slot, self.config.lse_channel))
+
+    def gradient_products(
+        self, which: Which, a: Array, g: Array, hidden: Planes, back: Planes
+    ) -> tuple[list[Array], list[Array]]:
+        """Return products of one head whose sums are the gradients of the compose's weights.
+
+        Sums over keys of the first list are gradients of query-wise weights, sums over queries of the second list those
+        of key-wise weights.
+
+        Args:
+          which: the compose.
+          a: its input.
+          g: gradient of its output.
+          hidden: its hidden planes.
+          back: hidden planes of the transposed compose of `g`.
+        """
+        q = self.config.ranks(which).q
+        gate = a * g
+        rows = [gate] + [a * x for x in back[:q]] + [g * x for x in hidden[:q]]
+        cols = [gate] + [a * x for x in back[q:]] + [g * x for x in hidden[q:]]
+        return rows, cols

@@ -1,0 +1,325 @@
+"""Bodies of the backward TPU kernels: delta, and all gradients. `dcvit.dcmha.pallas_tpu.backward` calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.tile import (
+    Strip,
+    TileRefs,
+    broadcast_rows,
+    dot,
+    join,
+    logits,
+    over_strips,
+    scores,
+    split,
+    strip_compose,
+    total,
+    visible,
+)
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardRefs(TileRefs):
+    """References that both backward kernels have."""
+
+    do: Ref  # gradient of the output
+    lse: Ref  # log-sum-exp of each row
+    x: Ref  # scores, (H, Bk, Bq)
+    y: Ref  # gradient of the composed weights; later the gradient of the logits
+    m: Ref  # `lse` broadcast over sublanes, (H, 8, Bq)
+    d: Ref  # delta, as `m`
+    delta: Ref | None = None  # output of the first kernel, input of the second one where rows span several tiles
+    pre_hidden: Ref | None = None  # hidden planes of the pre-compose, (planes, Bk, Bq)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientRefs(BackwardRefs):
+    """References of the gradient kernel. References of absent branches are None."""
+
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    p: Ref  # attention weights before the post-compose, (H, Bk, Bq)
+    dp: Ref  # their gradient
+    w: Ref  # attention weights after the post-compose
+    da: Ref  # gradient of the scores
+    dwq: Ref | None = None
+    dwk: Ref | None = None
+    dstatic_pre: Ref | None = None
+    dstatic_post: Ref | None = None
+    post_hidden: Ref | None = None  # hidden planes of the post-compose
+    g_hidden: Ref | None = None  # hidden planes of the transposed compose in use
+    gq: Ref | None = None  # gradients of query-wise weights of a tile, (rows, 8, Bq)
+    gk: Ref | None = None  # gradients of key-wise weights of a key block, (Bk, columns)
+    gstatic_pre: Ref | None = None  # gradients of static weights, not yet summed over a register
+    gstatic_post: Ref | None = None
+    dq_acc: Ref | None = None  # gradients of all queries, transposed; None if they are written directly
+    dk_acc: Ref | None = None
+    dv_acc: Ref | None = None
+    gq_acc: Ref | None = None  # gradients of query-wise weights of all queries
+
+
+def attention_weights(
+    config: KernelConfig, refs: BackwardRefs, i: Index, j: Index, strip: Strip, broadcast: Ref | None
+) -> list[Array]:
+    """Return the attention weights P of a strip; store the hidden planes of the pre-compose if they have a buffer."""
+    pre = strip_compose(config, refs, "pre", broadcast)
+    a = [split(refs.x[h, strip.rows, :]) for h in range(config.heads)]
+    out, hidden = logits(config, a, pre, visible(config, i, j, strip, refs.mask))
+    if pre is not None and refs.pre_hidden is not None:
+        pre.save_hidden(hidden, refs.pre_hidden, strip.rows)
+    return [jnp.exp2(out[h] - refs.m[h][None]) for h in range(config.heads)]
+
+
+def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+    """Compute delta_h = Σ_s P_h·dP_h of a query block; grid index (b, i, j)."""
+    refs = BackwardRefs(**dict(zip(names, arguments, strict=True)))
+    i, step = pl.program_id(1), pl.program_id(2)
+    j = config.first_key_block(i) + step
+
+    @pl.when(step == 0)
+    def _() -> None:
+        broadcast_rows(refs.lse, refs.m, config.heads, config.block_q)
+        refs.d[...] = jnp.zeros(refs.d.shape, jnp.float32)
+
+    @pl.when(j <= config.last_key_block(i))
+    def _() -> None:
+        scores(config, refs.k, refs.q, refs.x)
+        scores(config, refs.v, refs.do, refs.y)
+
+        def add(strip: Strip, broadcast_pre: Ref | None, broadcast_post: Ref | None) -> None:
+            p = attention_weights(config, refs, i, j, strip, broadcast_pre)
+            post = strip_compose(config, refs, "post", broadcast_post)
+            dp = [split(refs.y[h, strip.rows, :]) for h in range(config.heads)]
+            if post is not None:
+                dp, _ = post.transposed(dp)
+            for h in range(config.heads):
+                refs.d[h] += jnp.sum(p[h] * dp[h], axis=0)
+
+        over_strips(config, refs, ("pre", "post"), add)
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        for h in range(config.heads):
+            existing(refs.delta)[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
+
+
+def post_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, broadcast: Ref | None) -> None:
+    """Compute W and dP of a strip from P and dW, and store the hidden planes of both."""
+    post = strip_compose(config, refs, "post", broadcast)
+
+    def load(ref: Ref) -> list[Array]:  # loading twice uses fewer registers than keeping the planes
+        return [split(ref[h, strip.rows, :]) for h in range(config.heads)]
+
+    w, dp = load(refs.p), load(refs.y)
+    if post is not None:
+        w, hidden = post.compose(w)
+        post.save_hidden(hidden, refs.post_hidden, strip.rows)
+        dp, hidden = post.transposed(dp)
+        post.save_hidden(hidden, refs.g_hidden, strip.rows)
+    for h in range(config.heads):
+        refs.w[h, strip.rows, :] = join(w[h]).astype(refs.w.dtype)
+        refs.dp[h, strip.rows, :] = join(dp[h])
+
+
+def pre_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, broadcast: Ref | None) -> None:
+    """Compute the gradients of the logits (to `refs.y`) and of the scores of a strip from P, dP and delta."""
+    pre = strip_compose(config, refs, "pre", broadcast)
+    dl = [
+        split(refs.p[h, strip.rows, :]) * (split(refs.dp[h, strip.rows, :]) - refs.d[h][None])
+        for h in range(config.heads)
+    ]
+    da = dl
+    if pre is not None:
+        da, hidden = pre.transposed(dl)
+        pre.save_hidden(hidden, refs.g_hidden, strip.rows)
+    for h in range(config.heads):
+        refs.y[h, strip.rows, :] = join(dl[h])
+        refs.da[h, strip.rows, :] = join(da[h]).astype(refs.da.dtype)
+
+
+def weight_products(
+    config: KernelConfig, layout: ComposeLayout, h: int, rows: slice,
+    a: Ref, g: Ref, a_hidden: Ref | None, g_hidden: Ref | None,
+) -> Iterator[tuple[int, Array, bool]]:  # fmt: skip
+    """Yield the products whose sums are the gradients of head `h`'s weights, for the keys `rows`.
+
+    Each item is a packed row or column, the product, and True for a query-wise weight, whose gradient is a sum over
+    keys. The products are a_h times the planes of `g` for a down projection, g_h times the planes of `a` for an up
+    projection, and a_h·g_h for a gate.
+    """
+    x, y = a[h, rows], g[h, rows]
+    plane = h // (config.heads // config.groups)
+    sides = (layout.query, layout.query_rank, True), (layout.key, layout.key_rank, False)
+    for offsets, rank, is_row in sides:
+        if offsets.down is None or offsets.up is None:
+            continue
+        for r in range(rank):
+            yield offsets.down + r * config.heads + h, x * existing(g_hidden)[plane, rows], is_row
+            yield offsets.up + r * config.heads + h, y * existing(a_hidden)[plane, rows], is_row
+            plane += config.groups
+    if layout.query.gate is not None or layout.key.gate is not None:
+        product = x * y
+        for offsets, _, is_row in sides:
+            if offsets.gate is not None:
+                yield offsets.gate + h, product, is_row
+
+
+def weight_gradients(
+    config: KernelConfig, layout: ComposeLayout, refs: GradientRefs,
+    a: Ref, g: Ref, a_hidden: Ref | None, static: Ref | None,
+) -> None:  # fmt: skip
+    """Compute a tile's share of the gradients of one compose with input `a` and output gradient `g`.
+
+    Sums over keys are written to the rows `refs.gq`, sums over queries are added to the columns `refs.gk`. Heads are
+    processed one after the other, so that a head's sums over all keys stay in registers.
+    """
+    per_group = config.heads // config.groups
+    for h in range(config.heads):
+        sums: dict[int, Array] = {}
+        for start in range(0, config.block_k, CHUNK):
+            rows = slice(start, min(start + CHUNK, config.block_k))
+            products = weight_products(config, layout, h, rows, a, g, a_hidden, refs.g_hidden)
+            for column, product, is_row in products:
+                if is_row:
+                    part = jnp.sum(split(product), axis=0)
+                    sums[column] = sums[column] + part if column in sums else part
+                elif config.is_single_tile:
+                    existing(refs.gk)[rows, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
+                else:
+                    existing(refs.gk)[rows, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
+        for column, part in sums.items():
+            existing(refs.gq)[column] = part
+        for n in range(h - h % per_group, h - h % per_group + per_group) if layout.has_static else ():
+            part = jnp.sum(split(a[n] * g[h]), axis=0)
+            registers = [part[:, c : c + LANES] for c in range(0, config.block_q, LANES)]
+            existing(static)[n * per_group + h % per_group] += total(registers)
+
+
+def tile_gradients(config: KernelConfig, refs: GradientRefs, i: Index, j: Index) -> None:
+    """Compute W and dA of a tile, and add its share to the gradients of all compose weights.
+
+    If delta is an input, `refs.d` already contains it; otherwise the tile contains complete rows and delta is computed
+    from them.
+    """
+    scores(config, refs.k, refs.q, refs.x)
+    scores(config, refs.v, refs.do, refs.y)
+
+    def attend(strip: Strip, broadcast: Ref | None) -> None:
+        p = attention_weights(config, refs, i, j, strip, broadcast)
+        for h in range(config.heads):
+            refs.p[h, strip.rows, :] = join(p[h])
+
+    over_strips(config, refs, ("pre",), attend)
+    over_strips(config, refs, ("post",), functools.partial(post_strip, config, refs))
+    if config.post is not None:
+        weight_gradients(config, config.post, refs, refs.p, refs.y, refs.post_hidden, refs.gstatic_post)
+    if refs.delta is None:
+        for h in range(config.heads):
+            d = jnp.sum(split(refs.p[h] * refs.dp[h]), axis=0)
+            refs.d[h] = jnp.broadcast_to(jnp.sum(d, axis=0, keepdims=True), refs.d.shape[1:])
+    over_strips(config, refs, ("pre",), functools.partial(pre_strip, config, refs))
+    if config.pre is not None:
+        weight_gradients(config, config.pre, refs, refs.x, refs.y, refs.pre_hidden, refs.gstatic_pre)
+
+
+def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: float) -> None:
+    """Compute dqᵀ = kᵀ·dAᵀ, dkᵀ = qᵀ·dA and dvᵀ = dOᵀ·W of a tile, and accumulate them or write them directly.
+
+    `factor` converts gradients of scores in units of log 2. Tokens are transposed because they are far smaller than
+    tiles.
+    """
+    q, k, do = refs.q[0].T, refs.k[0].T, refs.do[0].T
+    dq, dk, dv = [], [], []
+    for h in range(config.heads):
+        lanes = config.query_lanes(h)
+        dq.append(dot(k[config.key_lanes(h)], refs.da[h], (1, 0)))
+        dk.append(dot(q[lanes], refs.da[h], (1, 1)))
+        dv.append(dot(do[lanes], refs.w[h], (1, 1)))
+    if refs.dq_acc is None:
+        for out, heads, times in ((refs.dq, dq, factor), (refs.dk, dk, factor), (refs.dv, dv, 1.0)):
+            out[0] = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
+        return
+    for h in range(config.heads):
+        refs.dq_acc[i, config.query_lanes(h)] += dq[h]
+        existing(refs.dk_acc)[config.key_lanes(h)] += dk[h]
+        existing(refs.dv_acc)[config.key_lanes(h)] += dv[h]
+
+
+def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+    """Compute all gradients; grid index (b, j, i).
+
+    Gradients of a key block accumulate over i. Gradients of the queries stay in VMEM for all i and accumulate over j.
+    """
+    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
+    j, i = pl.program_id(1), pl.program_id(2)
+    first_i, last_i = i == 0, i == pl.num_programs(2) - 1
+    first_j, last_j = j == 0, j == pl.num_programs(1) - 1
+    factor = 1 / LOG2_E if config.pre is not None else config.scale
+
+    @pl.when(first_i)
+    def _() -> None:
+        clear(refs.dk_acc, refs.dv_acc, refs.gk)
+
+    @pl.when(first_j)
+    def _() -> None:
+        clear(*(None if ref is None else ref.at[i] for ref in (refs.dq_acc, refs.gq_acc)))
+
+    @pl.when(first_i & first_j)
+    def _() -> None:
+        clear(refs.gstatic_pre, refs.gstatic_post)
+
+    @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)))
+    def _() -> None:
+        broadcast_rows(refs.lse, refs.m, config.heads, config.block_q)
+        if refs.delta is not None:
+            broadcast_rows(refs.delta, refs.d, config.heads, config.block_q)
+        tile_gradients(config, refs, i, j)
+        token_gradients(config, refs, i, factor)
+        for c in range(0 if refs.gq is None else refs.gq.shape[0]):
+            existing(refs.gq_acc)[i, c : c + 1, :] += jnp.sum(existing(refs.gq)[c], axis=0, keepdims=True)
+
+    @pl.when(last_i)
+    def _() -> None:
+        write_key_gradients(refs, factor)
+
+    @pl.when(last_j)
+    def _() -> None:
+        if refs.dq_acc is not None:
+            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype).T
+        if refs.gq is not None:
+            existing(refs.dwq)[0] = existing(refs.gq_acc)[i]
+
+    @pl.when(last_i & last_j)
+    def _() -> None:
+        for out, static in ((refs.dstatic_pre, refs.gstatic_pre), (refs.dstatic_post, refs.gstatic_post)):
+            if static is not None:
+                existing(out)[0] = static[...]
+
+
+def clear(*refs: Ref | None) -> None:
+    """Fill the references that exist with zeros."""
+    for ref in refs:
+        if ref is not None:
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def write_key_gradients(refs: GradientRefs, factor: float) -> None:
+    """Write the accumulated gradients of a key block to the outputs."""
+    if refs.dk_acc is not None:
+        refs.dk[0] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype).T
+        refs.dv[0] = existing(refs.dv_acc)[...].astype(refs.dv.dtype).T
+    if refs.gk is not None:
+        existing(refs.dwk)[0] = refs.gk[...]

@@ -1,0 +1,191 @@
+"""Static configuration of the TPU kernels: sizes, blocks, and the layout of the packed compose weights.
+
+Everything in this module is known when the program is traced. `dcvit.dcmha.pallas_tpu.tiling` chooses the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.shapes import Array
+
+LANES = 128  # columns of a vector register
+SUBLANES = 8  # rows of a vector register of 32-bit numbers
+
+Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
+Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
+IndexMap: TypeAlias = Callable[..., Index]  # from the grid indices without the first one, the example, to a block
+
+
+class BranchOffsets(NamedTuple):
+    """First packed column of each weight of one side (query-wise or key-wise) of one compose.
+
+    A weight that the compose does not have is None.
+    """
+
+    down: int | None
+    up: int | None
+    gate: int | None
+
+
+class ComposeLayout(NamedTuple):
+    """The branches of one compose and the position of its weights in the packed arrays."""
+
+    query: BranchOffsets
+    key: BranchOffsets
+    query_rank: int
+    key_rank: int
+    has_static: bool
+    skip_factor: float  # multiplies the skip connection where the compose has no gate
+    first_column: int  # of the key-wise weights
+    columns: int  # number of key-wise columns, including padding to an even number
+
+    def hidden_planes(self, groups: int) -> int:
+        """Return the number of hidden planes: one for each rank, group and side with a dynamic projection."""
+        sides = (self.query, self.query_rank), (self.key, self.key_rank)
+        return groups * sum(rank for offsets, rank in sides if offsets.down is not None)
+
+
+class KernelConfig(NamedTuple):
+    """All static properties of one attention call: sizes before and after padding, blocks, and compose layouts."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    groups: int
+    first_query: int  # position of the first of these queries where they are a part of all queries
+    queries: int
+    keys: int
+    block_q: int
+    block_k: int
+    queries_per_pass: int  # the backward pass processes so many queries at once
+    strip: int  # keys of a strip
+    strips_per_step: int  # strips that one step of a loop processes
+    causal: bool
+    window: int | None
+    scale: float
+    pre: ComposeLayout | None
+    post: ComposeLayout | None
+    vmem_bytes: int  # limit for one kernel
+    packed_keys: bool  # key-wise weights are pairs of bfloat16 in 32-bit words
+
+    @property
+    def is_single_tile(self) -> bool:
+        """True if one tile holds all scores of an example."""
+        return self.blocks_q == self.blocks_k == 1
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if a query does not attend to later keys."""
+        return self.causal or self.window is not None
+
+    @property
+    def blocks_q(self) -> int:
+        return cdiv(self.queries, self.block_q)
+
+    @property
+    def blocks_k(self) -> int:
+        return cdiv(self.keys, self.block_k)
+
+    @property
+    def max_key_blocks(self) -> int:
+        """The largest number of key blocks that any query block attends to."""
+
+        spans = [self.last_key_block(i) - self.first_key_block(i) for i in range(self.blocks_q)]
+        return max(int(span) for span in spans) + 1
+
+    def key_lanes(self, head: int) -> slice:
+        """Return the lanes of the keys and values that query head `head` uses."""
+        start = head // (self.heads // self.key_heads) * self.head_dim
+        return slice(start, start + self.head_dim)
+
+    def query_lanes(self, head: int) -> slice:
+        """Return the lanes of query head `head`."""
+        return slice(head * self.head_dim, (head + 1) * self.head_dim)
+
+    def first_key_block(self, i: Index) -> Index:
+        """Return the first key block that query block `i` attends to."""
+        if self.window is None:
+            return 0
+        first_key = _maximum(i * self.block_q + (self.first_query - self.window + 1), 0)
+        return _minimum(_quotient(first_key, self.block_k), self.blocks_k - 1)
+
+    def last_key_block(self, i: Index) -> Index:
+        """Return the last key block that query block `i` attends to; it is at least the first one."""
+        if not self.is_ordered:
+            return self.blocks_k - 1
+        last_key = (i + 1) * self.block_q + (self.first_query - 1)
+        return _minimum(_quotient(last_key, self.block_k), self.blocks_k - 1)
+
+    def query_block(self, j: Index, i: Index) -> Index:
+        """Return query block `i`, or the nearest query block that attends to key block `j`.
+
+        Pallas fetches a block only when its index changes, so the clamped index avoids fetches of unused blocks.
+        """
+        last = self.blocks_q - 1
+        low: Index = 0
+        if self.is_ordered:
+            first_query = jnp.maximum(j * self.block_k - self.first_query, 0)
+            low = jnp.minimum(_quotient(first_query, self.block_q), last)
+        high: Index = last
+        if self.window is not None:
+            last_query = jnp.maximum(j * self.block_k + (self.block_k + self.window - 2 - self.first_query), 0)
+            high = jnp.minimum(_quotient(last_query, self.block_q), last)
+        return jnp.clip(i, low, jnp.maximum(high, low))
+
+
+def _minimum(a: Index, b: int) -> Index:
+    return min(a, b) if isinstance(a, int) else jnp.minimum(a, b)
+
+
+def _maximum(a: Index, b: int) -> Index:
+    return max(a, b) if isinstance(a, int) else jnp.maximum(a, b)
+
+
+def _quotient(a: Index, b: int) -> Index:
+    """Return a // b for a >= 0. Mosaic lowers the operator // of arrays only where a TPU is present."""
+    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.int32(b))
+
+
+def block_specs(
+    config: KernelConfig,
+    inputs: dict[str, Array],
+    query_block: IndexMap,
+    key_block: IndexMap,
+    **key_block_of: IndexMap,
+) -> dict[str, pl.BlockSpec]:
+    """Return the block specification of each input by name.
+
+    Args:
+      config: the sizes of blocks.
+      inputs: arrays from `dcvit.dcmha.pallas_tpu.packing.pack`, by name.
+      query_block: index map of inputs with a query axis.
+      key_block: index map of inputs with a key axis.
+      key_block_of: index maps that replace `key_block` for the inputs of these names.
+    """
+
+    def spec(name: str, x: Array) -> pl.BlockSpec:
+        keys = key_block_of.get(name, key_block)
+        if name in ("q", "do"):
+            return pl.BlockSpec((1, config.block_q, x.shape[2]), lambda b, *n: (b, query_block(*n), 0))
+        if name in ("k", "v", "wk"):
+            return pl.BlockSpec((1, config.block_k, x.shape[2]), lambda b, *n: (b, keys(*n), 0))
+        if name == "wq":
+            block = (1, config.block_q // LANES, *x.shape[2:])
+            return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))
+        if name in ("lse", "delta"):
+            return pl.BlockSpec((1, x.shape[1], config.block_q), lambda b, *n: (b, 0, query_block(*n)))
+        if name == "mask":
+            per_example = int(x.shape[0] > 1)
+            block = (1, config.block_k, config.block_q)
+            return pl.BlockSpec(block, lambda b, *n: (b * per_example, keys(*n), query_block(*n)))
+        return pl.BlockSpec(memory_space=pltpu.SMEM)
+
+    return {name: spec(name, x) for name, x in inputs.items()}

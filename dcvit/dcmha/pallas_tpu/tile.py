@@ -1,0 +1,322 @@
+"""Operations of the TPU kernels on one tile of scores: H planes of Bk keys by Bq queries in VMEM.
+
+Keys lie along sublanes and queries along lanes. With this layout a query-wise weight is a row, and a load broadcasts a
+row over sublanes at no cost. Row statistics are sums of complete registers. Matrix products use the planes of a tile
+without a transposition; tokens, which are far smaller than planes, are transposed instead. Only the key-wise weights
+must be broadcast over lanes.
+
+Vector operations run over strips of a few keys, so that the H planes of a strip stay close to the registers. A plane of
+a strip has the shape (keys/8, 8, Bq). Loops over heads, ranks and groups are unrolled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+Rows: TypeAlias = slice | pl.Slice
+Which: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
+
+
+class HiddenPlanes(NamedTuple):
+    """Hidden planes of one compose, A·w_q1 and A·w_k1 of Eqn 7, each indexed by rank and group."""
+
+    query: list[list[Array]]
+    key: list[list[Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRefs:
+    """References that the kernels share: inputs, and buffers of key-wise weights broadcast over lanes.
+
+    A reference is None where the attention has no such weight or mask.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    wq: Ref | None = None
+    wk: Ref | None = None
+    static_pre: Ref | None = None
+    static_post: Ref | None = None
+    mask: Ref | None = None
+    broadcast_pre: Ref | None = None
+    broadcast_post: Ref | None = None
+
+
+def total(terms: Sequence[Array]) -> Array:
+    """Return the sum of a non-empty sequence, added from left to right."""
+    return functools.reduce(jnp.add, terms)
+
+
+class StripCompose:
+    """One compose applied to one strip of keys.
+
+    Query-wise weights come from `rows`, (1, Bq/128, columns, 128), where a load broadcasts a row of 128 lanes over
+    sublanes at no cost. Key-wise weights come from `broadcast`, (words, strip, 128), where `broadcast_columns` has
+    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM.
+    """
+
+    def __init__(
+        self, config: KernelConfig, layout: ComposeLayout, rows: Ref | None, broadcast: Ref | None,
+        static_ref: Ref | None,
+    ):  # fmt: skip
+        self.config, self.layout, self.rows, self.broadcast, self.static_ref = (
+            config, layout, rows, broadcast, static_ref,
+        )  # fmt: skip
+        self.per_group = config.heads // config.groups
+
+    def query_weight(self, start: int, index: int) -> Array:
+        """Return packed row `start` + `index` of the query-wise weights, (1, 8, Bq)."""
+        rows = existing(self.rows)
+        row = slice(start + index, start + index + 1)
+        parts = [jnp.broadcast_to(rows[0, n, row, :], (8, LANES)) for n in range(rows.shape[1])]
+        return jnp.concatenate(parts, axis=-1)[None]
+
+    def key_weight(self, start: int, index: int) -> Array:
+        """Return packed column `start` + `index` of the key-wise weights, (strip/8, 8, Bq)."""
+        broadcast = existing(self.broadcast)
+        column = start + index - self.layout.first_column
+        if self.config.packed_keys:
+            word = broadcast[column // 2]
+            word = word << 16 if column % 2 == 0 else word & jnp.int32(-65536)
+            x = jax.lax.bitcast_convert_type(word, jnp.float32)
+        else:
+            x = broadcast[column]
+        return split(jnp.concatenate([x] * (self.config.block_q // LANES), axis=-1))
+
+    def static_weight(self, n: int, h: int) -> Array:
+        """Return the weight of W_b from head `n` to head `h` of the same group."""
+        return existing(self.static_ref)[n, h % self.per_group]
+
+    def group(self, index: int) -> range:
+        """Return the heads of a group."""
+        return range(index * self.per_group, (index + 1) * self.per_group)
+
+    def hidden(self, a: Sequence[Array], query_start: int | None, key_start: int | None) -> HiddenPlanes:
+        """Return Σ_n a_n·w[r, n] over the heads n of each group, for the weights w that begin at the two offsets."""
+        heads, layout = self.config.heads, self.layout
+
+        def planes(get: Callable[[int, int], Array], start: int | None, rank: int) -> list[list[Array]]:
+            if start is None:
+                return []
+            return [
+                [
+                    total([a[n] * get(start + r * heads, n) for n in self.group(g)])
+                    for g in range(self.config.groups)
+                ]
+                for r in range(rank)
+            ]  # fmt: skip
+
+        query = planes(self.query_weight, query_start, layout.query_rank)
+        return HiddenPlanes(query, planes(self.key_weight, key_start, layout.key_rank))
+
+    def gate(self, h: int) -> Array | None:
+        """Return the sum of both gates of a head, or None if the compose has no gate."""
+        terms = []
+        if self.layout.query.gate is not None:
+            terms.append(self.query_weight(self.layout.query.gate, h))
+        if self.layout.key.gate is not None:
+            terms.append(self.key_weight(self.layout.key.gate, h))
+        return total(terms) if terms else None
+
+    def mix(
+        self, a: Sequence[Array], hidden: HiddenPlanes, query_start: int | None, key_start: int | None,
+        *, transposed: bool,
+    ) -> list[Array]:  # fmt: skip
+        """Return a_h·gate_h + Σ_r hidden_r·w[r, h] + Σ_n a_n·static[n, h] for each head h (Eqn 7).
+
+        The dynamic projections w begin at the two offsets. `transposed` uses static[h, n].
+        """
+        heads, out = self.config.heads, []
+        for h in range(heads):
+            g, gate, skip = h // self.per_group, self.gate(h), self.layout.skip_factor
+            # A gate contains the skip connection and its factor.
+            terms = [a[h] * gate if gate is not None else a[h] if skip == 1 else a[h] * skip]
+            if query_start is not None:
+                terms += [x[g] * self.query_weight(query_start + r * heads, h) for r, x in enumerate(hidden.query)]
+            if key_start is not None:
+                terms += [x[g] * self.key_weight(key_start + r * heads, h) for r, x in enumerate(hidden.key)]
+            if self.layout.has_static:
+                terms += [
+                    a[n] * (self.static_weight(h, n) if transposed else self.static_weight(n, h))
+                    for n in self.group(g)
+                ]  # fmt: skip
+            out.append(total(terms))
+        return out
+
+    def compose(self, a: Sequence[Array]) -> tuple[list[Array], HiddenPlanes]:
+        """Return the composition of the heads `a`, and its hidden planes."""
+        query, key = self.layout.query, self.layout.key
+        hidden = self.hidden(a, query.down, key.down)
+        return self.mix(a, hidden, query.up, key.up, transposed=False), hidden
+
+    def transposed(self, g: Sequence[Array]) -> tuple[list[Array], HiddenPlanes]:
+        """Return the gradient of the compose's input from the gradient `g` of its output, and its hidden planes."""
+        query, key = self.layout.query, self.layout.key
+        hidden = self.hidden(g, query.up, key.up)
+        return self.mix(g, hidden, query.down, key.down, transposed=True), hidden
+
+    def save_hidden(self, hidden: HiddenPlanes, out: Ref | None, rows: Rows) -> None:
+        """Write hidden planes to `out`, (planes, Bk, Bq), ordered by side, rank and group."""
+        planes = [plane for side in hidden for by_group in side for plane in by_group]
+        for n, plane in enumerate(planes):
+            existing(out)[n, rows, :] = join(plane)
+
+
+def strip_compose(config: KernelConfig, refs: TileRefs, which: Which, broadcast: Ref | None) -> StripCompose | None:
+    """Return the compose `which` on one strip, or None if the attention does not have it."""
+    if which == "pre":
+        layout, static_ref = config.pre, refs.static_pre
+    else:
+        layout, static_ref = config.post, refs.static_post
+    return None if layout is None else StripCompose(config, layout, refs.wq, broadcast, static_ref)
+
+
+def split(x: Array) -> Array:
+    """Reshape (keys, Bq) to (keys/8, 8, Bq), which keeps the registers as they are."""
+    return x.reshape(x.shape[0] // 8, 8, x.shape[1])
+
+
+def join(x: Array) -> Array:
+    """Reshape (keys/8, 8, Bq) to (keys, Bq), which keeps the registers as they are."""
+    return x.reshape(x.shape[0] * 8, x.shape[2])
+
+
+def broadcast_columns(
+    config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
+) -> None:
+    """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
+    if layout is None or not layout.columns:
+        return
+    per_word = 2 if config.packed_keys else 1
+    x = existing(wk)[0, rows, :]
+    for n in range(layout.columns // per_word):
+        c = layout.first_column // per_word + n
+        existing(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
+
+
+class Strip(NamedTuple):
+    """A run of neighbouring keys of a tile."""
+
+    start: Array
+    size: int
+    may_pad: bool  # True if some rows of the strip may lie after the last key
+
+    @property
+    def rows(self) -> Rows:
+        return pl.ds(self.start, self.size)
+
+
+def over_strips(
+    config: KernelConfig,
+    refs: TileRefs,
+    composes: Sequence[Which],
+    body: Callable[..., None],
+    overlapped: Callable[[Array], None] | None = None,
+) -> None:
+    """Call body(strip, *buffers) for each strip of a tile; `buffers` hold the broadcast weights of `composes`.
+
+    A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
+    processes several strips and first broadcasts the weights of all of them, each into its own buffer. (The compiler
+    assumes that a buffer selected by a traced index aliases the one that is being read.) `overlapped`, which gets the
+    number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
+    """
+    strip, unroll = config.strip, config.strips_per_step
+    steps = config.block_k // strip // unroll
+    layouts = {"pre": (config.pre, refs.broadcast_pre), "post": (config.post, refs.broadcast_post)}
+    last_block_keys = config.keys - (config.blocks_k - 1) * config.block_k
+
+    def step(i: Array, _: None) -> None:
+        strips = []
+        for n in range(unroll):
+            start = pl.multiple_of((i * unroll + n) * strip, strip)
+            strips.append(Strip(start, strip, ((steps - 1) * unroll + n + 1) * strip > last_block_keys))
+        buffers = []
+        for n in range(unroll):
+            refs_of_step = [layouts[name][1] for name in composes]
+            buffers.append([None if ref is None else ref.at[n] for ref in refs_of_step])
+        for some, outs in zip(strips, buffers, strict=True):
+            for name, out in zip(composes, outs, strict=True):
+                broadcast_columns(config, layouts[name][0], refs.wk, some.rows, out)
+        if overlapped:
+            overlapped(i)
+        for some, outs in zip(strips, buffers, strict=True):
+            body(some, *outs)
+
+    jax.lax.fori_loop(0, steps, step, None)
+
+
+def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
+    """Return the buffers of broadcast key-wise weights by name, one buffer for each strip of a step."""
+    per_word, dtype = (2, jnp.int32) if config.packed_keys else (1, jnp.float32)
+    return {
+        f"broadcast_{name}": pltpu.VMEM(
+            (config.strips_per_step, layout.columns // per_word, config.strip, LANES), dtype
+        )
+        for name, layout in (("pre", config.pre), ("post", config.post))
+        if layout is not None and layout.columns
+    }  # fmt: skip
+
+
+def broadcast_rows(rows: Ref, out: Ref, count: int, block: int) -> None:
+    """Broadcast each row of (1, `count`, `block`) over eight sublanes of `out`."""
+    for c in range(count):
+        out[c] = jnp.broadcast_to(rows[0, c : c + 1, :], (8, block))
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Return the float32 product over axis `contract[0]` of `a` and `contract[1]` of `b`; float32 is not rounded."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
+    """Write k_h·q_hᵀ of each head h to out[h]; with v and dO it is the gradient of the composed weights."""
+    for h in range(config.heads):
+        out[h] = dot(k[0, :, config.key_lanes(h)], q[0, :, config.query_lanes(h)], (1, 1))
+
+
+def visible(config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None) -> Array | None:
+    """Return which keys of a strip of key block `j` the queries of block `i` attend to; None if they attend to all."""
+    shape = (config.strip // 8, 8, config.block_q)
+    conditions: list[Array] = []
+    if config.is_ordered or strip.may_pad:
+        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        key = row + (j * config.block_k + strip.start)
+        if config.is_ordered:
+            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + (i * config.block_q + config.first_query)
+            conditions.append(key <= query)
+            if config.window is not None:
+                conditions.append(key > query - config.window)
+        if strip.may_pad:
+            conditions.append(key < config.keys)
+    if mask is not None:
+        conditions.append(split(mask[0, strip.rows, :].astype(jnp.float32)) > 0.5)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def logits(
+    config: KernelConfig, a: Sequence[Array], pre: StripCompose | None, mask: Array | None
+) -> tuple[list[Array], HiddenPlanes]:
+    """Return composed and masked scores in units of log 2, and the hidden planes.
+
+    The packed weights of the pre-compose include the factor scale·log2(e).
+    """
+    if pre is None:
+        out, hidden = [x * (config.scale * LOG2_E) for x in a], HiddenPlanes([], [])
+    else:
+        out, hidden = pre.compose(a)
+    return out if mask is None else [jnp.where(mask, x, MASKED_SCORE) for x in out], hidden

@@ -1,0 +1,63 @@
+"""Random arguments for implementations of attention, their outputs with all gradients, and errors between outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+from dcvit.dcmha import ComposeWeights
+
+SAME = "as the pre-compose"
+
+
+def to_jax(fields, dtype):
+    """ComposeWeights of JAX arrays from numpy fields; None stays None."""
+    if fields is None:
+        return None
+    return ComposeWeights(**{name: None if x is None else jnp.asarray(x, dtype) for name, x in fields.items()})
+
+
+def random_case(
+    queries, keys=None, heads=2, key_heads=None, head_dim=8, batch=1, branches="qkpg", post=SAME, groups=1, rank=2,
+    mask=None, dtype=jnp.float32, **options,
+):  # fmt: skip
+    """Arguments (q, k, v, pre, post) of an implementation in `dtype`, and all of its options.
+
+    `branches` are those of `oracle.random_weights`, None for plain attention; `mask` is the shape of a random mask.
+    """
+    keys = keys or queries
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(batch, queries, heads, head_dim))
+    k, v = rng.normal(size=(2, batch, keys, key_heads or heads, head_dim))
+    sizes = dict(batch=batch, queries=queries, keys=keys, heads=heads, rank=rank, groups=groups)
+    names = (branches, branches if post == SAME else post)
+    weights = [to_jax(b and oracle.random_weights(rng, b, **sizes), dtype) for b in names]
+    options = {"causal": False, "window": None, "groups": groups, "scale": 0.3, **options}
+    options["mask"] = None if mask is None else jnp.asarray(rng.random(mask) < 0.6)
+    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), *weights), options
+
+
+def output_and_gradients(attention, args, options):
+    """The output and the gradients of all arguments, for the same cotangent in every call."""
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
+
+    def both(*args):
+        out, vjp = jax.vjp(lambda *a: attention(*a, **options), *args)
+        return out, vjp(cotangent.astype(out.dtype))
+
+    return jax.jit(both)(*args)
+
+
+def relative_errors(found, expected):
+    """The largest error of each array relative to its largest value, by name."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree_util.tree_leaves_with_path(expected), strict=True)
+    errors = {}
+    for (path, x), (_, y) in pairs:
+        x, y = np.float32(x), np.float32(y)
+        errors[jax.tree_util.keystr(path)] = float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6))
+    return errors
+
+
+def worst(errors):
+    """The largest of `relative_errors`; NaN if any of them is NaN."""
+    return np.max([*errors.values()])
