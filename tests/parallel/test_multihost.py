@@ -1,4 +1,4 @@
-"""Several processes as one run: real ones, over localhost, with JAX's own runtime."""
+"""Runs of several processes on localhost, with JAX's own runtime."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,8 +30,8 @@ TEXT = {
 }  # fmt: skip
 BOTH = {"mesh": [("data", 2), ("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
 ACROSS = BOTH | {"mesh": [("tensor", 2), ("data", 2), ("fsdp", 2)]}  # two processes hold the same rows
-# What the commands print. Gloo, of JAX's CPU devices, speaks for itself, and in pieces: lines are not whole.
-SPEECH = re.compile(r"dcvit train: |step \d+/")
+# Lines that a command prints. Gloo, which connects JAX's CPU devices, prints others, and splits lines.
+PRINTED = re.compile(r"dcvit train: |step \d+/")
 
 
 class Group:
@@ -66,17 +65,17 @@ class Group:
             process.kill()
 
     def finish(self, seconds=240):
-        """What each printed, (stdout, stderr), once all have ended; those that have not are killed."""
+        """Returns (stdout, stderr) of each process once all have ended, or were killed after the timeout."""
         timer = threading.Timer(seconds, self.kill)
         timer.start()
         try:
-            with ThreadPoolExecutor(len(self.processes)) as pool:  # all are read at once, or a full pipe stops one
+            with ThreadPoolExecutor(len(self.processes)) as pool:  # a process blocks while its pipe is not read
                 return list(pool.map(lambda process: process.communicate(), self.processes))
         finally:
             timer.cancel()
 
     def reach_step(self, step, seconds=240):
-        """Returns once process 0 has shown a step; fails where it ends before, or is too slow."""
+        """Returns once process 0 has printed a step; fails if it ends before, or after the timeout."""
         timer = threading.Timer(seconds, self.kill)
         timer.start()
         reached = any(f"step {step}/" in line for line in self.processes[0].stdout)
@@ -100,7 +99,7 @@ def run(count, devices, workdir, config="vit_digits", **overrides):
     with Group(count, devices, *options(workdir, config, **overrides)) as group:
         printed = group.finish()
     assert group.statuses == [0] * count, printed
-    assert [SPEECH.search(out) is not None for out, _ in printed] == [i == 0 for i in range(count)], printed
+    assert [PRINTED.search(out) is not None for out, _ in printed] == [i == 0 for i in range(count)], printed
     return workdir
 
 
@@ -126,28 +125,28 @@ def two(tmp_path_factory):
     return run(2, 4, tmp_path_factory.mktemp("two") / "run")
 
 
-@pytest.mark.slow
-def test_two_processes_learn_and_evaluate_as_one(alone, two):
-    """360 test images in batches of 56: the last one ends inside a process's rows."""
+@pytest.mark.exhaustive
+def test_two_processes_train_and_evaluate_like_one(alone, two):
+    """There are 360 test images in batches of 56: the last batch ends inside the rows of a process."""
     check_same(alone, two)
 
 
-@pytest.mark.slow
-def test_four_processes_on_another_mesh_do_too(alone, tmp_path):
+@pytest.mark.exhaustive
+def test_four_processes_on_another_mesh_train_like_one(alone, tmp_path):
     check_same(alone, run(4, 2, tmp_path / "four", **BOTH))
 
 
-@pytest.mark.slow
-def test_text_is_learnt_and_counted_as_by_one_process(tmp_path):
+@pytest.mark.exhaustive
+def test_two_processes_train_on_text_like_one(tmp_path):
     one = run(1, 8, tmp_path / "one", "lm_stdlib")
     check_same(one, run(2, 4, tmp_path / "two", "lm_stdlib", **ACROSS))
     last = metrics.read(one / "metrics.jsonl")[-1]
     assert last["validation/tokens"] == 45 * 32
 
 
-@pytest.mark.slow
-def test_another_number_of_processes_resumes(two, tmp_path):
-    """From the checkpoint of step 3."""
+@pytest.mark.exhaustive
+def test_one_process_resumes_the_run_of_two_to_the_same_result(two, tmp_path):
+    """The run resumes from step 3."""
     workdir = tmp_path / "resumed"
     shutil.copytree(two, workdir)
     shutil.rmtree(workdir / "checkpoints" / "6")
@@ -155,8 +154,8 @@ def test_another_number_of_processes_resumes(two, tmp_path):
     check_same(two, run(1, 8, workdir))
 
 
-@pytest.mark.slow
-def test_two_processes_evaluate_as_one(two):
+@pytest.mark.exhaustive
+def test_two_processes_evaluate_like_one(two):
     argv = ["evaluate", "--workdir", str(two), "--format", "json"]
     rows = []
     for count in (1, 2):
@@ -174,65 +173,60 @@ def test_two_processes_evaluate_as_one(two):
             assert other[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
 
 
-@pytest.mark.slow
-def test_a_process_that_fails_ends_the_others_with_its_message(tmp_path):
-    """Process 1 looks for the workdir elsewhere."""
-    started = time.monotonic()
+@pytest.mark.exhaustive
+def test_process_that_fails_ends_the_others_with_its_message(tmp_path):
+    """Process 1 has another workdir."""
     with Group(2, 2, *options(f"{tmp_path}/{{process}}")) as group:
-        (_, first), (_, second) = group.finish(120)
+        (_, first), (_, second) = group.finish()
     assert group.statuses == [1, 2]
     assert "error: workdir" in second
     assert "stopped with process 1: workdir" in first
     assert "not on a file system that all processes share" in first
-    assert time.monotonic() - started < 100  # of which most is the start
 
 
-@pytest.mark.slow
-def test_processes_that_see_other_data_are_told(tmp_path):
-    """Here the first one fails too, with a status of its own."""
+@pytest.mark.exhaustive
+def test_processes_with_different_data_are_refused(tmp_path):
     with Group(
         2, 2, *options(tmp_path / "run", total_steps="none", total_epochs=1, **{"input.data.limit": "70{process}"})
     ) as group:
-        (_, first), (_, second) = group.finish(120)
+        (_, first), (_, second) = group.finish()
     assert 2 in group.statuses
     assert 0 not in group.statuses
     assert "processes differ in" in first + second
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_to_one_process_saves_the_same_step_in_all_and_the_run_goes_on_to_the_same_end(tmp_path, two, told):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", [0, 1])
+def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to_the_same_result(tmp_path, two, target):
     workdir = tmp_path / "run"
     words = options(workdir)
     with Group(2, 4, *words) as group:
         group.reach_step(2)
-        group.processes[told].send_signal(signal.SIGTERM)
-        printed = group.finish(60)
+        group.processes[target].send_signal(signal.SIGTERM)
+        printed = group.finish()
     assert group.statuses == [preemption.SAVED] * 2, printed
     saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
     assert re.search(rf"stopped by SIGTERM.*\b{saved}\b", printed[0][1]), printed[0][1]
-    if told:  # the same step's checkpoint goes on to the same end
+    if target:
         run(2, 4, workdir)
         check_same(two, workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_that_is_killed_ends_the_other(tmp_path, killed):
-    """Process 0 is missed at once, another one after the heartbeat's time."""
+def test_killed_process_ends_the_other(tmp_path, killed):
+    """The end of process 0 is noticed at once, that of another process by its missing heartbeat."""
     with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
         group.reach_step(2)
         assert [process.poll() for process in group.processes] == [None, None]
         group.processes[killed].send_signal(signal.SIGKILL)
-        started = time.monotonic()
-        error = group.finish(multihost.HEARTBEAT_SECONDS + 60)[1 - killed][1]
-    assert time.monotonic() - started < (multihost.HEARTBEAT_SECONDS + 30 if killed else 15), error
+        error = group.finish()[1 - killed][1]
     assert group.statuses[1 - killed] not in (0, -signal.SIGKILL), error
     assert "the JAX distributed service detected fatal errors" in error or "error: stopped with" in error
 
 
 OPTIONS = {
-    "some": (["--coordinator", "localhost:1234"], "go together; missing --num_processes, --process_id"),
+    "some": (["--coordinator", "localhost:1234"], "must be given together; missing --num_processes, --process_id"),
     "id": (["--coordinator", "localhost:1234", "--num_processes", "2", "--process_id", "2"], "--process_id from 0"),
     "no port": (["--coordinator", "localhost", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
     "no such port": (["--coordinator", "localhost:65536", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
@@ -241,7 +235,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_name_no_run_are_one_line(tmp_path, capsys, monkeypatch, name):
+def test_invalid_options_are_refused_in_one_line(tmp_path, capsys, monkeypatch, name):
     words, message = OPTIONS[name]
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("joined"))
     assert cli.run(train.main, ["--config", "vit_digits", "--workdir", str(tmp_path / "run"), *words]) == 2
@@ -260,7 +254,7 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("environment", "several"), ENVIRONMENTS)
-def test_a_cluster_is_known_by_its_environment(monkeypatch, environment, several):
+def test_cluster_is_detected_by_its_environment(monkeypatch, environment, several):
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -268,7 +262,7 @@ def test_a_cluster_is_known_by_its_environment(monkeypatch, environment, several
     assert multihost.in_cluster() is several
 
 
-def test_a_failing_first_process_keeps_its_status_and_stays_until_the_others_know(monkeypatch):
+def test_failed_first_process_exits_after_the_others_could_read_its_message(monkeypatch):
     client = types.SimpleNamespace(key_value_set=lambda *_: None, key_value_try_get=lambda _: "process 0: broken")
     exits, slept = [], []
 
@@ -276,19 +270,19 @@ def test_a_failing_first_process_keeps_its_status_and_stays_until_the_others_kno
         exits.append(status)
         raise SystemExit
 
-    monkeypatch.setattr(multihost, "_client", lambda: client)
+    monkeypatch.setattr(multihost, "_coordinator", lambda: client)
     monkeypatch.setattr(multihost.time, "sleep", slept.append)
     monkeypatch.setattr(multihost.os, "_exit", leave)
     try:
         with pytest.raises(SystemExit):
             multihost.fail("broken", 2)
-        multihost._watch()  # of this process: ends at once, and says nothing
+        multihost._watch()  # returns at once, because the failure is this process's own
     finally:
         multihost.ENDED.clear()
     assert (exits, slept) == ([2], [multihost.FAREWELL_SECONDS])
 
 
-def test_a_failure_that_follows_from_another_names_that_one(monkeypatch, capsys):
+def test_failure_caused_by_another_process_prints_the_message_of_that_one(monkeypatch, capsys):
     def refuse(*_):
         raise RuntimeError("ALREADY_EXISTS")
 
@@ -296,7 +290,7 @@ def test_a_failure_that_follows_from_another_names_that_one(monkeypatch, capsys)
         raise SystemExit(status)
 
     client = types.SimpleNamespace(key_value_set=refuse, key_value_try_get=lambda _: "process 1: broken")
-    monkeypatch.setattr(multihost, "_client", lambda: client)
+    monkeypatch.setattr(multihost, "_coordinator", lambda: client)
     monkeypatch.setattr(multihost.time, "sleep", lambda _: None)
     monkeypatch.setattr(multihost.os, "_exit", leave)
     try:
@@ -307,7 +301,7 @@ def test_a_failure_that_follows_from_another_names_that_one(monkeypatch, capsys)
     assert capsys.readouterr().err == "error: stopped with process 1: broken\n"
 
 
-def test_a_tpu_vm_asks_its_metadata_unless_jax_runs_elsewhere(monkeypatch):
+def test_tpu_vm_is_detected_unless_jax_uses_another_platform(monkeypatch):
     from jax._src import cloud_tpu_init
 
     monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
