@@ -214,12 +214,18 @@ def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, mom
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_keeps_the_last_checkpoint(tmp_path):
-    workdir = tmp_path / "run"
-    process = start(TRAINING, "waiting for data", "stays", *words(workdir, ckpt_steps=1))
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(("second", "status"), [(None, 130), (signal.SIGTERM, 143)])
+def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, second, status):
+    """Ctrl-C, or a second SIGTERM while the save does not end, as on a disk that does not respond."""
+    workdir, code = tmp_path / "run", TRAINING.replace("return stop(self)", "time.sleep(600)")
+    process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1), repeat_seconds=0.1)
+    process.send_signal(second or signal.SIGINT)
+    if second:
+        read_until(process.stderr, "SIGTERM: saving and stopping", process)
+        time.sleep(0.5)  # longer than `REPEAT_SECONDS`
+        process.send_signal(second)
     _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == preemption.INTERRUPTED, err
+    assert process.returncode == status, err
     assert Checkpointer(workdir).latest() in (3, 4)
     assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
     assert "Traceback" not in err
