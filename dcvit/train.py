@@ -9,14 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import jax
-
 from dcvit import cli
-from dcvit import config as configs
-from dcvit.parallel import multihost, runtime
-from dcvit.runs.preemption import Preemption
-from dcvit.training.setup import make_setup
-from dcvit.training.trainer import train
+from dcvit.parallel import multihost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
+
+    import jax
+
+    from dcvit import config as configs
+    from dcvit.parallel import runtime
+    from dcvit.runs.preemption import Preemption
+    from dcvit.training.setup import make_setup
+    from dcvit.training.trainer import train
+
     runtime.configure()
     config = configs.load(args.config, overrides)
     multihost.initialize(args)
