@@ -19,7 +19,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses in
 import jax
 import pytest
 from jaxtyping import install_import_hook
-from trained_workdirs import DIGITS, TEXT, train_once
+from trained_workdirs import DIGITS, TEXT, TINY, train_once
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -48,20 +48,6 @@ def library_promotion():
     """JAX's standard promotion, for tests that run optax's Adam, which mixes dtypes inside."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-TINY = {
-    "tensorboard": False,
-    "total_steps": 6,
-    "log_steps": 2,
-    "ckpt_steps": 3,
-    "model.width": 16,
-    "model.depth": 1,
-    "model.mlp_dim": 16,
-    "model.compose": None,  # composes take longer to compile than all the rest
-    "model.patch_size": (4, 4),
-    "evals.test.log_steps": 3,
-}
 
 
 @pytest.fixture

@@ -1,10 +1,25 @@
-"""Workdirs of small trained models, each trained once in a test session; see the fixtures in conftest.py."""
+"""Overrides of tiny runs, and workdirs of small models that are trained once in a test session.
+
+The fixtures are in conftest.py.
+"""
 
 import os
 
 import jax
 from filelock import FileLock
 
+TINY = {
+    "tensorboard": False,
+    "total_steps": 6,
+    "log_steps": 2,
+    "ckpt_steps": 3,
+    "model.width": 16,
+    "model.depth": 1,
+    "model.mlp_dim": 16,
+    "model.compose": None,  # compiles several times faster
+    "model.patch_size": (4, 4),
+    "evals.test.log_steps": 3,
+}
 DIGITS = {
     "tensorboard": False,
     "total_steps": 60,

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit.checkpoint.checkpointer import load_params

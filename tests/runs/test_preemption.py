@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import TINY
+from trained_workdirs import TINY
 
 from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.steps import saved_steps

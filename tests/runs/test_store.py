@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY
 from fake_gcs import environment, serve
+from trained_workdirs import TINY
 
 from dcvit import cli
 from dcvit.checkpoint import files, steps

@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from conftest import TINY
+from trained_workdirs import TINY
 from training_runs import LM_TINY, small_setup
 
 from dcvit import cli, tokenize, train
