@@ -63,3 +63,10 @@ def test_few_annotations_are_any():
     lines = [line for path in SOURCES for line in (ROOT / path).read_text().splitlines()]
     count = sum(len(re.findall(r"\bAny\b", line)) for line in lines if not re.match(r"\s*(from|import)\b", line))
     assert count <= MOST_ANY
+
+
+def test_config_is_read_in_few_files():
+    """After `make_setup`, a run is described by its Setup; the config is not passed on."""
+    reads = {path.as_posix() for path in SOURCES if re.search(r"ConfigDict|configs\.load\(", (ROOT / path).read_text())}
+    files = ("config.py", "train.py", *(f"training/{name}.py" for name in ("inputs", "setup", "tasks", "trained")))
+    assert reads == {f"dcvit/{name}" for name in files} | {"scripts/bench_save.py"}
