@@ -23,12 +23,12 @@ Passage = tuple[int, str]  # first line, text
 
 
 def python_passages(source: str) -> Iterator[Passage]:
-    """Yields docstrings, messages and comments of a Python file; adjacent comment lines are one passage."""
+    """Yields docstrings, error messages and comments of a Python file; adjacent comment lines are one passage."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= WORDS - 1:
-            yield node.lineno, node.value
-        elif isinstance(node, ast.JoinedStr):
-            yield node.lineno, ast.unparse(node).removeprefix("f")[1:-1]
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+            yield node.body[0].lineno, doc
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield node.lineno, ast.unparse(node.exc.args[0]).removeprefix("f")[1:-1]
     last, first, lines = 0, 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -16,8 +16,7 @@ TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
-LONG_DEFINITIONS = {
-}
+LONG_DEFINITIONS = {}
 MOST_ANY = 593  # occurrences of `Any` outside import lines
 MOST_QUESTION_DOCSTRINGS = 43
 COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot"}
