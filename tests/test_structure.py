@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path.relative_to(ROOT)
@@ -17,8 +15,7 @@ TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {}
-MOST_ANY = 593  # occurrences of `Any` outside import lines
-MOST_QUESTION_DOCSTRINGS = 43
+MOST_ANY = 160  # occurrences of `Any` outside import lines
 COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot"}
 ROOT_MODULES = {"__init__", "__main__", "cli", "config", "errors"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -29,15 +26,20 @@ def definitions(path):
     return [node for node in ast.walk(TREES[path]) if isinstance(node, DEFINITIONS)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_functions_classes_and_files_are_short(path):
-    for node in definitions(path):
-        limit = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
-        lines = node.end_lineno - node.lineno + 1
-        name = f"{path.as_posix()}::{node.name}"
-        assert lines <= limit or name in LONG_DEFINITIONS, f"{name} has {lines} lines, the limit is {limit}"
-    lines = len((ROOT / path).read_text().splitlines())
-    assert lines <= FILE_LINES, f"{path} has {lines} lines, the limit is {FILE_LINES}"
+def test_functions_and_classes_are_short():
+    long = {}
+    for path in SOURCES:
+        for node in definitions(path):
+            limit = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
+            lines = node.end_lineno - node.lineno + 1
+            if lines > limit:
+                long[f"{path.as_posix()}::{node.name}"] = lines
+    assert long.keys() == LONG_DEFINITIONS.keys(), long
+
+
+def test_files_are_short():
+    lines = {path.as_posix(): len((ROOT / path).read_text().splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > FILE_LINES} == {}
 
 
 def test_modules_at_the_root_of_the_package_are_commands_or_listed():
@@ -55,7 +57,7 @@ def test_docstrings_start_with_a_noun_phrase_or_a_verb():
             docstring = ast.get_docstring(node) or ""
             if re.match(r"(What|Whether|Being|That|How|Which|Where|Why|Who)\b", docstring):
                 found.append(f"{path}::{getattr(node, 'name', '')}: {docstring.splitlines()[0]}")
-    assert len(found) <= MOST_QUESTION_DOCSTRINGS, "\n".join(found)
+    assert found == []
 
 
 def test_few_annotations_are_any():
