@@ -16,7 +16,7 @@ from dcvit.parallel import multihost
 
 LOG = "watchdog.log"
 STALLED = 124  # exit status, as of timeout(1)
-REPORT_SECONDS = 10
+REPORT_SECONDS = 10  # until a report is written
 STDERR = 2  # the file descriptor: `sys.stderr` may be replaced
 
 
@@ -53,9 +53,10 @@ class Watchdog:
         """Sets faulthandler's timer, which the watchdog thread sets again in time as long as it can run.
 
         A C function that does not release the interpreter lock also stops the watchdog thread. The timer's C thread
-        then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1.
+        then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1. The timer
+        leaves the watchdog thread enough time for its own report.
         """
-        faulthandler.dump_traceback_later(self.seconds, file=STDERR, exit=self.exit_on_stall)
+        faulthandler.dump_traceback_later(self.seconds + REPORT_SECONDS, file=STDERR, exit=self.exit_on_stall)
 
     def _watch(self) -> None:
         while not self.ended.wait(self.seconds / 8):
@@ -66,6 +67,7 @@ class Watchdog:
                 reporter = threading.Thread(target=self._report, args=(line,), daemon=True)
                 reporter.start()
                 reporter.join(REPORT_SECONDS)  # the run may be waiting for the disk that the log is on
+                faulthandler.cancel_dump_traceback_later()
                 if self.exit_on_stall and multihost.is_single_process():
                     multihost.exit_process(STALLED)
                 elif self.exit_on_stall:

@@ -82,8 +82,9 @@ def test_progress_is_not_reported(tmp_path, monkeypatch):
 
 STALL = """
 import ctypes, pathlib, sys, time
-from dcvit.runs.watchdog import Watchdog
-Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=True)
+from dcvit.runs import watchdog
+watchdog.REPORT_SECONDS = 0.1 if sys.argv[2] == "holding" else 600
+watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=True)
 if sys.argv[2] == "holding":
     ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL does not release the interpreter lock
 time.sleep(600)
@@ -98,9 +99,9 @@ def test_stalled_process_reports_its_stack_and_exits_if_asked_to(tmp_path, lock,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert completed.returncode == status, completed.stderr
-    expected = "Timeout (0:00:00.5" if lock == "holding" else "no progress for 0.5 s while starting"
+    expected = "Timeout (0:00:00.6" if lock == "holding" else "no progress for 0.5 s while starting"
     assert expected in completed.stderr
-    assert f'File "<string>", line {6 if lock == "holding" else 7}' in completed.stderr
+    assert f'File "<string>", line {7 if lock == "holding" else 8}' in completed.stderr
 
 
 @pytest.mark.usefixtures("library_promotion")
