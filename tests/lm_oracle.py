@@ -1,4 +1,4 @@
-"""The forward pass of a language model on one row of tokens, in float64 numpy; only the tree is the package's."""
+"""Forward pass of a language model on one row of tokens in float64 numpy, independent of the package."""
 
 import math
 
@@ -14,7 +14,7 @@ ACTIVATIONS = {
 
 
 def forward(params, tokens, windows, *, heads, mlp, epsilon, rotary=0, base=10_000.0, parallel=False, rank=2):
-    """Logits T V. `windows` holds one window, or None, a layer; all else that a model may have is read off `params`."""
+    """Return logits T V. `windows` has a window or None for each layer; other options are derived from `params`."""
     x = params["embedding"]["embedding"][tokens].astype(np.float64)
     if "pos_embedding" in params:
         x = x + params["pos_embedding"][: len(tokens)]
@@ -29,7 +29,7 @@ def forward(params, tokens, windows, *, heads, mlp, epsilon, rotary=0, base=10_0
 
 
 def normalise(x, p, epsilon):
-    """RMSNorm over the last axis, or LayerNorm where there is a bias."""
+    """Apply RMSNorm over the last axis, or LayerNorm if there is a bias."""
     if "bias" not in p:
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * p["scale"]
     centred = x - x.mean(axis=-1, keepdims=True)
@@ -44,12 +44,12 @@ def feed_forward(p, x, mlp):
 
 
 def dense(p, x):
-    """A linear map to one or two axes."""
+    """Apply a linear layer with one or two output axes."""
     return np.tensordot(x, p["kernel"], 1) + p.get("bias", 0)
 
 
 def rope(x, positions, width, base):
-    """Turns number i and i + width/2 of each head, as a complex number, by position · base^(-2i/width) radians."""
+    """Rotate number i and i + width/2 of each head, as a complex number, by position · base^(-2i/width) radians."""
     out = np.array(x, np.float64)
     for t, position in enumerate(positions):
         for i in range(width // 2):
@@ -70,7 +70,7 @@ def attention(p, x, window, heads, rotary, base, rank):
 
 
 def compose_weights(p, x, heads, rank):
-    """Eqn 5 and 6, as Appendix D writes them, for the sides and branches that `p` has."""
+    """Compute Eqn 5 and 6 as in Appendix D, for the sides and branches that `p` has."""
     fields = dict.fromkeys(("q1", "q2", "qg", "k1", "k2", "kg"))
     fields["static"] = p.get("w_b")
     for side in ("q", "k"):

@@ -1,7 +1,8 @@
-"""The formulas against what a program's own equations and the compiler count."""
+"""FLOP formulas: equal to a count of the equations of the program, and near the count of the compiler."""
 
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ IMAGE = (12, 20, 3)  # 15 patches of 4×4
 ROW = 14  # tokens
 
 
-# The formulas count the equations, which the reference writes out; the others write some of their products as sums.
+# The reference implementation has one equation for each product. Others write some of their products as sums.
 BLOCKS = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
 
 
@@ -37,19 +38,19 @@ def a_row(length=ROW):
 
 
 def logits_of(net, example):
-    """The function to its logits and the shapes of its parameters."""
+    """Return the function from parameters and an example to logits, and the shapes of the parameters."""
     params = jax.eval_shape(net.init, jax.random.key(0), example)
     return lambda params, example: net.apply(params, example)[0], params
 
 
 def gradient_of(net, example):
-    """As `logits_of`, the function to the gradient of a loss for which the logits themselves are needed."""
+    """Return the function to the gradient of a loss that needs the logits, and the shapes of the parameters."""
     logits, params = logits_of(net, example)
     return jax.grad(lambda params, example: jnp.square(logits(params, example)).sum()), params
 
 
 def counted(of, net, example, tokens):
-    """Operations of a program's products, by walking the equations that its results depend on."""
+    """Count the operations of a program's products, in the equations on which its results depend."""
     function, params = of(net, example)
     jaxpr = jax.make_jaxpr(function)(params, example).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -104,7 +105,7 @@ def test_every_product_of_the_program_is_counted(fields):
     assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), tokens)
 
 
-def test_without_classes_there_is_no_head():
+def test_models_without_classes_have_no_head():
     net = small(compose="both").clone(num_classes=None)
     assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), 15)
 
@@ -119,7 +120,7 @@ def test_published_sizes(variant, macs):
     assert vit_flops(net, (224, 224, 3)) / 2e9 == pytest.approx(macs, abs=0.01)
 
 
-def test_small_16_is_every_weight_once_a_token_and_the_scores():
+def test_small_16_uses_every_weight_once_per_token_plus_the_scores():
     net = vit.Model(1000, variant="S/16")
     _, params = logits_of(net, an_image((224, 224, 3)))
     kernels = {path[1].key: 0 for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
@@ -130,8 +131,8 @@ def test_small_16_is_every_weight_once_a_token_and_the_scores():
 
 
 @pytest.mark.parametrize("compose", [None, "both"])
-def test_the_compiler_counts_a_little_more(compose):
-    """XLA counts every element-wise operation, too; in wide blocks they are few."""
+def test_compiler_counts_at_most_5_percent_more(compose):
+    """XLA also counts element-wise operations, which are few in wide blocks."""
     net = small(width=192, num_heads=6, mlp_dim=None, compose=compose)
     function, params = logits_of(net, an_image())
     count = jax.jit(function).lower(params, an_image()).compile().cost_analysis()["flops"]
@@ -161,7 +162,7 @@ COMPOSED_LMS = [
 
 @pytest.fixture
 def all_pairs(monkeypatch):
-    """The reference computes every pair and then hides some, so every pair counts here."""
+    """Count every query-key pair, because the reference computes masked pairs too."""
     monkeypatch.setattr(flops, "visible_pairs", lambda length, window: length**2)
 
 
@@ -181,15 +182,15 @@ def test_a_backward_pass_has_twice_the_products(fields):
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12])
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 7, 8, 40])
-def test_visible_pairs_are_those_of_the_mask(length, window):
+def test_visible_pairs_equal_the_mask(length, window):
     query, key = np.mgrid[:length, :length]
-    seen = (key <= query) & (key > query - (window or length))
-    assert visible_pairs(length, window) == seen.sum()
+    mask = (key <= query) & (key > query - (window or length))
+    assert visible_pairs(length, window) == mask.sum()
 
 
 @pytest.mark.parametrize("fields", [{}, COMPOSED_LMS[0], COMPOSED_LMS[2]], ids=str)
-def test_hidden_pairs_cost_nothing(fields):
-    """What one pair costs is the second difference of a program's products over the length."""
+def test_masked_pairs_do_not_count(fields):
+    """The cost of one pair is the second difference of a program's products over the length."""
     net = small_lm(**{**fields, "window_pattern": "none", "window": 3})
     first, second, third = (counted(logits_of, net.clone(depth=1), a_row(n), n) for n in (ROW, ROW + 1, ROW + 2))
     pair = (first - 2 * second + third) // 2
@@ -197,12 +198,12 @@ def test_hidden_pairs_cost_nothing(fields):
     all_pairs = counted(logits_of, net, a_row(), ROW)
     local = {"none": 0, "1:1": 4, "3:1": 5, "7:1": 6}  # layers of LGLGLGL, LGLLLGL and LGLLLLL
     for pattern, layers in local.items():
-        hidden = 7 * causal + layers * windowed
-        assert lm_flops(net.clone(window_pattern=pattern), ROW) == all_pairs - hidden * pair
+        masked = 7 * causal + layers * windowed
+        assert lm_flops(net.clone(window_pattern=pattern), ROW) == all_pairs - masked * pair
 
 
-def test_training_is_palms_formula():
-    """6·N + 12·L·H·D·T for each token (Appendix B), whose second term causality halves; N leaves the embedding out."""
+def test_training_equals_the_formula_of_palm():
+    """6·N + 12·L·H·D·T for each token (Appendix B). N excludes the embedding; causality halves the second term."""
     net, length = lm.Model(50257, preset="Transformer++-405M"), 2048
     _, params = logits_of(net, a_row(length))
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -213,9 +214,9 @@ def test_training_is_palms_formula():
     assert each == pytest.approx(6 * parameters + 12 * 24 * 1024 * length / 2, rel=1e-3)
 
 
-def test_the_example_says_what_to_count():
+def test_operations_are_counted_for_the_shape_of_the_example():
     image_net, row_net = small(compose="both"), small_lm(compose="both")
     assert forward_flops(image_net, an_image()) == vit_flops(image_net, IMAGE)
     assert forward_flops(row_net, a_row()) == lm_flops(row_net, ROW)
     assert training_flops(image_net, an_image()) == 3 * vit_flops(image_net, IMAGE)
-    assert forward_flops(object(), an_image()) is training_flops(object(), a_row()) is None
+    assert forward_flops(nn.Dense(1), an_image()) is training_flops(nn.Dense(1), a_row()) is None

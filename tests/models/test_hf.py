@@ -1,4 +1,4 @@
-"""Pythia, Transformer and Transformer++ are GPT-NeoX, GPT-2 and LLaMA: same weights, same logits as Hugging Face's."""
+"""Pythia, Transformer and Transformer++ have the logits of Hugging Face's GPT-NeoX, GPT-2 and LLaMA."""
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,20 @@ def rotary(base, fraction=1.0):
 
 
 def with_random_weights(model):
-    """Every weight, norm and bias away from what it begins as; the model's own names and arrays with it."""
+    """Set every parameter to random values and return the model with its parameters by name."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if ("norm" in name or ".ln_" in name) and name.endswith("weight") else 0.0
             parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
     weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    if not model.config.tie_word_embeddings:  # each release and model has its own name for it
+    if not model.config.tie_word_embeddings:  # its name depends on the model and the release
         weights["head.weight"] = model.get_output_embeddings().weight.detach().numpy()
     return model.eval().float(), weights
 
 
 def dense(weights, name, *axes):
-    """A torch linear map as a flax one: the kernel transposed, its outputs split into `axes`."""
+    """Convert a linear layer of torch to flax: the kernel is transposed, its outputs are split into `axes`."""
     fields = {"kernel": weights[f"{name}.weight"].T}
     if f"{name}.bias" in weights:
         fields["bias"] = weights[f"{name}.bias"]
@@ -49,12 +49,12 @@ def norm(weights, name):
 
 
 def joined(kernel, heads):
-    """The output projection H D M from one whose inputs are H·D."""
+    """Reshape an output projection with H·D inputs to H D M."""
     return {**kernel, "kernel": kernel["kernel"].reshape(heads, -1, kernel["kernel"].shape[-1])}
 
 
 def from_neox(weights):
-    """GPTNeoXForCausalLM's weights in our tree; its fused projection holds, head by head, a query, key and value."""
+    """Convert the weights of GPTNeoXForCausalLM, whose fused projection has a query, key and value for each head."""
     layers = {}
     for i in range(DEPTH):
         at = f"gpt_neox.layers.{i}"
@@ -80,7 +80,7 @@ def from_neox(weights):
 
 
 def from_llama(weights):
-    """LlamaForCausalLM's weights in our tree."""
+    """Convert the weights of LlamaForCausalLM."""
     layers = {}
     for i in range(DEPTH):
         at = f"model.layers.{i}"
@@ -105,7 +105,7 @@ def from_llama(weights):
 
 
 def from_gpt2(weights):
-    """GPT2LMHeadModel's weights in our tree; its linear maps are stored as ours, and one holds q, k and v."""
+    """Convert the weights of GPT2LMHeadModel, whose kernels are not transposed; one kernel has q, k and v."""
     weights = {name: x.T if x.ndim == 2 and ".c_" in name else x for name, x in weights.items()}
     layers = {}
     for i in range(DEPTH):
@@ -129,7 +129,7 @@ def from_gpt2(weights):
 
 
 def difference(theirs, net, params):
-    """The largest difference of the logits of random tokens, after checking that the trees have the same shape."""
+    """Return the largest difference of the logits of random tokens, after checking the shapes of the parameters."""
     expected = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
     tokens = np.random.default_rng(1).integers(VOCAB, size=(2, LENGTH)).astype(np.int32)
@@ -144,7 +144,7 @@ def difference(theirs, net, params):
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
-def test_pythia_is_gpt_neox(fraction, parallel):
+def test_pythia_equals_gpt_neox(fraction, parallel):
     config = transformers.GPTNeoXConfig(
         **SIZES, hidden_act="gelu", use_parallel_residual=parallel, layer_norm_eps=1e-5, attention_bias=True,
         rope_parameters=rotary(10_000.0, fraction),
@@ -156,7 +156,7 @@ def test_pythia_is_gpt_neox(fraction, parallel):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("key_heads", "base"), [(6, 10_000.0), (2, 10_000.0), (1, 500_000.0)])
-def test_transformer_plus_plus_is_llama_also_with_grouped_queries(key_heads, base, tied):
+def test_transformer_plus_plus_equals_llama_also_with_grouped_queries(key_heads, base, tied):
     config = transformers.LlamaConfig(
         **{**SIZES, "tie_word_embeddings": tied}, hidden_act="silu", num_key_value_heads=key_heads, rms_norm_eps=1e-6,
         rope_parameters=rotary(base),
@@ -166,7 +166,7 @@ def test_transformer_plus_plus_is_llama_also_with_grouped_queries(key_heads, bas
     assert difference(theirs, net, from_llama(weights)) < 1e-4
 
 
-def test_transformer_is_gpt_2_with_a_head_of_its_own():
+def test_transformer_equals_gpt_2_with_an_untied_head():
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=WIDTH, n_layer=DEPTH, n_head=HEADS, n_inner=MLP, n_positions=LENGTH,
         activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False, use_cache=False,

@@ -1,6 +1,5 @@
-"""The language model: equal to a plain numpy one, causal, windowed as said, and the same however it is computed."""
+"""Language model: equal to a plain numpy model, causal, windowed, and the same however it is computed."""
 
-import functools
 import itertools
 
 import jax
@@ -8,15 +7,27 @@ import jax.numpy as jnp
 import lm_oracle
 import numpy as np
 import pytest
+from small_models import (
+    HEADS,
+    LENGTH,
+    VOCAB,
+    WINDOW,
+    assert_trees_close,
+    assert_trees_equal,
+    jit,
+    logits_of,
+    make_lm,
+    make_tokens,
+    name_of,
+    param_shapes,
+)
 
-from dcvit.models import lm
+from dcvit.models import lm, sharded_attention
 
-VOCAB, LENGTH, WINDOW, HEADS = 17, 12, 3, 4
-SMALL = dict(context=LENGTH, width=32, depth=2, mlp_dim=40, num_heads=HEADS, window=WINDOW)
-# The smallest preset of each architecture, made smaller still: baselines, then with composed attention.
+# The smallest preset of each architecture, further reduced: baselines, then models with composed attention.
 PLAIN = ("Transformer-405M", "Transformer++-405M", "Pythia-2.8B")
 COMPOSED = ("DCFormer-405M", "DCFormer++-405M", "DCPythia-2.8B")
-ORACLE = {  # what Section 4 says of them, in the oracle's words; of a head's 8 numbers, Pythia turns 2
+ORACLE = {  # arguments of the oracle for each architecture of Section 4; Pythia rotates 2 of a head's 8 numbers
     "Transformer": dict(mlp="gelu_tanh", epsilon=1e-5),
     "Transformer++": dict(mlp="swiglu", epsilon=1e-6, rotary=8),
     "Pythia": dict(mlp="gelu", epsilon=1e-5, rotary=2, parallel=True),
@@ -24,49 +35,28 @@ ORACLE = {  # what Section 4 says of them, in the oracle's words; of a head's 8 
 PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 
 
-# Compiling is most of these tests' time.
-jit = functools.partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
-
-
-def grown(params, seed=1, std=0.2):
-    """Random values everywhere, norms around 1, so that nothing is hidden by what a model begins as."""
-    rng = np.random.default_rng(seed)
-    value = lambda path, x: rng.normal(float(path[-1].key == "scale"), std, x.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(value, params))
-
-
-def make(preset=None, **fields):
-    """A model, and random parameters."""
-    net = lm.Model(VOCAB, preset=preset, **{**SMALL, **fields})
-    shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return net, grown(shapes)
-
-
-def make_tokens(batch=2, length=LENGTH, seed=2):
-    return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, size=(batch, length)), jnp.int32)
-
-
-def logits(net, params, tokens):
-    return np.asarray(jit(net.apply)({"params": params}, tokens)[0])
+def exhaustive(*values):
+    """A parameter set that only `scripts/test.sh --all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def windows(pattern, depth):
-    """The window of each layer: the pattern again and again, from its first letter on."""
+    """Return the window of each layer: the letters of the pattern, repeated."""
     return [WINDOW if kind == "L" else None for kind in itertools.islice(itertools.cycle(PATTERNS[pattern]), depth)]
 
 
-def seen(window):
-    """Which tokens T×T a layer sees."""
+def visible(window):
+    """Return the mask T×T of the tokens that a layer attends to."""
     i, j = np.ogrid[:LENGTH, :LENGTH]
     return (j <= i) & (True if window is None else i - j < window)
 
 
 class TestForward:
-    """The same numbers as a plain implementation in double precision."""
+    """Equality to a plain implementation in double precision."""
 
     @pytest.mark.parametrize("preset", [*PLAIN, *COMPOSED])
     def test_each_architecture_equals_the_oracle(self, preset):
-        net, params = make(preset)
+        net, params = make_lm(preset)
         name = preset.split("-")[0].removeprefix("DC").replace("Former", "Transformer")
         pattern = windows("1:1" if preset in COMPOSED else "none", 2)
         self.check(net, params, pattern, heads=HEADS, **ORACLE[name])
@@ -74,23 +64,28 @@ class TestForward:
     @pytest.mark.parametrize(
         "fields",
         [
-            dict(static=True, projection=False, gate=False),
-            dict(gate=False, rank=1),
-            dict(projection=False),
-            dict(static=True, rank=4),
-            dict(branches="q"),
-            dict(branches="k"),
-            dict(compose="pre"),
+            dict(static=True, rank=4, branches="q"),
+            dict(gate=False, rank=1, compose="pre"),
+            dict(projection=False, branches="k", num_key_heads=2),
+            dict(static=True, projection=False, gate=False, tied=True, norm="layernorm", use_bias=True),
             dict(compose="post", window_pattern="3:1", depth=3),
-            dict(num_key_heads=2),
-            dict(num_key_heads=1, rotary_fraction=0.5, rotary_base=100.0),
-            dict(tied=True, norm="layernorm", use_bias=True),
-            dict(mlp="gelu", parallel=True, qk_norm=None),
+            dict(num_key_heads=1, rotary_fraction=0.5, rotary_base=100.0, mlp="gelu", parallel=True, qk_norm=None),
+            exhaustive(dict(static=True, projection=False, gate=False)),
+            exhaustive(dict(gate=False, rank=1)),
+            exhaustive(dict(projection=False)),
+            exhaustive(dict(static=True, rank=4)),
+            exhaustive(dict(branches="q")),
+            exhaustive(dict(branches="k")),
+            exhaustive(dict(compose="pre")),
+            exhaustive(dict(num_key_heads=2)),
+            exhaustive(dict(num_key_heads=1, rotary_fraction=0.5, rotary_base=100.0)),
+            exhaustive(dict(tied=True, norm="layernorm", use_bias=True)),
+            exhaustive(dict(mlp="gelu", parallel=True, qk_norm=None)),
         ],
         ids=str,
     )
-    def test_each_field_equals_the_oracle(self, fields):
-        net, params = make("DCFormer++-405M", **fields)
+    def test_fields_equal_the_oracle(self, fields):
+        net, params = make_lm("DCFormer++-405M", **fields)
         pattern = windows(fields.get("window_pattern", "1:1"), fields.get("depth", 2))
         self.check(
             net, params, pattern, heads=HEADS, mlp=fields.get("mlp", "swiglu"), epsilon=1e-6,
@@ -102,15 +97,15 @@ class TestForward:
         tokens = make_tokens(batch=1)
         expected = lm_oracle.forward(jax.tree.map(np.asarray, params), np.asarray(tokens[0]), pattern, **fields)
         assert expected.std() > 0.5
-        np.testing.assert_allclose(logits(net, params, tokens)[0], expected, rtol=0, atol=3e-5)
+        np.testing.assert_allclose(logits_of(net, params, tokens)[0], expected, rtol=0, atol=3e-5)
 
 
-class TestSight:
-    """Which tokens reach which logits, by gradients: not at all is exactly 0, and the farthest allowed is not."""
+class TestReach:
+    """Which tokens affect which logits, by gradients: exactly 0 if there is no effect."""
 
     def reach(self, net):
-        """A function from parameters to how strongly each token's embedding (second axis) moves each logits (first)."""
-        tokens = jnp.arange(LENGTH)[None]  # each token once, so that the table's rows are the sequence
+        """Return a function from parameters to the effect of each token (axis 1) on the logits of each position."""
+        tokens = jnp.arange(LENGTH)[None]  # each token once, so that the rows of the embedding are the sequence
         directions = jax.random.normal(jax.random.key(3), (LENGTH, VOCAB))
 
         @jit
@@ -124,32 +119,73 @@ class TestSight:
 
         return lambda params: np.asarray(strength(params))
 
-    @pytest.mark.parametrize(("preset", "pattern"), [*zip((*PLAIN, *COMPOSED), ("none", "1:1") * 3, strict=True)])
-    def test_every_earlier_token_counts_and_no_later_one(self, preset, pattern):
-        net, params = make(preset, window_pattern=pattern)
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "preset", ["Transformer-405M", "Pythia-2.8B", "DCFormer++-405M", *map(exhaustive, (PLAIN[1], *COMPOSED[::2]))]
+    )
+    def test_logits_depend_on_every_earlier_token_and_on_no_later_one(self, preset):
+        """With both layers, all earlier tokens count; with the local layer alone, those of its window."""
+        net, params = make_lm(preset, window_pattern="1:1")
+        reach = self.reach(net)
+        np.testing.assert_array_equal(reach(params) > 0, np.tri(LENGTH, dtype=bool))
+        for layer, window in enumerate((WINDOW, None)):
+            np.testing.assert_array_equal(reach(silenced(params, [layer])) > 0, visible(window), err_msg=f"{layer}")
+
+    @pytest.mark.parametrize("preset", [*PLAIN, *COMPOSED])
+    @pytest.mark.exhaustive
+    def test_models_without_local_layers_depend_on_every_earlier_token(self, preset):
+        net, params = make_lm(preset, window_pattern="none")
         np.testing.assert_array_equal(self.reach(net)(params) > 0, np.tri(LENGTH, dtype=bool))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("preset", "depth"), [*((name, 1) for name in (*PLAIN, *COMPOSED)), ("DCFormer++-405M", 3), ("Pythia-2.8B", 4)]
+        ("pattern", "depth", "scan"),
+        [
+            ("3:1", 6, True),
+            exhaustive("3:1", 6, False),
+            *(exhaustive(*case, scan) for case in (("none", 2), ("1:1", 3), ("7:1", 11)) for scan in (False, True)),
+        ],
     )
-    def test_local_layers_reach_a_window_less_one_each(self, preset, depth, monkeypatch):
-        monkeypatch.setitem(lm.WINDOW_PATTERNS, "1:0", "L")
-        net, params = make(preset, window_pattern="1:0", depth=depth)
-        i, j = np.ogrid[:LENGTH, :LENGTH]
-        expected = (j <= i) & (i - j <= depth * (WINDOW - 1))
-        np.testing.assert_array_equal(self.reach(net)(params) > 0, expected)
+    def test_each_layer_has_the_window_of_its_place_in_the_pattern(self, pattern, depth, scan):
+        """Layers are tested one at a time, with the attention of all others silenced, then all local layers together.
+
+        Each local layer extends the reach by its window less one.
+        """
+        preset = "DCFormer++-405M" if pattern == "1:1" else "Transformer++-405M"
+        net, params = make_lm(preset, window_pattern=pattern, depth=depth, scan=scan, width=8, mlp_dim=8)
+        reach, unrolled = self.reach(net), lm.unstack_blocks(params)
+
+        def alone(layers):
+            kept = silenced(unrolled, layers)
+            return reach(lm.stack_blocks(kept, len(PATTERNS[pattern])) if scan else kept) > 0
+
+        for layer, window in enumerate(windows(pattern, depth)):
+            np.testing.assert_array_equal(alone([layer]), visible(window), err_msg=f"layer {layer}")
+        local = [layer for layer, window in enumerate(windows(pattern, depth)) if window]
+        np.testing.assert_array_equal(alone(local), visible(1 + len(local) * (WINDOW - 1)))
 
     @pytest.mark.parametrize("scan", [False, True])
     @pytest.mark.parametrize(("pattern", "depth"), [("none", 2), ("1:1", 3), ("3:1", 6), ("7:1", 11)])
-    def test_each_layer_has_the_window_of_its_place(self, pattern, depth, scan):
-        """With all other attention silenced, one layer's window is all that there is to see."""
-        preset = "DCFormer++-405M" if pattern == "1:1" else "Transformer++-405M"
-        net, params = make(preset, window_pattern=pattern, depth=depth, scan=scan, width=8)
-        reach, unrolled = self.reach(net), lm.unstack_blocks(params)
-        for layer, window in enumerate(windows(pattern, depth)):
-            alone = silenced(unrolled, except_for=layer)
-            alone = lm.stack_blocks(alone, len(PATTERNS[pattern])) if scan else alone
-            np.testing.assert_array_equal(reach(alone) > 0, seen(window), err_msg=f"layer {layer}")
+    def test_attention_of_each_layer_is_given_its_window(self, pattern, depth, scan, monkeypatch):
+        given = []
+
+        def attention(q, k, v, pre, post, *, window, **_):
+            given.append(window)
+            return q
+
+        monkeypatch.setattr(sharded_attention, "attention", attention)
+        net = lm.LM(VOCAB, width=8, depth=depth, num_heads=2, window_pattern=pattern, window=WINDOW, scan=scan)
+        param_shapes(net, make_tokens())
+        expected, period = windows(pattern, depth), len(PATTERNS[pattern])
+        if not scan:
+            assert given == expected
+            return
+        unrolled = expected[depth // period * period :]
+        body = given[: len(given) - len(unrolled)]
+        assert given == body + unrolled
+        traces = len(body) // period  # JAX traces the body of a scan one or more times
+        assert traces >= 1
+        assert body == expected[:period] * traces
 
     def test_layer_0_is_local_and_layer_1_global(self):
         assert {name: lm.layer_windows(lm.Model(VOCAB, window_pattern=name)) for name in PATTERNS} == {
@@ -157,18 +193,18 @@ class TestSight:
         }  # fmt: skip
 
 
-def silenced(params, except_for):
-    """Unrolled parameters with which only one layer's attention writes anything."""
+def silenced(params, kept):
+    """Return unrolled parameters with which only the attention of the layers `kept` writes to the residual stream."""
 
     def silence(path, x):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return 0 * x if "/out/" in name and "Dot" in name and f"decoderblock_{except_for}/" not in name else x
+        name = name_of(path)
+        return 0 * x if "/out/" in name and "Dot" in name and int(name.split("_")[1].split("/")[0]) not in kept else x
 
     return jax.tree_util.tree_map_with_path(silence, params)
 
 
-def losses(net, params, tokens):
-    """Logits, intermediates and gradients."""
+def gradients(net, params, tokens):
+    """Return logits, intermediates and gradients."""
 
     @jit
     def run(params):
@@ -182,77 +218,105 @@ def losses(net, params, tokens):
     return run(params)
 
 
-def assert_close(a, b, rtol=1e-4, atol=1e-5):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)
+@pytest.fixture(scope="module")
+def unrolled():
+    """A DCFormer++ of three layers on packed documents: model, parameters, tokens and `gradients`."""
+    (net, params), tokens = make_lm("DCFormer++-405M", depth=3, end_of_text=1), make_tokens()
+    return net, params, tokens, gradients(net, params, tokens)
 
 
 class TestScan:
-    """A scan over groups of layers is a way to compute the same."""
+    """A scan over groups of layers computes the same as unrolled layers."""
 
+    def check(self, net, params, tokens, unrolled, **fields):
+        scanned = net.clone(scan=True, **fields)
+        stacked = lm.stack_blocks(params, len(PATTERNS[net.window_pattern]))
+        out, blocks, gradient = gradients(scanned, stacked, tokens)
+        assert len(blocks) == net.depth + 1
+        assert_trees_close(out, unrolled[0])
+        assert_trees_close(blocks, unrolled[1])
+        assert_trees_close(lm.unstack_blocks(gradient), unrolled[2])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("remat", ["none", "attention", exhaustive("dots"), exhaustive("full")])
+    def test_scan_and_remat_equal_the_unrolled_layers_in_outputs_intermediates_and_gradients(self, unrolled, remat):
+        self.check(*unrolled, remat=remat)
+
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("preset", "fields"),
         [
             ("Transformer-405M", dict(depth=3)),
-            pytest.param("DCFormer++-405M", dict(depth=5), marks=pytest.mark.slow),
-            ("Pythia-2.8B", dict(depth=10, window_pattern="3:1")),
-            ("Transformer-405M", dict(depth=3, window_pattern="7:1")),  # not one whole group
+            ("DCFormer++-405M", dict(depth=5)),
+            ("Pythia-2.8B", dict(depth=6, window_pattern="3:1")),
+            ("Transformer-405M", dict(depth=3, window_pattern="7:1")),  # less than one group
             ("DCFormer-405M", dict(depth=2, end_of_text=1)),
         ],
     )
-    def test_equals_the_unrolled_layers_in_outputs_intermediates_and_gradients(self, preset, fields):
-        (net, params), tokens = make(preset, **fields), make_tokens()
-        scanned = net.clone(scan=True)
-        stacked = lm.stack_blocks(params, len(PATTERNS[net.window_pattern]))
-        out, blocks, gradient = losses(net, params, tokens)
-        again = losses(scanned, stacked, tokens)
-        assert len(blocks) == net.depth + 1
-        assert_close(again[0], out)
-        assert_close(again[1], blocks)
-        assert_close(lm.unstack_blocks(again[2]), gradient)
+    def test_scan_equals_the_unrolled_layers_of_every_architecture(self, preset, fields):
+        (net, params), tokens = make_lm(preset, **fields), make_tokens()
+        self.check(net, params, tokens, gradients(net, params, tokens))
 
-    @pytest.mark.parametrize("pattern", PATTERNS)
-    @pytest.mark.parametrize("depth", [0, 1, 2, 11, 16])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("remat", ["full", exhaustive("dots"), exhaustive("attention")])
+    def test_remat_of_unrolled_layers_changes_no_result(self, unrolled, remat):
+        net, params, tokens, expected = unrolled
+        assert_trees_close(gradients(net.clone(remat=remat), params, tokens), expected)
+
+    @pytest.mark.parametrize(
+        ("pattern", "depth"),
+        [
+            *(("none", 0), ("none", 2), ("1:1", 11), ("3:1", 11), ("7:1", 2), ("7:1", 16)),
+            *(exhaustive(p, d) for p in PATTERNS for d in (0, 1, 2, 11, 16)),
+        ],
+    )
     def test_parameters_convert_in_both_directions(self, pattern, depth):
         period = len(PATTERNS[pattern])
-        _, unrolled = make(window_pattern=pattern, depth=depth, width=8, mlp_dim=4)
-        _, scanned = make(window_pattern=pattern, depth=depth, width=8, mlp_dim=4, scan=True)
+        _, unrolled = make_lm(window_pattern=pattern, depth=depth, width=8, mlp_dim=4)
+        _, scanned = make_lm(window_pattern=pattern, depth=depth, width=8, mlp_dim=4, scan=True)
         stacked = lm.stack_blocks(unrolled, period)
         assert jax.tree.map(np.shape, stacked) == jax.tree.map(np.shape, scanned)
         assert ("group" in stacked["Transformer"]) == (depth >= period)
-        jax.tree.map(np.testing.assert_array_equal, lm.unstack_blocks(stacked), unrolled)
-        jax.tree.map(np.testing.assert_array_equal, lm.stack_blocks(lm.unstack_blocks(scanned), period), scanned)
-        jax.tree.map(np.testing.assert_array_equal, lm.stack_blocks(scanned, period), scanned)
-        jax.tree.map(np.testing.assert_array_equal, lm.unstack_blocks(unrolled), unrolled)
+        assert_trees_equal(lm.unstack_blocks(stacked), unrolled)
+        assert_trees_equal(lm.stack_blocks(lm.unstack_blocks(scanned), period), scanned)
+        assert_trees_equal(lm.stack_blocks(scanned, period), scanned)
+        assert_trees_equal(lm.unstack_blocks(unrolled), unrolled)
 
-    def test_layers_that_do_not_divide_into_7_1_as_33bs_still_compute(self):
-        """Four are left over, of these 20 as of 33B's 60."""
+    @pytest.mark.exhaustive
+    def test_layers_beyond_the_last_whole_group_compute_the_same(self):
+        """Of these 20 layers four are left over, as of 33B's 60."""
         fields = dict(window_pattern="7:1", width=8, mlp_dim=8, num_heads=2, depth=20)
-        (net, params), tokens = make("DCFormer++-33B", **fields), make_tokens()
+        (net, params), tokens = make_lm("DCFormer++-33B", **fields), make_tokens()
         scanned, stacked = net.clone(scan=True), lm.stack_blocks(params, 8)
         assert {x.shape[0] for x in jax.tree.leaves(stacked["Transformer"]["group"])} == {2}
         assert {f"decoderblock_{i}" for i in range(16, 20)} | {"group", "decoder_norm"} == stacked["Transformer"].keys()
-        np.testing.assert_allclose(logits(scanned, stacked, tokens), logits(net, params, tokens), rtol=0, atol=1e-4)
+        found, expected = logits_of(scanned, stacked, tokens), logits_of(net, params, tokens)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("remat", "scan"), [("full", False), ("dots", True), ("attention", True)])
-def test_recomputing_layers_changes_nothing(remat, scan):
-    (net, params), tokens = make("DCFormer++-405M", scan=scan), make_tokens()
-    assert_close(losses(net.clone(remat=remat), params, tokens), losses(net, params, tokens))
-
-
-@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B"])
-def test_bfloat16_computes_near_float32_with_parameters_gradients_and_logits_in_float32(preset):
-    (net, params), tokens = make(preset, scan=True), make_tokens()
-    params = jax.tree.map(lambda x: x / 2, params)
-    wide, (narrow, blocks, gradients) = (
-        losses(net, params, tokens),
-        losses(net.clone(dtype_mm="bfloat16"), params, tokens),
-    )
+def check_bfloat16(net, params, tokens, wide):
+    """Assert that bfloat16 is near the float32 logits `wide` and leaves parameters, gradients and logits in float32."""
+    narrow, blocks, gradient = gradients(net.clone(dtype_mm="bfloat16"), params, tokens)
     assert {x.dtype for x in jax.tree.leaves(blocks)} == {jnp.dtype("bfloat16")}
-    assert {x.dtype for x in jax.tree.leaves((narrow, gradients))} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(narrow, wide[0], rtol=0, atol=0.03 * float(jnp.abs(wide[0]).max()))
-    init = jax.eval_shape(net.clone(dtype_mm="bfloat16").init, jax.random.key(0), tokens)
+    assert {x.dtype for x in jax.tree.leaves((narrow, gradient))} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(narrow, wide, rtol=0, atol=0.03 * float(jnp.abs(wide).max()))
+    init = param_shapes(net.clone(dtype_mm="bfloat16"), tokens)
     assert {x.dtype for x in jax.tree.leaves(init)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [
+        ("DCFormer++-405M", {"depth": 1}),
+        exhaustive("DCFormer++-405M", {"scan": True}),
+        exhaustive("Pythia-2.8B", {"scan": True}),
+    ],
+)
+def test_bfloat16_is_near_float32_with_parameters_gradients_and_logits_in_float32(preset, fields):
+    (net, params), tokens = make_lm(preset, **fields), make_tokens()
+    params = jax.tree.map(lambda x: x / 2, params)
+    check_bfloat16(net, params, tokens, logits_of(net, params, tokens))
 
 
 class TestDocuments:
@@ -261,27 +325,30 @@ class TestDocuments:
     ROWS = ((5, 3, 0, 9, 2, 8, 8, 0, 4, 6, 0, 0), (0, 7, 7, 1, 2, 3, 4, 5, 6, 0, 3, 2))
 
     def documents(self, row):
-        """Each document with the end of the one before in front, as a slice of the row."""
+        """Return the documents of a row as slices, each with the end of the previous document in front."""
         starts = sorted({0, *(i for i, token in enumerate(row) if token == 0)})
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
 
-    @pytest.mark.parametrize("preset", [*PLAIN, *COMPOSED])
-    def test_of_a_packed_row_have_the_logits_that_they_have_alone(self, preset):
-        net, params = make(preset, end_of_text=0)
-        across = net.clone(end_of_text=None)
-        rows = jnp.asarray(self.ROWS, jnp.int32)
-        packed, mixed = logits(net, params, rows), logits(across, params, rows)
-        run = jit(lambda params, tokens: across.apply({"params": params}, tokens)[0])
-        for i, row in enumerate(self.ROWS):
-            for part in self.documents(row):
-                alone = jnp.pad(rows[i : i + 1, part], ((0, 0), (0, LENGTH - part.stop + part.start)))
-                alone = run(params, alone)[0, : part.stop - part.start]  # the padding comes later than all of it
-                np.testing.assert_allclose(packed[i, part], alone, rtol=0, atol=2e-5)
-                assert part.start == 0 or np.abs(mixed[i, part] - alone).max() > 0.05
+    @pytest.mark.parametrize(
+        "preset",
+        ["Transformer-405M", "DCFormer++-405M", *map(exhaustive, (*PLAIN[1:], *COMPOSED[::2]))],
+    )
+    def test_documents_of_a_packed_row_have_the_logits_that_they_have_alone(self, preset):
+        net, params = make_lm(preset, end_of_text=0)
+        rows = np.array(self.ROWS, np.int32)
+        parts = [(i, part) for i, row in enumerate(self.ROWS) for part in self.documents(row)]
+        # Padding follows each document, so that no token of the document attends to it.
+        alone = np.stack([np.pad(rows[i, part], (0, LENGTH - part.stop + part.start)) for i, part in parts])
+        packed = logits_of(net, params, jnp.asarray(rows))
+        across = logits_of(net.clone(end_of_text=None), params, jnp.asarray(np.concatenate([rows, alone])))
+        for (i, part), expected in zip(parts, across[len(rows) :], strict=True):
+            expected = expected[: part.stop - part.start]
+            np.testing.assert_allclose(packed[i, part], expected, rtol=0, atol=2e-5)
+            assert part.start == 0 or np.abs(across[i, part] - expected).max() > 0.05
 
 
 def checkpointed(jaxpr, inside=False):
-    """For each rematerialised part of a jaxpr: whether it stands in a scan, and whether CSE may undo it."""
+    """Yield for each rematerialised part of a jaxpr: it is inside a scan, and it is protected from CSE."""
     for equation in jaxpr.eqns:
         if "prevent_cse" in equation.params:
             yield inside, equation.params["prevent_cse"]
@@ -302,7 +369,7 @@ def test_layers_outside_a_scan_keep_their_rematerialisation():
 
 @pytest.mark.parametrize(("remat", "kept"), [("none", True), ("attention", False), ("full", False)])
 def test_recomputed_attention_keeps_nothing_as_large_as_the_scores(remat, kept):
-    """What a forward pass leaves to the backward pass: the leaves of its vjp."""
+    """The leaves of a vjp are the arrays that a forward pass keeps for the backward pass."""
     net = lm.LM(11, width=16, depth=2, num_heads=2, compose="both", remat=remat, implementation="reference")
     tokens = jnp.zeros((1, 24), jnp.int32)
     params = jax.eval_shape(net.init, jax.random.key(0), tokens)

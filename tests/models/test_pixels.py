@@ -1,4 +1,4 @@
-"""Which part of preprocessing the device takes over, and that the pixels stay what they were."""
+"""Device side of preprocessing: the deferred op, and the same pixels as on the host."""
 
 import datasets
 import jax
@@ -25,18 +25,18 @@ TAIL = "onehot(10)|keep('image', 'labels')"
         ("", "", None),
     ],
 )
-def test_value_range_is_deferred_only_where_it_comes_last(spec, host, found):
+def test_value_range_is_deferred_only_as_the_last_image_op(spec, host, found):
     assert ip.defer_value_range(spec) == (host, found)
 
 
 @pytest.mark.parametrize("spec", ["value_range(0, 1, 5, 5)", "value_range(a)", "value_range(1", "value_range('1')"])
-def test_what_is_wrong_with_it_is_said(spec):
+def test_invalid_value_range_raises(spec):
     with pytest.raises(ip.InputError):
         ip.defer_value_range(spec)
 
 
 @pytest.mark.parametrize("spec", ["value_range(-1, 1)", "value_range(0, 1)", "value_range(-3, 2, 10, 200)", ""])
-def test_the_device_gives_the_hosts_pixels(spec):
+def test_device_and_host_compute_the_same_pixels(spec):
     image = datasets.image_array(0)
     whole = ip.Preprocess(spec)({"image": image}, np.random.default_rng(0))["image"]
     host, on_device = pixels.split(spec)

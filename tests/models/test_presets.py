@@ -1,4 +1,4 @@
-"""The paper's language models by name: their exact sizes, that each and every ablation traces, how they begin."""
+"""The paper's language models by name: exact sizes, traces of every preset and ablation, and initial values."""
 
 import functools
 import math
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import jit
 
 from dcvit.models import lm
 from dcvit.models.presets import PRESETS
@@ -16,13 +17,19 @@ PYTHIA_VOCAB = {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}  # as padded when
 COMPOSED = sorted(name for name in PRESETS if name.startswith("DC"))
 
 
+def exhaustive(*values):
+    """A parameter set that only `scripts/test.sh --all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def baseline(name):
+    """Return the name of the model without composition."""
     return name.removeprefix("DC").replace("Former", "Transformer")
 
 
 @functools.cache
 def trace(preset, vocab=VOCAB, *, length=8, **fields):
-    """The model and its parameters as shapes, without computing any."""
+    """Return the model and its parameters as shapes, without computing any."""
     net = lm.Model(vocab, preset=preset, scan=True, **fields)
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return net, jax.eval_shape(net.init, jax.random.key(0), tokens)["params"]
@@ -33,8 +40,8 @@ def count(params, only=lambda path: True):
     return sum(x.size for path, x in leaves if only(jax.tree_util.keystr(path, simple=True, separator="/")))
 
 
-def traces(preset, **fields):
-    """Whether the logits, the loss and the gradient of a row of the whole context have the shapes they must."""
+def check_gradient(preset, **fields):
+    """Assert the shapes and dtypes of the logits, the loss and the gradient of a row of the whole context."""
     net, params = trace(preset, **fields)
     tokens = jax.ShapeDtypeStruct((1, net.context), jnp.int32)
 
@@ -46,7 +53,7 @@ def traces(preset, **fields):
     assert (value.shape, value.dtype) == ((), jnp.float32)
     assert (logits.shape, logits.dtype) == ((1, 2048, VOCAB), jnp.float32)
     same = jax.tree.map(lambda g, p: g.shape == p.shape and g.dtype == p.dtype == jnp.float32, gradient, params)
-    return all(jax.tree.leaves(same))
+    assert all(jax.tree.leaves(same))
 
 
 def test_every_model_of_the_paper_has_a_name():
@@ -88,7 +95,7 @@ def test_transformer_plus_plus_with_llamas_vocabulary_has_llamas_number_of_param
 
 
 @pytest.mark.parametrize("preset", COMPOSED)
-def test_composition_adds_what_appendix_e_says_and_qk_norm_two_head_widths_a_layer(preset):
+def test_composition_adds_the_parameters_of_appendix_e_and_qk_norm_two_head_dims_a_layer(preset):
     net, params = trace(preset)
     plain_net, plain = trace(baseline(preset))
     assert (net.compose, net.window_pattern, net.window) == ("both", "1:1", 256)
@@ -101,19 +108,21 @@ def test_composition_adds_what_appendix_e_says_and_qk_norm_two_head_widths_a_lay
     assert net.qk_norm == ("rmsnorm" if normed else None)
 
 
-@pytest.mark.parametrize("preset", ["Transformer-405M", "DCFormer-405M", "DCFormer++-405M", "DCPythia-6.9B"])
+@pytest.mark.parametrize(
+    "preset", ["Transformer-405M", "DCFormer++-405M", exhaustive("DCPythia-6.9B"), exhaustive("DCFormer-405M")]
+)
 def test_a_gradient_step_over_the_whole_context_traces(preset):
-    assert traces(preset)
+    check_gradient(preset)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_gradient_step_of_every_preset_traces_in_bfloat16_and_recomputed(preset):
-    assert traces(preset, dtype_mm="bfloat16", remat="full")
+    check_gradient(preset, dtype_mm="bfloat16", remat="full")
 
 
 GATE = 1024 * 16  # M·H at 405M, where R = 2 makes 2RH = 64
-TABLE_9 = {  # fields, and the parameters that they add to each layer, QK-norm aside
+TABLE_9 = {  # fields, and the parameters that they add to each layer, without QK-norm
     "static proj.": (dict(static=True, projection=False, gate=False), 2 * 16**2),
     "dyn. proj.": (dict(gate=False), 4 * (1024 * 64 + 64**2)),
     "dyn. gate": (dict(projection=False), 4 * GATE),
@@ -153,13 +162,13 @@ def test_every_trade_off_of_table_10_traces(preset, fields):
     assert len(params["Transformer"]["group"]) == sum(map(int, fields["window_pattern"].split(":")))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fields", [*(fields for fields, _ in TABLE_9.values()), *TABLE_10.values()], ids=str)
 def test_a_gradient_step_of_every_ablation_and_trade_off_traces(fields):
-    assert traces("DCFormer++-405M", **fields)
+    check_gradient("DCFormer++-405M", **fields)
 
 
-def test_33b_with_7_1_leaves_four_layers_beyond_the_scanned_groups():
+def test_33b_with_7_1_has_four_layers_after_the_scanned_groups():
     _, params = trace("DCFormer++-33B", window_pattern="7:1")
     assert {f"decoderblock_{i}" for i in range(56, 60)} | {"group", "decoder_norm"} == params["Transformer"].keys()
     assert {x.shape[0] for x in jax.tree.leaves(params["Transformer"]["group"])} == {7}
@@ -169,19 +178,19 @@ def test_33b_with_7_1_leaves_four_layers_beyond_the_scanned_groups():
 @pytest.mark.parametrize(
     ("preset", "scan", "std", "out_std"),
     [
-        ("DCFormer-405M", False, 0.006, 0.006),
-        ("Transformer++-1.4B", False, 0.006, 0.006),
-        ("Pythia-2.8B", False, math.sqrt(2 / (5 * 2560)), 2 / 32 / math.sqrt(2560)),
+        exhaustive("DCFormer-405M", False, 0.006, 0.006),
+        exhaustive("Transformer++-1.4B", False, 0.006, 0.006),
+        exhaustive("Pythia-2.8B", False, math.sqrt(2 / (5 * 2560)), 2 / 32 / math.sqrt(2560)),
         ("DCPythia-6.9B", True, math.sqrt(2 / (5 * 4096)), 2 / 32 / math.sqrt(4096)),
-        ("Pythia-12B", True, math.sqrt(2 / (5 * 5120)), 2 / 36 / math.sqrt(5120)),
+        exhaustive("Pythia-12B", True, math.sqrt(2 / (5 * 5120)), 2 / 36 / math.sqrt(5120)),
     ],
 )
-def test_initial_values_have_the_spread_of_the_recipe(preset, scan, std, out_std):
-    """Measured on fewer and narrower layers: small init, and Wang init of what writes to the residual stream."""
-    width, heads = 256, 16
-    depth = 4 if scan else 1
-    net = lm.Model(512, preset=preset, width=width, num_heads=heads, depth=depth, mlp_dim=256, context=512, scan=scan)
-    params = jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+def test_initial_values_have_the_standard_deviation_of_the_recipe(preset, scan, std, out_std):
+    """The recipe is small init, with Wang init of the layers that write to the residual stream."""
+    width, heads = 128, 16
+    depth = 2 if scan else 1
+    net = lm.Model(512, preset=preset, width=width, num_heads=heads, depth=depth, mlp_dim=256, context=256, scan=scan)
+    params = jit(net.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     expected = {"w_q1": math.sqrt(2 / (width + 64)), "w_q2": 0.02 / (math.sqrt(2 * 16 * 2) * (16 + 2))}
     expected["w_qg"] = 0.05 * math.sqrt(2 / (width + 16))
     expected |= {name.replace("q", "k"): value for name, value in expected.items()}
@@ -191,7 +200,7 @@ def test_initial_values_have_the_spread_of_the_recipe(preset, scan, std, out_std
         if name in ("scale", "bias"):
             assert (values == (name == "scale")).all()
             continue
-        assert np.unique(values).size > 0.9 * values.size  # no two layers begin alike
+        assert np.unique(values).size > 0.9 * values.size  # layers differ
         spread = expected.get(name, out_std if owner == "out" else std)
         assert values.std() == pytest.approx(spread, rel=4 / math.sqrt(2 * values.size)), jax.tree_util.keystr(path)
         assert abs(values.mean()) < 4 * spread / math.sqrt(values.size)
@@ -205,12 +214,12 @@ def test_initial_values_have_the_spread_of_the_recipe(preset, scan, std, out_std
         ("DCPythia-12B", "nearest: .*Pythia-12B"),
     ],
 )
-def test_an_unknown_name_is_told_the_nearest_ones(name, nearest):
+def test_error_for_an_unknown_preset_lists_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=nearest):
         lm.Model(VOCAB, preset=name)
 
 
-def test_fields_come_before_the_presets_and_leave_it_as_it_was():
+def test_fields_override_the_preset_without_changing_it():
     assert lm.Model(VOCAB, preset="DCFormer-405M", rank=4, depth=3).depth == 3
     assert lm.Model(VOCAB, preset="DCFormer-405M").rank == 2
     assert lm.Model(VOCAB) == lm.LM(VOCAB)

@@ -1,5 +1,6 @@
-"""The ViT and its attention module: big_vision's tree, parameter counts, options that must not change the result."""
+"""ViT and its attention module: big_vision's tree, parameter counts, and options that must not change the result."""
 
+import functools
 import inspect
 import re
 
@@ -8,34 +9,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import assert_trees_close, assert_trees_equal, jit, name_of, param_shapes, random_params, save_npz
 
+import dcvit.dcmha.compose
+import dcvit.dcmha.reference
 from dcvit.errors import CheckpointError
-from dcvit.models import vit
+from dcvit.models import attention, composition, layers, vit
 from dcvit.models.attention import Attention
 
-SMALL = dict(patch_size=(4, 4), width=16, depth=3, mlp_dim=24, num_heads=4, rank=1)
+SMALL = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4, rank=1)
 IMAGES = jax.random.normal(jax.random.key(9), (2, 8, 8, 3))
 
 
+def exhaustive(*values):
+    """A parameter set that only `scripts/test.sh --all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def shapes(images=(1, 224, 224, 3), num_classes=1000, **fields):
-    """Names and shapes of the parameters, without computing any."""
-    net = vit.Model(num_classes, **fields)
-    params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct(images, jnp.float32))["params"]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    """Return the names and shapes of the parameters, without computing any."""
+    params = param_shapes(vit.Model(num_classes, **fields), jax.ShapeDtypeStruct(images, jnp.float32))
+    return {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
 
 
 def count(**fields):
-    return sum(int(np.prod(shape)) for shape in shapes(**fields).values())
+    """Return the number of parameters. A scan, which has the same number, is traced faster."""
+    return sum(int(np.prod(shape)) for shape in shapes(scan=True, **fields).values())
 
 
-def grown(params, seed=1):
-    """Random values everywhere, so that nothing is hidden by a zero initialisation."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(tree, [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+def evaluate(net, params, *inputs, **options):
+    """Return the output of a module, compiled."""
+    return jit(functools.partial(net.apply, **options))({"params": params}, *inputs)
 
 
 def test_parameter_counts_of_the_paper_and_big_vision():
@@ -49,19 +53,19 @@ def test_parameter_counts_of_the_paper_and_big_vision():
 
 
 @pytest.mark.parametrize(("heads", "width", "rank"), [(6, 384, 2), (8, 1024, 2), (16, 1024, 4), (32, 2048, 1)])
-def test_composition_adds_what_appendix_e_says(heads, width, rank):
-    """4·(M·2RH + (2RH)² + M·H) a layer, exactly; (2R+1)/(3·D_h) of the model, up to the term the paper drops."""
+def test_composition_adds_the_parameters_of_appendix_e(heads, width, rank):
+    """4·(M·2RH + (2RH)² + M·H) a layer, exactly; (2R+1)/(3·D_h) of the model, plus the term that the paper drops."""
     fields = dict(width=width, depth=1, num_heads=heads, mlp_dim=4 * width, rank=rank)
     added = count(**fields, compose="both") - count(**fields)
     inner = 2 * rank * heads
     assert added == 4 * (width * inner + inner**2 + width * heads)
-    head_width = width // heads
+    head_dim = width // heads
     ratio = added / (12 * width**2)
-    assert ratio == pytest.approx((2 * rank + 1) / (3 * head_width) + 4 * rank**2 / (3 * head_width**2))
+    assert ratio == pytest.approx((2 * rank + 1) / (3 * head_dim) + 4 * rank**2 / (3 * head_dim**2))
 
 
 def test_plain_tree_is_big_visions():
-    """The names and shapes that big_vision's vit.py gives, written down from its public interface."""
+    """The expected names and shapes are written down from the public interface of big_vision's vit.py."""
     block = {f"LayerNorm_{i}/{p}": (16,) for i in (0, 1) for p in ("scale", "bias")}
     for name in ("query", "key", "value"):
         block[f"MultiHeadDotProductAttention_0/{name}/kernel"] = (16, 4, 4)
@@ -71,7 +75,7 @@ def test_plain_tree_is_big_visions():
     mlp |= {"MlpBlock_0/Dense_1/kernel": (24, 16), "MlpBlock_0/Dense_1/bias": (16,)}
     block |= mlp
     expected = {"embedding/kernel": (4, 4, 3, 16), "embedding/bias": (16,), "pos_embedding": (1, 4, 16)}
-    expected |= {f"Transformer/encoderblock_{i}/{n}": s for i in range(3) for n, s in block.items()}
+    expected |= {f"Transformer/encoderblock_{i}/{n}": s for i in range(2) for n, s in block.items()}
     expected |= {"Transformer/encoder_norm/scale": (16,), "Transformer/encoder_norm/bias": (16,)}
     expected |= {"pre_logits/kernel": (16, 16), "pre_logits/bias": (16,), "head/kernel": (16, 7), "head/bias": (7,)}
     plain = dict(images=IMAGES.shape, num_classes=7, rep_size=True, **SMALL)
@@ -84,89 +88,113 @@ def test_plain_tree_is_big_visions():
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_composition_adds_its_own_names_and_nothing_else(groups):
+def test_composition_adds_only_its_own_names(groups):
     fields = dict(images=IMAGES.shape, num_classes=7, static=True, groups=groups, **SMALL)
     added = shapes(**fields, compose="both").keys() - shapes(**fields).keys()
     names = ["w_q1", "w_q2", "w_qg", "w_k1", "w_k2", "w_kg", "w_b"]
     where = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_0/{}/{}"
-    assert added == {where.format(i, side, n) for i in range(3) for side in ("pre", "post") for n in names}
+    assert added == {where.format(i, side, n) for i in range(2) for side in ("pre", "post") for n in names}
 
 
-def test_attention_module_equals_flaxs_own_on_the_same_parameters():
+def attention_params(module, *inputs):
+    return random_params(jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"], std=0.3)
+
+
+def test_attention_module_equals_that_of_flax_with_the_same_parameters():
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
-    ours = Attention(4)
-    params = grown(ours.init(jax.random.key(1), x)["params"])
-    theirs = nn.MultiHeadDotProductAttention(num_heads=4, dtype=jnp.float32)
-    expected = theirs.apply({"params": params}, x, x)
-    np.testing.assert_allclose(ours.apply({"params": params}, x), expected, rtol=1e-5, atol=1e-5)
+    params = attention_params(Attention(4), x)
+    expected = evaluate(nn.MultiHeadDotProductAttention(num_heads=4, dtype=jnp.float32), params, x, x)
+    np.testing.assert_allclose(evaluate(Attention(4), params, x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_key_side_weights_come_from_the_key_side_in_cross_attention():
+def test_key_wise_weights_come_from_the_keys_in_cross_attention():
     x_q, x_kv = (jax.random.normal(jax.random.key(i), (1, 4 - i, 16)) for i in (0, 1))
     module = Attention(4, compose="both")
-    params = grown(module.init(jax.random.key(2), x_q, x_kv)["params"])
-    assert module.apply({"params": params}, x_q, x_kv).shape == x_q.shape
-    query_only = {side: {**params[side], "w_k1": 0 * params[side]["w_k1"]} for side in ("pre", "post")}
-    changed = module.apply({"params": {**params, **query_only}}, x_q, x_kv)
-    assert not np.allclose(changed, module.apply({"params": params}, x_q, x_kv))
+    params = attention_params(module, x_q, x_kv)
+    out = evaluate(module, params, x_q, x_kv)
+    assert out.shape == x_q.shape
+    without = {where: {**params[where], "w_k1": 0 * params[where]["w_k1"]} for where in ("pre", "post")}
+    assert not np.allclose(evaluate(module, {**params, **without}, x_q, x_kv), out)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_qk_norm_makes_scores_blind_to_the_scale_of_the_projections(norm):
+def test_qk_norm_makes_the_output_independent_of_the_scale_of_the_projections(norm):
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
     module = Attention(4, qk_norm=norm)
-    params = dict(module.init(jax.random.key(1), x)["params"])
+    params = attention_params(module, x)
     assert params["query_norm"].keys() == {"scale"}
-    before = module.apply({"params": params}, x)
-    params["query"] = jax.tree.map(lambda p: 100 * p, params["query"])
-    np.testing.assert_allclose(module.apply({"params": params}, x), before, rtol=1e-3, atol=1e-5)
+    scaled = {**params, "query": jax.tree.map(lambda p: 100 * p, params["query"])}
+    np.testing.assert_allclose(evaluate(module, scaled, x), evaluate(module, params, x), rtol=1e-3, atol=1e-5)
 
 
-def outputs(params, train=False, **fields):
-    """Logits and gradients of a small DCViT."""
+def gradients(params, train=False, **fields):
+    """Return the logits and gradients of a small DCViT."""
     net = vit.Model(7, **{**SMALL, "compose": "both", **fields})
 
-    def loss(p):
-        logits = net.apply({"params": p}, IMAGES, train=train, rngs={"dropout": jax.random.key(3)})[0]
-        return jnp.sum(jnp.sin(logits)), logits
+    @jit
+    def run(params):
+        def loss(p):
+            logits = net.apply({"params": p}, IMAGES, train=train, rngs={"dropout": jax.random.key(3)})[0]
+            return jnp.sum(jnp.sin(logits)), logits
 
-    (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return logits, grads
+        (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return logits, grads
+
+    return run(params)
 
 
 @pytest.fixture(scope="module")
 def params():
-    net = vit.Model(7, **SMALL, compose="both")
-    return grown(net.init(jax.random.key(0), IMAGES)["params"])
+    return random_params(param_shapes(vit.Model(7, **SMALL, compose="both"), IMAGES), std=0.3)
 
 
-def test_scanned_and_unrolled_layers_are_equal(params):
-    logits, grads = outputs(params)
-    scanned_logits, scanned_grads = outputs(vit.stack_blocks(params), scan=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", exhaustive("full")])
+def test_scanned_and_unrolled_layers_are_equal(params, remat):
+    logits, grads = gradients(params)
+    scanned_logits, scanned_grads = gradients(vit.stack_blocks(params), scan=True, remat=remat)
     np.testing.assert_allclose(scanned_logits, logits, rtol=1e-5, atol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), vit.unstack_blocks(scanned_grads), grads
-    )
+    assert_trees_close(vit.unstack_blocks(scanned_grads), grads, rtol=1e-3, atol=1e-4)
     assert jax.tree.structure(vit.unstack_blocks(vit.stack_blocks(params))) == jax.tree.structure(params)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", ["attention", "dots", "full"])
-def test_rematerialisation_changes_nothing_even_with_dropout(params, remat, scan):
+DROPOUT = {"train": True, "dropout": 0.2, "stochastic_depth": 0.3}
+
+
+@pytest.fixture(scope="module")
+def dropped(params):
+    """Gradients with dropout and without rematerialisation, by `scan`, computed on first use."""
+    return functools.cache(lambda scan: gradients(vit.stack_blocks(params) if scan else params, scan=scan, **DROPOUT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        ("full", True),
+        exhaustive("attention", True),
+        exhaustive("dots", True),
+        exhaustive("attention", False),
+        exhaustive("dots", False),
+        exhaustive("full", False),
+    ],
+)
+def test_rematerialisation_changes_no_result_even_with_dropout(params, dropped, remat, scan):
     start = vit.stack_blocks(params) if scan else params
-    kept = outputs(start, train=True, scan=scan, dropout=0.2, stochastic_depth=0.3)
-    again = outputs(start, train=True, scan=scan, dropout=0.2, stochastic_depth=0.3, remat=remat)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), again, kept)
+    assert_trees_close(gradients(start, scan=scan, remat=remat, **DROPOUT), dropped(scan))
 
 
-def test_bfloat16_computes_near_float32_and_keeps_float32_parameters_and_logits(params):
-    small = jax.tree.map(lambda p: p / 2, params)
-    logits, _ = outputs(small)
-    narrow, grads = outputs(small, dtype_mm="bfloat16")
+@pytest.mark.slow
+def test_bfloat16_is_near_float32_with_parameters_and_logits_in_float32(params):
+    small = {**params, "Transformer": {**params["Transformer"]}}
+    del small["Transformer"]["encoderblock_1"]
+    small = jax.tree.map(lambda p: p / 2, small)
+    logits, _ = evaluate(vit.Model(7, **{**SMALL, "depth": 1}, compose="both"), small, IMAGES)
+    narrow, grads = gradients(small, dtype_mm="bfloat16", depth=1)
     assert narrow.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     np.testing.assert_allclose(narrow, logits, rtol=0, atol=0.03 * float(jnp.abs(logits).max()))
-    init = vit.Model(7, **SMALL, compose="both", dtype_mm="bfloat16").init(jax.random.key(0), IMAGES)
+    init = param_shapes(vit.Model(7, **SMALL, compose="both", dtype_mm="bfloat16"), IMAGES)
     assert {p.dtype for p in jax.tree.leaves(init)} == {jnp.dtype("float32")}
 
 
@@ -174,7 +202,7 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     block = vit.Encoder1DBlock(lambda name: Attention(4, name=name), mlp_dim=8, deterministic=False)
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
-    (_, out), _ = block.init_with_output(rngs, x, jnp.float32(0.25))
+    (_, out), _ = jit(block.init_with_output)(rngs, x, jnp.float32(0.25))
     added = np.asarray(out["+sa"] - x)
     dropped = ~added.reshape(2000, -1).any(axis=1)
     assert dropped.mean() == pytest.approx(0.25, abs=0.04)
@@ -182,29 +210,39 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize("pool", vit.POOLS)
-def test_pooling_and_named_outputs(pool):
+def test_shapes_of_pooled_and_named_outputs(pool):
     net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False)
-    (logits, out), _ = net.init_with_output(jax.random.key(0), IMAGES)
+    (logits, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
     assert logits.shape == ((2, 4, 7) if pool == "none" else (2, 7))
     assert out["pre_logits"].shape[-1] == 5
     assert out["logits_2d"].shape == (2, 2, 2, 7)
-    assert {"block00", "block02", "pre_ln"} <= out["encoder"].keys()
+    assert {"block00", "block01", "pre_ln"} <= out["encoder"].keys()
     assert out["encoder"]["block01"].keys() == {"sa", "+sa", "mlp", "+mlp"}
-    if pool == "gap":
-        np.testing.assert_allclose(out["head_input"], out["encoded"].mean(axis=1), atol=1e-6)
 
 
-def test_a_fresh_model_is_undecided_and_headless_models_return_features():
+@pytest.mark.parametrize("pool", ["gap", "tok", "0", "none"])
+def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
+    """Without layers, the encoded tokens are the normalised embeddings."""
+    net = vit.Model(7, **{**SMALL, "depth": 0}, pool_type=pool)
+    params = random_params(param_shapes(net, IMAGES), std=0.3)
+    _, out = evaluate(net, params, IMAGES)
+    pooled = {"gap": out["encoded"].mean(axis=1), "none": out["encoded"]}.get(pool, out["encoded"][:, 0])
+    np.testing.assert_allclose(out["head_input"], pooled, atol=1e-6)
+    assert out["encoded"].shape[1] == (5 if pool == "tok" else 4)
+
+
+def test_initial_logits_are_zero_and_models_without_head_return_features():
     net = vit.Model(7, **SMALL)
-    (logits, _), _ = net.init_with_output(jax.random.key(0), IMAGES)
+    (logits, _), _ = jit(net.init_with_output)(jax.random.key(0), IMAGES)
     assert not np.asarray(logits).any()
-    (features, out), variables = vit.Model(None, **SMALL).init_with_output(jax.random.key(0), IMAGES)
+    headless = vit.Model(None, **SMALL)
+    (features, out), variables = jax.eval_shape(headless.init_with_output, jax.random.key(0), IMAGES)
     assert features.shape == (2, 16)
     assert "head" not in variables["params"]
     assert "logits" not in out
 
 
-def test_sincos2d_embedding_holds_the_sine_and_cosine_of_x_then_y():
+def test_sincos2d_embedding_has_sine_and_cosine_of_x_then_y():
     table = vit.posemb_sincos_2d(3, 4, 16)[0].reshape(3, 4, 4, 4)
     for y in range(3):
         for x in range(4):
@@ -243,28 +281,22 @@ def test_variants_by_name():
         ({"width": 18, "num_heads": 2, "posemb": "sincos2d"}, "multiple of 4"),
     ],
 )
-def test_fields_that_do_not_fit_are_named(fields, message):
+def test_errors_name_the_invalid_field(fields, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(vit.Model(7, **{**SMALL, **fields}).init, jax.random.key(0), IMAGES)
-
-
-def save_npz(path, params):
-    leaves = jax.tree.leaves_with_path(params)
-    np.savez(path, **{jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves})
 
 
 class TestLoad:
     @pytest.fixture
     def file(self, tmp_path, params):
-        save_npz(tmp_path / "model.npz", {"params": params})
-        return str(tmp_path / "model.npz")
+        return save_npz(tmp_path / "model.npz", {"params": params})
 
-    def test_big_visions_format_loads_unrolled_and_scanned(self, file, params):
+    def test_big_vision_files_load_into_unrolled_and_scanned_models(self, file, params):
         loaded = vit.load(jax.tree.map(jnp.zeros_like, params), file, {})
-        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+        assert_trees_equal(loaded, params)
         stacked = vit.stack_blocks(params)
         loaded = vit.load(jax.tree.map(jnp.zeros_like, stacked), file, {"scan": True})
-        jax.tree.map(np.testing.assert_array_equal, loaded, stacked)
+        assert_trees_equal(loaded, stacked)
 
     def test_dont_load_keeps_the_initial_values(self, file, params):
         init = {**params, "head": {"kernel": jnp.zeros((16, 3)), "bias": jnp.zeros(3)}}
@@ -274,13 +306,13 @@ class TestLoad:
         assert loaded["head"]["kernel"].shape == (16, 3)
         np.testing.assert_array_equal(loaded["pos_embedding"], params["pos_embedding"])
 
-    def test_a_plain_checkpoint_in_a_composed_model_lists_what_is_missing(self, tmp_path, params):
-        plain = vit.Model(7, **SMALL).init(jax.random.key(0), IMAGES)["params"]
-        save_npz(tmp_path / "plain.npz", plain)
-        with pytest.raises(CheckpointError, match=r"36 only in the model: .*w_q1.* and 30 more") as e:
-            vit.load(jax.tree.map(jnp.zeros_like, {**params}), str(tmp_path / "plain.npz"), {})
+    def test_plain_checkpoint_in_a_composed_model_lists_the_missing_parameters(self, tmp_path, params):
+        plain = random_params(param_shapes(vit.Model(7, **SMALL), IMAGES))
+        file = save_npz(tmp_path / "plain.npz", plain)
+        with pytest.raises(CheckpointError, match=r"24 only in the model: .*w_q1.* and 18 more") as e:
+            vit.load(jax.tree.map(jnp.zeros_like, {**params}), file, {})
         assert "\n" not in str(e.value)
-        vit.load(params, str(tmp_path / "plain.npz"), {}, dont_load=[".*/(pre|post)/.*"])
+        vit.load(params, file, {}, dont_load=[".*/(pre|post)/.*"])
 
     def test_position_embeddings_are_resampled(self, tmp_path, params):
         larger = {**params, "pos_embedding": jnp.zeros((1, 9, 16))}
@@ -290,7 +322,7 @@ class TestLoad:
         np.testing.assert_allclose(new[::2, ::2], old, atol=1e-6)
         np.testing.assert_allclose(new[1, 1], old.mean(axis=(0, 1)), atol=1e-6)
 
-    def test_damaged_and_unsafe_files_are_refused_in_one_line(self, tmp_path, params):
+    def test_damaged_and_unsafe_files_raise_one_line(self, tmp_path, params):
         for name, content in {"text.npz": b"hello", "empty.npz": b"", "cut.npz": b"PK\x03\x04" + b"0" * 50}.items():
             (tmp_path / name).write_bytes(content)
             with pytest.raises(CheckpointError, match=f"{name} is not an .npz archive") as e:
@@ -304,11 +336,12 @@ class TestLoad:
 
 
 def test_public_functions_are_annotated_with_shapes():
-    """Every array that a public function of the core and the models takes or gives has its shape annotated."""
-    import dcvit.dcmha.compose
-    import dcvit.dcmha.reference
-
-    for module in (dcvit.dcmha, dcvit.dcmha.reference, inspect.getmodule(dcvit.dcmha.dynamic_gate), vit):
+    """Every array that a public function of the core or of the models takes or returns has its shape annotated."""
+    modules = (
+        dcvit.dcmha, dcvit.dcmha.reference, inspect.getmodule(dcvit.dcmha.dynamic_gate), vit, attention, composition,
+        layers,
+    )  # fmt: skip
+    for module in modules:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if not name.startswith("_") and function.__module__.startswith("dcvit"):
                 assert function.__annotations__.keys() >= inspect.signature(function).parameters.keys(), name
@@ -317,14 +350,13 @@ def test_public_functions_are_annotated_with_shapes():
 
 
 class TestTraining:
-    """Where randomness and dtypes enter."""
+    """Effects of randomness and dtypes."""
 
     def blocks(self, **fields):
-        net = vit.Model(None, **{**SMALL, "compose": "both", **fields})
+        net = vit.Model(None, **{**SMALL, "depth": 3, **fields})
         images = jnp.tile(IMAGES[:1], (400, 1, 1, 1))
-        variables = net.init(jax.random.key(0), images[:1])
-        _, out = net.apply(variables, images, train=True, rngs={"dropout": jax.random.key(1)})
-        return out
+        params = random_params(param_shapes(net, images[:1]))
+        return evaluate(net, params, images, train=True, rngs={"dropout": jax.random.key(1)})[1]
 
     def test_stochastic_depth_grows_linearly_with_the_layer(self):
         encoder = self.blocks(stochastic_depth=0.6)["encoder"]
@@ -344,14 +376,15 @@ class TestTraining:
 
     def test_dropout_follows_the_position_embedding(self):
         net = vit.Model(None, **{**SMALL, "depth": 0, "dropout": 0.5})
-        variables = net.init(jax.random.key(0), IMAGES)
-        _, out = net.apply(variables, IMAGES, train=True, rngs={"dropout": jax.random.key(1)})
+        params = random_params(param_shapes(net, IMAGES))
+        _, out = evaluate(net, params, IMAGES, train=True, rngs={"dropout": jax.random.key(1)})
         dropped = np.asarray(out["encoder"]["pre_ln"] == 0)
         assert 0.3 < dropped.mean() < 0.7
         np.testing.assert_allclose(out["encoder"]["pre_ln"][~dropped], 2 * out["with_posemb"][~dropped], rtol=1e-5)
 
-    def test_bfloat16_reaches_every_block(self):
-        out = self.blocks(dtype_mm="bfloat16")
+    def test_bfloat16_is_used_in_every_block(self):
+        net = vit.Model(None, **SMALL, compose="both", dtype_mm="bfloat16")
+        (_, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
         inside = [out["stem"], out["with_posemb"], out["encoded"], *jax.tree.leaves(out["encoder"])]
         assert {x.dtype for x in inside} == {jnp.dtype("bfloat16")}
         assert out["pre_logits"].dtype == jnp.float32

@@ -1,0 +1,66 @@
+"""Small models with random parameters, and a `jit` that compiles them quickly."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.models import lm
+
+VOCAB, LENGTH, WINDOW, HEADS = 17, 12, 3, 4
+SMALL = dict(context=LENGTH, width=32, depth=2, mlp_dim=40, num_heads=HEADS, window=WINDOW)
+
+# Compilation takes most of the time of these tests. Without LLVM's optimisations it takes about half as long.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def name_of(path):
+    """Return the name of a parameter, such as "Transformer/decoder_norm/scale"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def param_shapes(net, example):
+    """Return the parameters of a model as shapes, without computing any."""
+    return jax.eval_shape(net.init, jax.random.key(0), example)["params"]
+
+
+def random_params(shapes, seed=1, std=0.2):
+    """Return random values for every parameter, around 1 for norms, so that no initial zero hides an effect."""
+    rng = np.random.default_rng(seed)
+    value = lambda path, x: rng.normal(float(path[-1].key == "scale"), std, x.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(value, shapes))
+
+
+def make_lm(preset=None, **fields):
+    """Return a small language model and random parameters."""
+    net = lm.Model(VOCAB, preset=preset, **{**SMALL, **fields})
+    return net, random_params(param_shapes(net, jnp.zeros((1, 2), jnp.int32)))
+
+
+def make_tokens(batch=2, length=LENGTH, seed=2):
+    """Return random tokens without the token 0."""
+    return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, size=(batch, length)), jnp.int32)
+
+
+def logits_of(net, params, inputs):
+    """Return the logits of a model."""
+    return np.asarray(jit(lambda params, inputs: net.apply({"params": params}, inputs)[0])(params, inputs))
+
+
+def save_npz(path, params):
+    """Write parameters in big_vision's format and return the path."""
+    leaves = jax.tree.leaves_with_path(params)
+    np.savez(path, **{name_of(p): np.asarray(x) for p, x in leaves})
+    return str(Path(path))
+
+
+def assert_trees_close(a, b, rtol=1e-4, atol=1e-5):
+    """Assert that the arrays of two trees are close."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)
+
+
+def assert_trees_equal(a, b):
+    """Assert that the arrays of two trees are equal."""
+    jax.tree.map(np.testing.assert_array_equal, a, b)
