@@ -82,7 +82,7 @@ def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
 
 def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.ndarray:
     """Reads the array of one member."""
-    # `numpy.load` calls `read_array` too. It is not used itself because it allocates whatever size a header announces,
+    # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
     longer = copy.copy(info)
     longer.file_size += 1  # zipfile stops at this size; one byte more shows excess data

@@ -93,7 +93,7 @@ class _ObjectLock:
             self.generation = self._acquire()
         except ConfigError:
             raise
-        except Exception as e:  # gcsfs raises OSError, HttpError, and what aiohttp and google-auth raise
+        except Exception as e:  # gcsfs also raises exceptions of aiohttp and google-auth
             raise ConfigError(f"cannot write to workdir {workdir}: {first_line(e)}") from None
         self.count, self.ended = 0, threading.Event()
         self.thread = threading.Thread(target=self._renew, name="lock", daemon=True)
@@ -132,7 +132,7 @@ class _ObjectLock:
                 self.store.rm_file(f"{self.path}#{generation}")
 
     def _read(self) -> tuple[str, str]:
-        """The generation and the owner of the lock as it is now; both empty where there is none."""
+        """Returns the current generation and owner of the lock; both are empty if there is no lock."""
         try:
             generation = str(self.store.info(self.path)["generation"])
             return generation, self.store.cat_file(f"{self.path}#{generation}").decode().strip()

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 LIVE_SECONDS = 0.2  # between updates of a live bar
-LINE_SECONDS = 10.0  # between lines where there is no terminal
+LINE_SECONDS = 10.0  # between lines without a terminal
 
 
 class ProgressBar:
@@ -46,7 +46,7 @@ class ProgressBar:
           total: its size.
           start: how much of it was completed before.
           in_bytes: if True, sizes are numbers of bytes and are shown in MB.
-          lines: if True, print a line every `LINE_SECONDS` where there is no terminal.
+          lines: if True, print a line every `LINE_SECONDS` without a terminal.
           stderr: write to stderr instead of stdout.
         """
         self.title, self.total, self.in_bytes, self.lines = title, total, in_bytes, lines
