@@ -1,4 +1,4 @@
-"""The language models of the DCMHA paper on the Pile, by name.
+"""Language models of the DCMHA paper on the Pile, by name.
 
     python -m dcvit.train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
     python -m dcvit.train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile,branches=q --workdir W
@@ -34,8 +34,8 @@ perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 a
     DCPythia-6.9B         6,943,293,440  143,000  1,024    300B   5.95 / 56.7
     Pythia-12B           11,846,072,320  143,000  1,024    300B   6.01 / 56.5
 
-    (1) Table 6 times these; the paper does not train them. Steps and batch are the 2.8B's, learning rates LLaMA's
-        (Touvron et al., 2023, Table 2).
+    (1) Table 6 has the speed of these models; the paper does not train them. Steps and batch are those of the 2.8B
+        models, learning rates those of LLaMA (Touvron et al., 2023, Table 2).
 
 Transformer is GPT-3's architecture with untied embeddings, Transformer++ LLaMA's. DCFormer(++) and DCPythia replace
 their attention by DCMHA, with every other layer, the first included, local (256 tokens); the models of Table 3 and
@@ -43,7 +43,7 @@ DCPythia also normalise queries and keys. All train with AdamW (0.9, 0.95, eps 1
 clipping at 1.0, warm-up for 1 % of the steps and a cosine to 10 % of the peak (Appendix C). The 405M models train for
 13,500 steps, as released; 834M and 1.4B for Table 3's tokens over its batch of 0.5M.
 
-Ablations and trade-offs; each changes what the preset says:
+Ablations and trade-offs. Each argument overrides a field of the preset:
 
     Table 9    +static proj.   compose=both,projection=false,gate=false,static=true
                +dyn. proj.     gate=false          +dyn. gate     projection=false     +all   static=true
@@ -52,14 +52,15 @@ Ablations and trade-offs; each changes what the preset says:
     Table 10   3:1, 7:1        window_pattern=3:1  QW             branches=q
     Section 3.2                groups=2
 
-The data: `kind=megatron`, Pythia's pre-tokenised files (`data` is the path of the .bin), of which the last
-`validation` rows are held out; `kind=text`, .txt, .jsonl and .jsonl.zst with `tokenizer=…/tokenizer.json`; or
-`kind=input_ids`, TFRecords. For the latter two, DATA/train and DATA/validation. docs/text.md says more.
-`document_mask=true` keeps attention inside documents; the paper's crosses them. `end_of_text` is the token that ends
-one, where the data does not say (Pythia's files: 0).
+The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenised files; `data` is the path of the .bin file,
+and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl and .jsonl.zst files with
+`tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
+DATA/validation. docs/text.md has the details. `document_mask=true` masks attention between documents, which the paper
+does not do. `end_of_text` is the token that ends a document, for data that does not define it (0 in Pythia's files).
 
-All chips share parameters, optimiser and batch (mesh axis fsdp); `tensor=4` splits heads and MLPs over four as well,
-`grad_accum=16` learns from a batch in 16 parts. `pods` below says which slices of a TPU pod hold which model.
+Parameters, optimizer state and batch are split over all chips (mesh axis fsdp). `tensor=4` also splits heads and MLPs
+over four chips, and `grad_accum=16` computes the gradient of a batch in 16 parts. The function `pods` lists the slice
+of a TPU pod for each model.
 """
 
 from ml_collections import ConfigDict
@@ -89,7 +90,7 @@ def get_config(
     grad_accum: int = 1,
     runlocal: bool = False,
 ) -> ConfigDict:
-    """`preset` names the model, `data` the files; what is not given is the preset's. See above."""
+    """`preset` names the model and `data` the files; other arguments override the preset. See the module docstring."""
     if kind == "text" and tokenizer is None:
         raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
     steps, batch_size, lr = recipe(preset)
@@ -99,7 +100,7 @@ def get_config(
 
     config.vocab_size = vocab_size or vocabulary(preset)
     options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
-    if kind != "text":  # tokens already
+    if kind != "text":  # the data has tokens
         options |= {"vocab_size": config.vocab_size, "end_of_text": end_of_text}
     if kind == "megatron":
         train = options | {"path": data, "rows": (0, -validation)}
@@ -140,7 +141,7 @@ def get_config(
 
 
 def pods() -> dict[str, str]:
-    """Arguments of `get_config`, and a TPU slice that holds their training, with one row a chip at a time."""
+    """Return arguments of `get_config` with a TPU slice for their training, with one row per chip at a time."""
     slices = {
         "405M": ("v5e:4x4", 16), "834M": ("v5e:4x8", 8), "1.4B": ("v6e:4x8", 8), "2.8B": ("v6e:8x8", 16),
         "6.9B": ("v5p:4x4x8", 8), "12B": ("v5p:4x8x8", 4), "13B": ("v5p:4x8x8", 4), "33B": ("v5p:8x8x8", 2),
@@ -162,7 +163,7 @@ def pods() -> dict[str, str]:
 
 
 def recipe(preset: str) -> tuple[int, int, float]:
-    """Steps, rows in a batch and peak learning rate: Table 3; Pythia (Biderman et al., 2023, Appendix E)."""
+    """Return steps, rows in a batch and peak learning rate: Table 3; Pythia (Biderman et al., 2023, Appendix E)."""
     family, _, size = preset.rpartition("-")
     if "Pythia" in family:
         return 143_000, 1024, {"2.8B": 1.6e-4}.get(size, 1.2e-4)
@@ -176,13 +177,13 @@ def recipe(preset: str) -> tuple[int, int, float]:
 
 
 def vocabulary(preset: str) -> int:
-    """Tokens of GPT-2's tokenizer; Pythia's, padded as its checkpoints are."""
+    """Return the vocabulary size: that of GPT-2's tokenizer, or of Pythia's checkpoints, which is padded."""
     family, _, size = preset.rpartition("-")
     return {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}.get(size, 50_304) if "Pythia" in family else GPT2_VOCAB
 
 
 def _shrink(config: ConfigDict) -> None:
-    """A tiny model of the preset's kind for a few steps on short rows, through the same code."""
+    """Reduce the config to a tiny model of the same architecture and a few steps, for a test on a laptop."""
     tiny = {"width": 64, "depth": 4, "num_heads": 2, "mlp_dim": 128, "window": 16, "dtype_mm": "float32"}
     config.model.update(tiny)
     config.input.batch_size = 2

@@ -1,18 +1,18 @@
-"""A small DCFormer++, or Transformer++ of the same shape, on the text of the running Python's standard library.
+"""A small DCFormer++, or Transformer++ of the same shape, on the source code of Python's standard library.
 
     python -m dcvit.train --config configs/lm_stdlib.py --workdir W
     python -m dcvit.train --config configs/lm_stdlib.py:attention=mha --workdir W
     python -m dcvit.generate --workdir W --prompt "def main"
 
-Tokens are bytes, nothing is downloaded, and a run takes minutes on two CPU cores; `bash scripts/demo.sh lm` compares
-the two. Every twentieth file or so makes up the validation split.
+Tokens are bytes, nothing is downloaded, and a run takes minutes on two CPU cores. `bash scripts/demo.sh lm` compares
+the two models. About every twentieth file belongs to the validation split.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
-    """`attention` is "dcmha" (both composes) or "mha"; `steps` is how long it trains."""
+    """`attention` is "dcmha" (both compositions) or "mha"; `steps` is the length of training."""
     composes = {"dcmha": "both", "mha": None}
     if attention not in composes:
         raise ValueError(f"attention={attention!r}; known: {', '.join(composes)}")
@@ -23,7 +23,7 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.input = ConfigDict()
     config.input.data = {"kind": "stdlib", "split": "train", "context": 128}
     config.input.batch_size = 16
-    config.vocab_size = 257  # bytes, and the end of a file
+    config.vocab_size = 257  # bytes, and the token that ends a file
 
     config.model_name = "lm"
     config.model = {

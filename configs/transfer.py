@@ -1,12 +1,13 @@
-"""Fine-tuning a trained ViT or DCViT on another data set, at another resolution if wanted.
+"""Fine-tuning of a trained ViT or DCViT on another data set, optionally at another resolution.
 
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,res=224 --workdir W
 
-`init` is a workdir, one checkpoint's folder, or a big_vision `.npz`. The head starts anew, from zero; learned
-position embeddings are resampled to the new resolution, fixed ones (posemb=sincos2d, as in vit_i1k.py) computed for
-it. `posemb`, `rep_size` and `pool_type` are those of the checkpoint. Recipe: big_vision's transfer.py (momentum,
-cosine, no weight decay, 500 to 20,000 steps); its learning rates, swept per data set, lie between 0.001 and 0.03.
+`init` is a workdir, a checkpoint folder, or a big_vision `.npz` file. The head is initialised to zero. Learned position
+embeddings are resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it.
+`posemb`, `rep_size` and `pool_type` must be those of the checkpoint. The recipe is that of big_vision's transfer.py:
+momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per data set, lie between 0.001 and
+0.03.
 """
 
 from ml_collections import ConfigDict
@@ -35,9 +36,9 @@ def get_config(
     rep_size: bool = True,
     pool_type: str = "gap",
 ) -> ConfigDict:
-    """`data` is a set of DATASETS; or `data_dir` a folder with train and val. `steps` 0 takes the set's own."""
+    """`data` is a key of DATASETS, or `data_dir` a folder with train and val. `steps=0` uses the number of DATASETS."""
     if not init:
-        raise ValueError("say what to start from: transfer.py:init=CHECKPOINT")
+        raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
     if bool(data) == bool(data_dir):
         raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
     if data and data not in DATASETS:
@@ -62,7 +63,7 @@ def get_config(
     config = ConfigDict()
     config.seed = 0
     config.total_steps = steps or own_steps
-    config.num_classes = None  # as many as the data has
+    config.num_classes = None  # the number of classes of the data
 
     pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
     pp_eval = f"decode|resize_small({bigger})|central_crop({res})"

@@ -1,4 +1,4 @@
-"""DCViT or ViT on 1,797 handwritten digits of 8×8 pixels, which come with scikit-learn. Runs offline.
+"""DCViT or ViT on the 1,797 handwritten digits of 8×8 pixels that scikit-learn contains. Nothing is downloaded.
 
     python -m dcvit.train --config configs/vit_digits.py --workdir W
     python -m dcvit.train --config configs/vit_digits.py:attention=mha --workdir W2
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 
 def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
-    """`attention` is "dcmha" or "mha"; everything else is the same for both."""
+    """`attention` is "dcmha" or "mha"; all other settings are the same for both."""
     composes = {"dcmha": "both", "mha": None}
     if attention not in composes:
         raise ValueError(f"attention={attention!r}; known: dcmha, mha")

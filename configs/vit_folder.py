@@ -1,11 +1,12 @@
-"""DCViT or ViT on a folder of one's own images, from scratch.
+"""DCViT or ViT on a folder of your own images, trained from scratch.
 
     python -m dcvit.train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-Ti/16 --workdir W
     python -m dcvit.predict --workdir W photo.jpg
 
-`data_dir` holds `train` and `val`, each with a folder for every class; or, with val_fraction=0.1, just a folder for
-every class, a tenth of whose images is held out. JPEG, PNG and WebP files count, and are turned upright as their
-EXIF says. A few hundred images are little to train a ViT from: with a pretrained checkpoint, use transfer.py.
+`data_dir` contains the folders `train` and `val`, each with a folder for every class. With val_fraction=0.1 it contains
+the class folders themselves, and a tenth of their images is the validation split. JPEG, PNG and WebP files are read
+and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT from scratch; if you
+have a pretrained checkpoint, use transfer.py.
 """
 
 from ml_collections import ConfigDict
@@ -19,13 +20,13 @@ def get_config(
     batch_size: int = 64,
     val_fraction: float = 0.0,
 ) -> ConfigDict:
-    """`val_fraction` 0 takes the folders train and val as they are."""
+    """`val_fraction=0` uses the folders train and val."""
     if not data_dir:
-        raise ValueError("say where the images are: vit_folder.py:data_dir=FOLDER")
+        raise ValueError("give the folder of the images: vit_folder.py:data_dir=FOLDER")
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
-    config.num_classes = None  # as many as there are class folders
+    config.num_classes = None  # the number of class folders
 
     data = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
     pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'

@@ -1,31 +1,31 @@
-"""ViT-S/16, DCViT-S/16 or ViT-M/16 on ImageNet-1k, the recipe of the DCMHA paper (Section 4.5).
+"""ViT-S/16, DCViT-S/16 or ViT-M/16 on ImageNet-1k with the recipe of the DCMHA paper (Section 4.5).
 
     python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir W
     python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
     python -m dcvit.evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
 
-What the paper reports (Table 8; top-1 / top-5 in %). big_vision reaches 76.5 with a schedule of 90 epochs, so the
-column of epoch 90 reads as a checkpoint inside the run of 300 (epochs=300):
+The table lists the paper's results (Table 8; top-1 / top-5 accuracy in %). big_vision reaches 76.5 % with a schedule of
+90 epochs, so the column for epoch 90 is probably a checkpoint of the run with 300 epochs (epochs=300):
 
     model         epoch 90      epoch 300     relative training FLOPs
     ViT-S/16      65.2 / 86.8   79.8 / 94.7   1
     DCViT-S/16    68.0 / 88.6   80.1 / 95.0   1.03
     ViT-M/16      67.1 / 87.9   80.3 / 94.9   1.72
 
-Where the released training configuration and the paper's text differ:
+The released training configuration and the paper's text differ:
 
-                        default, as big_vision and the released configuration    as_written=true (Appendix C)
+                        default: big_vision and the released configuration       as_written=true (Appendix C)
     Adam's β2           0.999                                                    0.9
     cosine decay to     0                                                        10 % of the peak
     warm-up, clipping, peak learning rate, weight decay: the same in both (10,000 steps, 1.0, 1e-3, 1e-4)
     weight decay is not multiplied by the learning rate: 1e-4 here is AdamW's 0.1 at 1e-3
 
-    as_released=true    the released DCViT also has a LayerNorm over q and k and the static projection W_b, which
-                        neither the text nor its parameter count mentions: 22,705,480 parameters instead of 22,703,080
+    as_released=true    the released DCViT also has a LayerNorm over q and k and the static projection W_b, which are
+                        not in the text and its parameter count: 22,705,480 parameters instead of 22,703,080
 
-The data: tensorflow-datasets' imagenet2012, and for evaluation imagenet2012_real and imagenet_v2, imagenet_a,
-imagenet_r, imagenet_sketch if they exist; docs/tutorials/imagenet.md explains how to prepare them. Raw examples stay
-in memory with --config.input.data.cache=true (about 140 GB).
+The data is imagenet2012 of tensorflow-datasets. Evaluation also uses imagenet2012_real, imagenet_v2, imagenet_a,
+imagenet_r and imagenet_sketch if they exist; docs/tutorials/imagenet.md explains how to prepare them. With
+--config.input.data.cache=true raw examples are kept in memory (about 140 GB).
 """
 
 from ml_collections import ConfigDict
@@ -38,7 +38,7 @@ def get_config(
     as_written: bool = False,
     runlocal: bool = False,
 ) -> ConfigDict:
-    """`variant` names the model; see above for the rest."""
+    """`variant` names the model. The module docstring describes `as_released` and `as_written`."""
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -92,12 +92,12 @@ def get_config(
 
 
 def pods() -> dict[str, str]:
-    """Arguments of `get_config`, and a TPU slice that holds their training."""
+    """Return arguments of `get_config` with a TPU slice for their training."""
     return {f"variant={variant}": "v5e:4x8" for variant in ("ViT-S/16", "DCViT-S/16", "ViT-M/16")}
 
 
 def _shrink(config: ConfigDict, *, composed: bool) -> None:
-    """A tiny model on the first images of each set for a few steps, through the same code."""
+    """Reduce the config to a tiny model, the first images of each set and a few steps, for a test on a laptop."""
     config.model.variant = ("DCViT-" if composed else "ViT-") + "mu/16"
     config.model.num_heads = 4
     config.input.batch_size = 8

@@ -177,9 +177,9 @@ def test_invalid_prediction_preprocessing_is_refused_before_training(pets, tmp_p
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("vit_folder.py", "say where the images are"),
+        ("vit_folder.py", "give the folder of the images"),
         ("vit_folder.py:data_dir=/nowhere", "no folder /nowhere"),
-        ("transfer.py", "say what to start from"),
+        ("transfer.py", "give the checkpoint to start from"),
         ("transfer.py:init=x", "give either data="),
         ("transfer.py:init=x,data=cifar11", "known: cifar10"),
         ("transfer.py:init=x,data_dir={pets},crop=big,batch_size=8", "known: inception_crop"),
