@@ -141,7 +141,7 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
     full = json.loads((tmp_path / "all.json").read_text(), parse_constant=pytest.fail)
     assert full["results"]["words"]["word_perplexity,none"] == rows["words"]["value"]
     assert full["config"]["model"] == "somewhere"
-    status, out, err = call(*words, "--format", "csv", "--limit", "2", "--num_fewshot", "1", "--batch_size", "16")
+    status, out, err = call(*words, "--format", "csv", "--limit", "2", "--num_fewshot", "1", "--batch_size", "3")
     assert status == 0, err
     assert {(row["n"], row["num_fewshot"]) for row in csv.DictReader(io.StringIO(out))} == {("2", "1")}
 
@@ -244,7 +244,7 @@ for tasks in ("piqa", "lambada_openia"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE], cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path)},
