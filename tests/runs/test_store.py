@@ -18,10 +18,20 @@ pytest.importorskip("gcsfs", reason="gs:// needs the gcs extra")
 
 
 COMMAND = """
-import sys
+import sys, time
+stall = int(sys.argv.pop(1))
 from dcvit import __main__
 from dcvit.runs import lock
+from dcvit.training import trainer
 lock.RENEW_SECONDS = 1
+prefetch = trainer.prefetch
+def stalling(*args):
+    for number, batch in enumerate(prefetch(*args), start=1):
+        if number == stall:
+            print("stalled", flush=True)
+            time.sleep(600)
+        yield batch
+trainer.prefetch = stalling
 sys.exit(__main__.main())
 """
 CHECKPOINTS = """
@@ -46,10 +56,10 @@ print(saved_steps(workdir), checkpointer.latest(), load_params(workdir)["w"].tol
 """
 
 
-def start(url, *words):
-    """Starts a command that uses the fake store and renews its lock every second."""
+def start(url, *words, stall=0):
+    """Starts a command that uses the fake store and renews its lock every second; training may stall at a batch."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-u", "-c", COMMAND, str(stall), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
@@ -68,9 +78,9 @@ def finish(process, status=0):
 
 
 def wait_for(process, text):
-    for line in process.stdout:
-        if text in line:
-            return
+    if any(text in line for line in process.stdout):
+        return
+    process.wait()
     pytest.fail(process.stderr.read())
 
 
@@ -104,13 +114,13 @@ def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path
     with serve() as (url, store):
         finish(start(url, *training(disk)))
         workdir = "gs://bucket/some/run"
-        process = start(url, *training(workdir))
-        wait_for(process, "step 4/6")
+        process = start(url, *training(workdir), stall=5)
+        wait_for(process, "stalled")
         process.send_signal(signal.SIGTERM)
         _, err = finish(process, 75)
-        assert "is saved" in err
-        process = start(url, *training(workdir, ckpt_keep=9))
-        wait_for(process, "compiling")
+        assert "step 4 is saved" in err
+        process = start(url, *training(workdir, ckpt_keep=9), stall=2)
+        wait_for(process, "stalled")
         process.kill()
         process.communicate()
         _, err = finish(start(url, *training(workdir)))
@@ -140,9 +150,9 @@ def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path
 def test_running_process_keeps_its_workdir_in_a_store(tmp_path):
     with serve() as (url, _):
         workdir = "gs://bucket/run"
-        first = start(url, *training(workdir, total_steps=10**6, ckpt_steps=10**6, **{"evals.test.log_steps": 10**6}))
-        wait_for(first, "step 2/")
-        _, err = finish(start(url, *training(workdir, total_steps=10**6)), 2)
+        first = start(url, *training(workdir), stall=3)
+        wait_for(first, "stalled")
+        _, err = finish(start(url, *training(workdir)), 2)
         assert "error: workdir gs://bucket/run is in use by process" in err
         first.kill()
         first.communicate()
