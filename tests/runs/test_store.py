@@ -59,7 +59,8 @@ print(saved_steps(workdir), checkpointer.latest(), load_params(workdir)["w"].tol
 def start(url, *words, stall=0):
     """Starts a command that uses the fake store and renews its lock every second; training may stall at a batch."""
     return subprocess.Popen(
-    """Starts a command that uses the fake store and renews its lock every second; training stalls at batch `stall`."""
+        [sys.executable, "-u", "-c", COMMAND, str(stall), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
