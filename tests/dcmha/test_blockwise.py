@@ -27,8 +27,8 @@ CASES = {
     "static only": {"queries": 50, "branches": "s"},
     "plain": {"queries": 50, "window": 20, "branches": None},
 }
-# Each of these adds no branch or mask that the other cases lack.
-EXHAUSTIVE = {"causal, many segments", "window of 1", "window wider than the keys", "more keys", "causal", "mask"}
+# Together, these contain every branch, every kind of mask, more and fewer keys, and shared keys.
+DEFAULT = {"groups and shared keys", "key padding in a window", "window, fewer keys", "causal, more keys", "plain"}
 
 
 def run(case, dtype=jnp.float32):
@@ -49,16 +49,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else []) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in CASES]
 )
 def test_several_blocks_equal_the_reference_in_output_and_gradients(name, small_blocks):
     errors = relative_errors(*run(CASES[name]))
     assert worst(errors) < 2e-5, errors
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32(small_blocks):
-    found, right = run({"queries": 50, "causal": True, "branches": "qkpgs"}, jnp.bfloat16)
+    found, right = run({"queries": 50, "branches": "qkgs"}, jnp.bfloat16)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         error = jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y.ravel())
         assert float(error) < 2e-2
@@ -83,6 +85,6 @@ def test_memory_is_at_most_an_eighth_of_the_reference():
     assert temporary_bytes("blockwise", 2048) <= temporary_bytes("reference", 2048) / 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_of_a_local_layer_is_linear_in_its_length():
     assert temporary_bytes("blockwise", 8192, window=256) <= 4.5 * temporary_bytes("blockwise", 2048, window=256)

@@ -9,9 +9,17 @@ import pytest
 from dcvit.dcmha import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.compose import gate_init, hidden_init, projection_init, static_init
 
+GROUPS_AND_RANKS = [(1, 2), (2, 1), (4, 3)]
 
-@pytest.mark.parametrize("branches", oracle.BRANCHES)
-@pytest.mark.parametrize(("groups", "rank"), [(1, 2), (2, 1), (4, 3)])
+
+@pytest.mark.parametrize(
+    ("branches", "groups", "rank"),
+    [  # the default suite takes each value of the branches once
+        pytest.param(branches, *sizes, marks=[] if i % 3 == j else pytest.mark.exhaustive)
+        for i, branches in enumerate(oracle.BRANCHES)
+        for j, sizes in enumerate(GROUPS_AND_RANKS)
+    ],
+)
 def test_compose_equals_eqn_7_for_every_query_key_pair(x64, branches, groups, rank):
     rng = np.random.default_rng(0)
     sizes = dict(batch=2, queries=3, keys=5, heads=4)

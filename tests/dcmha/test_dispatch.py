@@ -119,13 +119,14 @@ def test_a_run_shows_each_choice_once(capsys, caplog):
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "case"),
     [
-        (None, {"branches": None, "key_heads": 2}),
-        ("blockwise", {"branches": None, "key_heads": 1}),
         (None, {"branches": "qkpgs", "groups": 2}),
-        ("blockwise", {"branches": "qkpgs", "mask": (2, 1, 1, 24)}),
+        ("blockwise", {"branches": None, "key_heads": 1}),
+        pytest.param(None, {"branches": None, "key_heads": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("blockwise", {"branches": "qkpgs", "mask": (2, 1, 1, 24)}, marks=pytest.mark.exhaustive),
         pytest.param("blockwise", {"branches": None, "key_heads": 2}, marks=pytest.mark.exhaustive),
         pytest.param(None, {"branches": None, "key_heads": 1}, marks=pytest.mark.exhaustive),
         pytest.param("blockwise", {"branches": "qkpgs", "groups": 2}, marks=pytest.mark.exhaustive),
@@ -136,8 +137,13 @@ def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(implementation
     check_on_a_mesh(implementation, *random_case(24, heads=4, batch=2, causal=True, rank=1, **case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [{"key_heads": 1, "groups": 2, "mask": (2, 1, 1, 24)}, {"key_heads": 2, "branches": None}]
+    "case",
+    [
+        {"key_heads": 1, "groups": 2, "mask": (2, 1, 1, 24)},
+        pytest.param({"key_heads": 2, "branches": None}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_output_and_gradients_of_one_query_on_a_mesh_equal_those_of_one_device(case):
     check_on_a_mesh(None, *random_case(1, 24, heads=4, batch=2, **case))
@@ -158,7 +164,15 @@ def check_on_a_mesh(implementation, args, options):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.parametrize(("sizes", "names"), [((4,), ("data",)), ((2, 2), ("data", "model")), ((4,), ("x",))])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((2, 2), ("data", "model")),
+        pytest.param((4,), ("data",), marks=pytest.mark.exhaustive),
+        pytest.param((4,), ("x",), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
     layer, x = Attention(4, compose="both"), jax.random.normal(jax.random.key(0), (4, 9, 16))
     params = jax.jit(layer.init)(jax.random.key(1), x)

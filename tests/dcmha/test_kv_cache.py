@@ -10,9 +10,24 @@ from dcvit.dcmha import ComposeWeights, kv_cache
 SLOTS = 5
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "steps", "batch"),
+    [
+        (jnp.float32, 1, 3),
+        (jnp.bfloat16, 1, 3),
+        (jnp.bfloat16, 3, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (jnp.float32, 3, 3),
+                (jnp.float32, 1, 1),
+                (jnp.float32, 3, 1),
+                (jnp.bfloat16, 1, 1),
+                (jnp.bfloat16, 3, 1),
+            )
+        ),
+    ],
+)
 def test_each_slot_keeps_its_newest_token_and_padding_changes_nothing(dtype, steps, batch):
     """Compare with a loop over tokens; examples start at different positions, and one adds no token."""
     rng = np.random.default_rng(0)
