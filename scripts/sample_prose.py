@@ -31,13 +31,15 @@ def python_passages(source: str) -> Iterator[Passage]:
             yield node.lineno, ast.unparse(node.exc.args[0]).removeprefix("f")[1:-1]
     last, first, lines = 0, 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1 and lines:
-                yield first, " ".join(lines)
-                lines = []
-            first = first if lines else token.start[0]
-            last = token.start[0]
-            lines.append(token.string.lstrip("# "))
+        if token.type != tokenize.COMMENT or re.match(r"# ?(type|fmt|noqa)\b", token.string):
+            continue
+        trailing = bool(token.line[: token.start[1]].strip())
+        if (trailing or token.start[0] != last + 1) and lines:
+            yield first, " ".join(lines)
+            lines = []
+        first = first if lines else token.start[0]
+        last = 0 if trailing else token.start[0]
+        lines.append(token.string.lstrip("# "))
     if lines:
         yield first, " ".join(lines)
 
