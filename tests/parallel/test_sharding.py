@@ -47,26 +47,20 @@ def configured(model, **overrides):
     return configs.load(CONFIGS[model], words)
 
 
-def random_params(run):
-    """Returns random parameters, which need no compilation, on the host; a head of zeros would have no gradients."""
-    draw = np.random.default_rng(0)
-
-    def array(path, shape):
-        is_scale = jax.tree_util.keystr(path).endswith("['scale']")
-        return (is_scale + 0.1 * draw.normal(size=shape.shape)).astype(shape.dtype)
-
-    return jax.tree_util.tree_map_with_path(array, setup.param_shapes(run.model, run.task.example))
-
-
 def train_steps(config, devices=None, steps=5):
     """Returns the losses and the states of some steps, on the host, and the last state on the first devices."""
     run = setup.make_setup(config, devices=jax.devices()[:devices], evaluate=False)
     placed = step.state_shapes(run)
     update = step.jit_update(run, placed)
-    first = jax.device_get(step.initial_state(run, jax.tree.map(jnp.asarray, random_params(run))))
+
+    def first():  # heads of zeros would have no gradients
+        params = step.init_params(run, jax.random.key(0))
+        params = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
+        return step.initial_state(run, params)
+
     losses, states = [], []
     with jax.set_mesh(run.mesh):
-        state = jax.device_put(first, jax.tree.map(lambda s: s.sharding, placed))
+        state = jax.jit(first, out_shardings=jax.tree.map(lambda s: s.sharding, placed))()
         for batch, _ in zip(run.data.batches(0), range(steps), strict=False):
             state, metrics = update(state, sharding.put_batch(batch, run.mesh, run.data.batch_size))
             losses.append(float(metrics["loss"]))
