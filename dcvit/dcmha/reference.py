@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.numerics import statistics_dtype
@@ -40,7 +41,9 @@ def masked_softmax(
     """
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = jnp.exp(scores - jnp.max(scores, axis=axis, keepdims=True))
+    # The shift cancels, so it needs no gradient. That of `max` would be 0/0 where XLA computes the scores twice and rounds
+    # them differently: then no score equals the maximum.
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True)))
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
     total = jnp.sum(weights, axis=axis, keepdims=True)
