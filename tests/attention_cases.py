@@ -49,12 +49,16 @@ def output_and_gradients(attention, args, options):
 
 
 def relative_errors(found, expected):
-    """The largest error of each array relative to its largest value, by name."""
+    """The largest error of each array relative to its largest value, by name.
+
+    Some gradients are zero in exact arithmetic: errors are relative to at least 2 % of the largest value of all arrays.
+    """
+    least = 0.02 * max(np.abs(np.float32(y)).max() for y in jax.tree.leaves(expected))
     pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree_util.tree_leaves_with_path(expected), strict=True)
     errors = {}
     for (path, x), (_, y) in pairs:
         x, y = np.float32(x), np.float32(y)
-        errors[jax.tree_util.keystr(path)] = float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6))
+        errors[jax.tree_util.keystr(path)] = float(np.abs(x - y).max() / max(np.abs(y).max(), least))
     return errors
 
 

@@ -47,7 +47,7 @@ def events(tmp_path_factory, digits_workdir, lm_workdir):
     return audit(tmp_path_factory.mktemp("audit"), PHASES, {"vit": digits_workdir, "lm": lm_workdir})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_events_of_every_kind_are_recorded(events):
     recorded = {(kind, event) for kind, event, *_ in events["control"]}
     assert {
@@ -56,18 +56,18 @@ def test_events_of_every_kind_are_recorded(events):
     } <= recorded  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["unpickling", "process", "network"])
 def test_commands_cause_no_such_event_after_all_imports(events, kind):
     assert [(phase, event) for phase in PHASES for event in events[phase] if event[0] == kind] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_importing_the_package_causes_no_event(events):
     assert events["import"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_importing_libraries_causes_only_known_events(events):
     for kind, event, arguments, callers in events["libraries"]:
         expected, caller = KNOWN.get(event, ("", "unknown"))
