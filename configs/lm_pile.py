@@ -39,7 +39,7 @@ perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 a
 
 Transformer is GPT-3's architecture with untied embeddings, Transformer++ LLaMA's. DCFormer(++) and DCPythia replace
 their attention by DCMHA, with every other layer, the first included, local (256 tokens); the models of Table 3 and
-DCPythia also normalise queries and keys. All train with AdamW (0.9, 0.95, eps 1e-8), weight decay 0.1 on matrices,
+DCPythia also normalize queries and keys. All train with AdamW (0.9, 0.95, eps 1e-8), weight decay 0.1 on matrices,
 clipping at 1.0, warm-up for 1 % of the steps and a cosine to 10 % of the peak (Appendix C). The 405M models train for
 13,500 steps, as released; 834M and 1.4B for Table 3's tokens over its batch of 0.5M.
 
@@ -52,7 +52,7 @@ Ablations and trade-offs. Each argument overrides a field of the preset:
     Table 10   3:1, 7:1        window_pattern=3:1  QW             branches=q
     Section 3.2                groups=2
 
-The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenised files; `data` is the path of the .bin file,
+The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenized files; `data` is the path of the .bin file,
 and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl and .jsonl.zst files with
 `tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
 DATA/validation. docs/text.md has the details. `document_mask=true` masks attention between documents, which the paper

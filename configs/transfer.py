@@ -3,7 +3,7 @@
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,res=224 --workdir W
 
-`init` is a workdir, a checkpoint folder, or a big_vision `.npz` file. The head is initialised to zero. Learned position
+`init` is a workdir, a checkpoint folder, or a big_vision `.npz` file. The head is initialized to zero. Learned position
 embeddings are resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it.
 `posemb`, `rep_size` and `pool_type` must be those of the checkpoint. The recipe is that of big_vision's transfer.py:
 momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per data set, lie between 0.001 and

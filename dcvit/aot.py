@@ -17,7 +17,7 @@ from dcvit import cli
 from dcvit.errors import ConfigError
 
 Row = Mapping[str, Any]  # a `dcvit.training.aot.CompiledStep`
-SIZES = ("params", "optimiser", "activations", "temporaries", "total", "memory")
+SIZES = ("params", "optimizer", "activations", "temporaries", "total", "memory")
 
 
 def lines(row: Row) -> list[dict[str, object]]:
@@ -42,7 +42,7 @@ def markdown(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         model = re.sub(r"^.*?=|,.*", "", row["config"])
-        sizes = {"state": row["params"] + row["optimiser"], **row}
+        sizes = {"state": row["params"] + row["optimizer"], **row}
         cells = [model, row["topology"], f"{row['parameters']:,}"]
         for key in ("state", "activations", "temporaries", "total"):  # the compiler does not state all for a misfit
             cells.append(f"{sizes[key]:.2f}" if key in sizes else "–")

@@ -120,7 +120,7 @@ INPUT_KEYS = {
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Loads "NAME[:key=value,…]" with "a.b=value" overrides, and returns the checked and locked config.
+    """Load "NAME[:key=value,…]" with "a.b=value" overrides, and return the checked and locked config.
 
     NAME is the path of a Python file, or the bare name of a config of the package.
 
@@ -151,7 +151,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def read_json(path: Path | epath.Path) -> ConfigDict:
-    """Reads the config.json of a workdir and returns the checked and locked config.
+    """Read the config.json of a workdir and return the checked and locked config.
 
     Raises:
       ConfigError: the file is missing or unreadable.
@@ -168,7 +168,7 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
 
 
 def _find(name: str) -> Path:
-    """Returns the file of a config given by path or by bare name."""
+    """Return the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
         path = Path(name).expanduser()
         if not path.is_file():
@@ -181,7 +181,7 @@ def _find(name: str) -> Path:
 
 
 def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
-    """Executes a config file and calls its get_config with arguments converted to the types of its defaults."""
+    """Execute a config file and call its get_config with arguments converted to the types of its defaults."""
     try:
         get_config = _module(path).get_config
         parameters = inspect.signature(get_config).parameters
@@ -199,7 +199,7 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
 
 
 def _module(path: Path) -> ModuleType:
-    """Executes a config file and returns it as a module."""
+    """Execute a config file and return it as a module."""
     spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a Python file")
@@ -209,7 +209,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def recommended() -> list[tuple[str, str]]:
-    """Returns (config, TPU topology) for each recommendation of the package's configs.
+    """Return (config, TPU topology) for each recommendation of the package's configs.
 
     A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
     """
@@ -221,13 +221,13 @@ def recommended() -> list[tuple[str, str]]:
 
 
 def _shipped() -> list[Path]:
-    """Returns the config files of the package."""
+    """Return the config files of the package."""
     folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
     return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
 
 
 def _parse_arguments(text: str) -> dict[str, str]:
-    """Parses "a=1,b=x" to a dict of strings."""
+    """Parse "a=1,b=x" to a dict of strings."""
     pairs = [item.partition("=") for item in text.split(",") if item]
     for key, equals, _ in pairs:
         if not equals or not key:
@@ -236,7 +236,7 @@ def _parse_arguments(text: str) -> dict[str, str]:
 
 
 def _literal(text: str) -> Any:
-    """Returns the value of a command-line word: a Python literal, true/false/none, or the word itself."""
+    """Return the value of a command-line word: a Python literal, true/false/none, or the word itself."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -247,7 +247,7 @@ def _literal(text: str) -> Any:
 
 
 def _like(old: Any, text: str, what: str) -> Any:
-    """Converts `text` to the type of `old`. None is accepted for every type here; `check_types` checks it later."""
+    """Convert `text` to the type of `old`. None is accepted for every type here; `check_types` checks it later."""
     value = _literal(text)
     if value is None:
         return None
@@ -265,7 +265,7 @@ def _like(old: Any, text: str, what: str) -> Any:
 
 
 def _override(config: ConfigDict, override: str) -> None:
-    """Sets "a.b=value" in `config`. A duration replaces the same duration in another unit."""
+    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")
@@ -289,18 +289,18 @@ def _override(config: ConfigDict, override: str) -> None:
 
 
 def known_keys() -> list[str]:
-    """Returns every key that a config may hold."""
+    """Return every key that a config may hold."""
     return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
 
 
 def is_duration(key: str, prefixes: Iterable[str]) -> bool:
-    """Returns True if `key` is one of `prefixes` with a unit, such as "total_epochs"."""
+    """Return True if `key` is one of `prefixes` with a unit, such as "total_epochs"."""
     prefix, _, unit = key.rpartition("_")
     return prefix in prefixes and unit in UNITS
 
 
 def check_types(config: ConfigDict) -> None:
-    """Raises ConfigError for a top-level value of the wrong type or outside its range."""
+    """Raise ConfigError for a top-level value of the wrong type or outside its range."""
     for key, (hint, _, _) in KEYS.items():
         value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
         if not has_type(value, hint):
@@ -346,7 +346,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_regex(pattern: Any, what: str) -> None:
-    """Raises ConfigError if `pattern` is not a regular expression."""
+    """Raise ConfigError if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as e:
@@ -354,7 +354,7 @@ def check_regex(pattern: Any, what: str) -> None:
 
 
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
-    """Returns a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
+    """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
     filled = config.copy_and_resolve_references().unlock()
     with filled.ignore_type():
         filled.num_classes = num_classes
@@ -365,7 +365,7 @@ def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
 
 
 def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
-    """Returns a copy with some keys replaced."""
+    """Return a copy with some keys replaced."""
     changed = config.copy_and_resolve_references().unlock()
     with changed.ignore_type():
         for key, value in values.items():
@@ -383,7 +383,7 @@ def duration(
     default: int | None = None,
     what: str = "config",
 ) -> int | None:
-    """Returns a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
+    """Return a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
 
     Args:
       config: the config, or a part of it.

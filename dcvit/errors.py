@@ -33,7 +33,7 @@ def check_call(
     args: Sequence[Any] = (),
     also: Iterable[str] = (),
 ) -> None:
-    """Checks that `function(*args, **kwargs)` is a valid call: known names, and values of the annotated types.
+    """Check that `function(*args, **kwargs)` is a valid call: known names, and values of the annotated types.
 
     Args:
       function: the function or class to call.

@@ -14,7 +14,7 @@ from dcvit.parallel import multihost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; see the module's docstring."""
+    """Run the command; see the module's docstring."""
     parser = cli.Parser(prog="dcvit train", description="Train a model from a config.")
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     parser.add_argument(

@@ -52,7 +52,7 @@ def markdown_to_rst(app, what, name, obj, options, lines):
 
 
 def escape(line: str) -> str:
-    """Doubles backticks, and escapes characters outside them that are markup in reStructuredText."""
+    """Double backticks, and escape characters outside them that are markup in reStructuredText."""
     parts = line.split("`")
     if len(parts) % 2 == 0:
         return line
@@ -75,7 +75,7 @@ def skip_fields(app, what, name, obj, skip, options):
 
 
 def setup(app):
-    """Generates the reference pages before Sphinx looks for pages, and registers the changes to the Python API."""
+    """Generate the reference pages before Sphinx looks for pages, and register the changes to the Python API."""
     reference_pages.write(HERE / "reference" / "generated")
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=100)
     app.connect("autodoc-process-signature", short_annotations)

@@ -39,7 +39,7 @@ class Docstring(NamedTuple):
 
 
 def parse(docstring: str | None) -> Docstring:
-    """Splits a docstring into its text and its sections."""
+    """Split a docstring into its text and its sections."""
     text: list[str] = []
     bodies: dict[str, list[str]] = {}
     current = text
@@ -348,7 +348,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def write(folder: Path) -> None:
-    """Writes all pages to `folder`; an unchanged page is left alone, so that Sphinx does not read it again."""
+    """Write all pages to `folder`; an unchanged page is left alone, so that Sphinx does not read it again."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, page in PAGES.items():
         path, text = folder / f"{name}.md", page() + "\n"

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def main(steps: int = 20) -> list[float]:
-    """Trains the block and returns the loss of each step."""
+    """Train the block and return the loss of each step."""
     block = Block()
     x = jax.random.normal(jax.random.key(0), (8, 16, 32))
     target = jnp.broadcast_to(x[:, :1], x.shape)

@@ -32,10 +32,10 @@ class Block(nnx.Module):
 
 
 def main(steps: int = 20) -> list[float]:
-    """Trains the block and returns the loss of each step."""
+    """Train the block and return the loss of each step."""
     x = jax.random.normal(jax.random.key(0), (8, 16, 32))
     target = jnp.broadcast_to(x[:, :1], x.shape)
-    # jit compiles the initialisation as one program.
+    # jit compiles the initialization as one program.
     block = nnx.jit(lambda: Block(width=32, heads=4, rngs=nnx.Rngs(1)))()
     optimizer = nnx.Optimizer(block, optax.sgd(0.1), wrt=nnx.Param)
 

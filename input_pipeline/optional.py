@@ -38,6 +38,6 @@ def tensorflow() -> types.ModuleType:
         tf = require("tensorflow")
         for kind in ("GPU", "TPU"):
             tf.config.set_visible_devices([], kind)
-    with contextlib.suppress(RuntimeError):  # TensorFlow is already initialised by another library
+    with contextlib.suppress(RuntimeError):  # TensorFlow is already initialized by another library
         tf.config.threading.set_intra_op_parallelism_threads(1)
     return tf

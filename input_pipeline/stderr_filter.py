@@ -22,7 +22,7 @@ def hide_start_up_messages() -> Iterator[None]:
     """Remove TensorFlow's start-up messages from what is written to file descriptor 2 inside the context.
 
     All other lines are written when the context ends. File descriptors are redirected because TensorFlow's libraries
-    write these messages from their static initialisers, where TF_CPP_MIN_LOG_LEVEL has no effect.
+    write these messages from their static initializers, where TF_CPP_MIN_LOG_LEVEL has no effect.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -86,8 +86,8 @@ def photo(seed: int) -> bytes:
     """Return a JPEG of noise with the 1/f spectrum of photographs."""
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)) + 1 / 500
-    grey, *colours = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, 375, 500))) / frequency, s=(375, 500))
-    pixels = np.stack([grey + colour / 2 for colour in colours], axis=-1)
+    gray, *colors = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, 375, 500))) / frequency, s=(375, 500))
+    pixels = np.stack([gray + color / 2 for color in colors], axis=-1)
     file = io.BytesIO()
     Image.fromarray(np.clip(120 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()

@@ -48,7 +48,7 @@ class TimedCheckpointHook(CheckpointHook):
     block_start = 0.0
 
     def after_step(self, result: StepResult) -> None:
-        """Ends a block after `BLOCK` steps and starts the next one."""
+        """End a block after `BLOCK` steps and start the next one."""
         if result.step % BLOCK:
             return
         jax.block_until_ready(result.state)

@@ -23,7 +23,7 @@ Passage = tuple[int, str]  # first line, text
 
 
 def python_passages(source: str) -> Iterator[Passage]:
-    """Yields docstrings, error messages and comments of a Python file; adjacent comment lines are one passage."""
+    """Yield docstrings, error messages and comments of a Python file; adjacent comment lines are one passage."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
             yield node.body[0].lineno, doc
@@ -45,7 +45,7 @@ def python_passages(source: str) -> Iterator[Passage]:
 
 
 def markdown_passages(source: str) -> Iterator[Passage]:
-    """Yields the paragraphs of a Markdown file, without code blocks and tables."""
+    """Yield the paragraphs of a Markdown file, without code blocks and tables."""
     text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), source, flags=re.MULTILINE | re.DOTALL)
     line = 1
     for paragraph in text.split("\n\n"):
@@ -55,7 +55,7 @@ def markdown_passages(source: str) -> Iterator[Passage]:
 
 
 def sentences(passage: str) -> list[str]:
-    """Splits a passage into sentences; list items and arguments of a docstring are sentences of their own."""
+    """Split a passage into sentences; list items and arguments of a docstring are sentences of their own."""
     parts = re.split(r"\n\s*\n|\n\s*(?=[\w`*, ]+:\s)|\n\s*[-*] ", passage)
     flat = [" ".join(part.split()) for part in parts]
     found = [sentence for part in flat for sentence in re.split(r"(?<=[.!?]) (?=[A-Z`\"])", part)]
@@ -63,7 +63,7 @@ def sentences(passage: str) -> list[str]:
 
 
 def corpus() -> list[str]:
-    """Returns "file:line: sentence" for every sentence of the project."""
+    """Return "file:line: sentence" for every sentence of the project."""
     found = []
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     for path in sorted([*files, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):

@@ -55,7 +55,7 @@ def library_promotion():
 
 @pytest.fixture
 def digits_run(tmp_path):
-    """Runs a tiny digits training with overrides, as the command does; returns (exit status, workdir)."""
+    """Run a tiny digits training with overrides, as the command does; return (exit status, workdir)."""
     from dcvit import cli, train
 
     def run(name="run", arguments="", **overrides):

@@ -82,7 +82,7 @@ def write(path: Path, content: bytes, frames: int = 3) -> Path:
 
 
 def example(values: Mapping[str, Sequence[int]]) -> bytes:
-    """A serialised tf.train.Example of int64 lists, as TensorFlow writes it."""
+    """A serialized tf.train.Example of int64 lists, as TensorFlow writes it."""
     import tensorflow as tf
 
     lists = {k: tf.train.Feature(int64_list=tf.train.Int64List(value=v)) for k, v in values.items()}

@@ -19,15 +19,15 @@ LABELS = (0, 1, 207, 388, 812, 999)  # the classes of ImageNet that the datasets
 def image_array(seed: int, height: int = 60, width: int = 80) -> np.ndarray:
     """Smooth noise with the 1/f spectrum of natural images: uint8 of shape (height, width, 3).
 
-    The channels are similar but not equal, and a slight blur makes neighbouring pixels similar.
+    The channels are similar but not equal, and a slight blur makes neighboring pixels similar.
     """
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequency[0, 0] = np.inf  # removes the constant; the mean is set below
     noise = rng.normal(size=(4, height, width))
     spectrum = np.exp(-((frequency / 0.2) ** 2)) / frequency
-    grey, *colours = np.fft.irfft2(np.fft.rfft2(noise) * spectrum, s=(height, width))
-    pixels = np.stack([grey + colour / 3 for colour in colours], axis=-1)
+    gray, *colors = np.fft.irfft2(np.fft.rfft2(noise) * spectrum, s=(height, width))
+    pixels = np.stack([gray + color / 3 for color in colors], axis=-1)
     return np.clip(128 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)
 
 
@@ -120,7 +120,7 @@ def label_file() -> Path:
     return Path(tfds.core.tfds_path("datasets/imagenet2012/labels.txt"))
 
 
-def labelled(n: int, seed: int, file_name: str) -> list[Example]:
+def labeled(n: int, seed: int, file_name: str) -> list[Example]:
     """Examples with imagenet2012's features; `file_name` is formatted with `i`, `label` and `wnid`.
 
     Images have different sizes and shapes, and labels cycle through LABELS.
@@ -140,8 +140,8 @@ def imagenet2012(
 ) -> dict[str, list[Example]]:
     """Write imagenet2012/5.1.0 with the splits train and validation."""
     splits = {
-        "train": labelled(n_train, 10_000, "{wnid}_{i}.JPEG"),
-        "validation": labelled(n_val, 20_000, "ILSVRC2012_val_{i:08}.JPEG"),
+        "train": labeled(n_train, 10_000, "{wnid}_{i}.JPEG"),
+        "validation": labeled(n_val, 20_000, "ILSVRC2012_val_{i:08}.JPEG"),
     }
     return make_tfds(root, "imagenet2012", splits, file_format=file_format)
 
@@ -153,7 +153,7 @@ def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int =
     """
     import tensorflow_datasets as tfds
 
-    examples = labelled(n, 20_000, "ILSVRC2012_val_{i:08}.JPEG")
+    examples = labeled(n, 20_000, "ILSVRC2012_val_{i:08}.JPEG")
     for i, example in enumerate(examples):
         label = example["original_label"] = example.pop("label")
         several = [(label + k) % 1000 for k in ((0, 5, 500) if i % 2 else (3, 5, 500))]
@@ -170,20 +170,20 @@ def imagenet2012_real(root: Path, file_format: FileFormat = "tfrecord", n: int =
 
 def imagenet_v2(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
     """Write imagenet_v2/matched-frequency/3.0.0 with the split test."""
-    splits = {"test": labelled(n, 30_000, "{label}/{i:040x}.jpeg")}
+    splits = {"test": labeled(n, 30_000, "{label}/{i:040x}.jpeg")}
     config = "matched-frequency"
     return make_tfds(root, "imagenet_v2", splits, file_format=file_format, version="3.0.0", config=config)
 
 
 def imagenet_a(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
     """Write imagenet_a/0.1.0 with the split test."""
-    splits = {"test": labelled(n, 40_000, "0.00{i}_wasp _ bee_0.9.jpg")}
+    splits = {"test": labeled(n, 40_000, "0.00{i}_wasp _ bee_0.9.jpg")}
     return make_tfds(root, "imagenet_a", splits, file_format=file_format, version="0.1.0")
 
 
 def imagenet_r(root: Path, file_format: FileFormat = "tfrecord", n: int = 10) -> dict[str, list[Example]]:
     """Write imagenet_r/0.2.0 with the split test."""
-    splits = {"test": labelled(n, 50_000, "{wnid}/art_{i}.jpg")}
+    splits = {"test": labeled(n, 50_000, "{wnid}/art_{i}.jpg")}
     return make_tfds(root, "imagenet_r", splits, file_format=file_format, version="0.2.0")
 
 
@@ -191,7 +191,7 @@ def imagenet_sketch(root: Path, file_format: FileFormat = "tfrecord", n: int = 1
     """Write imagenet_sketch/1.0.0 with the split test; its images are JPEGs, but its feature does not say so."""
     import tensorflow_datasets as tfds
 
-    splits = {"test": labelled(n, 60_000, "{wnid}/sketch_{i}.JPEG")}
+    splits = {"test": labeled(n, 60_000, "{wnid}/sketch_{i}.JPEG")}
     features = imagenet_features() | {"image": tfds.features.Image()}
     return make_tfds(root, "imagenet_sketch", splits, file_format=file_format, features=features, version="1.0.0")
 
@@ -235,10 +235,10 @@ def odd_images() -> dict[str, bytes]:
     plain = jpeg(0)
     return {
         "cmyk.jpg": jpeg(0, mode="CMYK"),
-        "grey.jpg": jpeg(0, mode="L"),
+        "gray.jpg": jpeg(0, mode="L"),
         "rgba.png": encoded(Image.fromarray(np.dstack([pixels, alpha])), "PNG"),
         "palette.png": encoded(rgb.quantize(64), "PNG"),
-        "grey16.png": encoded(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG"),
+        "gray16.png": encoded(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG"),
         "animated.gif": encoded(frames[0], "GIF", **animation),
         "animated.webp": encoded(frames[0], "WEBP", **animation),
         "exif6.jpg": jpeg(0, exif=exif),

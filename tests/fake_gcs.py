@@ -29,7 +29,7 @@ Answer = tuple[int, dict[str, str], Any]  # status, headers, and bytes or an obj
 
 
 def environment(url: str) -> dict[str, str]:
-    """Returns the environment in which clients use this server, without credentials."""
+    """Return the environment in which clients use this server, without credentials."""
     return {
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",  # TensorStore's credentials
@@ -64,7 +64,7 @@ class Store:
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
 
     def names(self, folder: str) -> list[str]:
-        """Returns the names of the objects under an address, relative to it, sorted."""
+        """Return the names of the objects under an address, relative to it, sorted."""
         with self.lock:
             return sorted(a.removeprefix(f"{folder}/") for a in self.objects if a.startswith(f"{folder}/"))
 
@@ -80,11 +80,11 @@ class Store:
         return known | {"contentType": "application/octet-stream"}
 
     def generation(self, address: str) -> str:
-        """Returns the generation of an object, a number that changes with its content."""
+        """Return the generation of an object, a number that changes with its content."""
         return str(self.generations.setdefault(address, 1))
 
     def check(self, address: str, query: Query, unchanged: int = 412) -> None:
-        """Raises RefusedError if a precondition does not hold. An object that does not exist has generation 0."""
+        """Raise RefusedError if a precondition does not hold. An object that does not exist has generation 0."""
         generation = self.generations.setdefault(address, 1) if address in self.objects else 0
         if int(query.get("ifGenerationMatch", generation)) != generation:
             raise RefusedError(412, f"{address} has another generation")
@@ -92,7 +92,7 @@ class Store:
             raise RefusedError(unchanged, f"{address} has this generation")
 
     def list(self, bucket: str, query: Query) -> dict[str, Any]:
-        """Returns a page of names, and of prefixes of names that end in the delimiter."""
+        """Return a page of names, and of prefixes of names that end in the delimiter."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         start, end = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
         entries = {}  # True for a prefix
@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - the library's names
 
     def answer(self, body: bytes) -> Answer:
-        """Returns the answer to the request. Raises RefusedError for any other status than success."""
+        """Return the answer to the request. Raise RefusedError for any other status than success."""
         store, url = self.store, urlsplit(self.path)
         query = dict(parse_qsl(url.query))
         if not (match := ROUTE.fullmatch(url.path)):
@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.read(address) if query.get("alt") == "media" else (200, {}, store.about(address))
 
     def read(self, address: str) -> Answer:
-        """Returns an object, or the range of its bytes that the headers request."""
+        """Return an object, or the range of its bytes that the headers request."""
         data, headers = self.store.objects[address], {"x-goog-generation": self.store.about(address)["generation"]}
         if not (wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))):
             return 200, headers, data
@@ -178,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         return 206, headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}, data[first : last + 1]
 
     def upload(self, bucket: str, query: Query, body: bytes) -> Answer:
-        """Stores an object that is sent in one request, with or without metadata, or in several (resumable)."""
+        """Store an object that is sent in one request, with or without metadata, or in several (resumable)."""
         store = self.store
         if number := query.get("upload_id"):
             address, begun, data = store.uploads[number]
@@ -199,21 +199,21 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {"Location": f"http://{self.headers['Host']}/upload/storage/v1/b/{bucket}/o?upload_id={number}"}, {}
 
     def log_message(self, *_: Any) -> None:
-        """Logs nothing."""
+        """Log nothing."""
 
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128  # TensorStore opens many connections at once
 
     def handle_error(self, *request: Any) -> None:
-        """Ignores clients that have disconnected."""
+        """Ignore clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(*request)
 
 
 @contextlib.contextmanager
 def serve(*buckets: str) -> Iterator[tuple[str, Store]]:
-    """Serves buckets, by default one with the name "bucket"; yields the server's address and the store."""
+    """Serve buckets, by default one with the name "bucket"; yield the server's address and the store."""
     store = Store(*(buckets or ["bucket"]))
     with Server(("127.0.0.1", 0), type("StoreHandler", (Handler,), {"store": store})) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -20,20 +20,20 @@ def forward(params, tokens, windows, *, heads, mlp, epsilon, rotary=0, base=10_0
         x = x + params["pos_embedding"][: len(tokens)]
     for i, window in enumerate(windows):
         p = params["Transformer"][f"decoderblock_{i}"]
-        inside = normalise(x, p["attention_norm"], epsilon)
+        inside = normalize(x, p["attention_norm"], epsilon)
         attended = attention(p["MultiHeadDotProductAttention_0"], inside, window, heads, rotary, base, rank)
-        inside = normalise(x if parallel else x + attended, p["mlp_norm"], epsilon)
+        inside = normalize(x if parallel else x + attended, p["mlp_norm"], epsilon)
         x = x + attended + feed_forward(p["MlpBlock_0"], inside, mlp)
-    x = normalise(x, params["Transformer"]["decoder_norm"], epsilon)
+    x = normalize(x, params["Transformer"]["decoder_norm"], epsilon)
     return x @ (params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"].T)
 
 
-def normalise(x, p, epsilon):
+def normalize(x, p, epsilon):
     """Apply RMSNorm over the last axis, or LayerNorm if there is a bias."""
     if "bias" not in p:
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * p["scale"]
-    centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+    centered = x - x.mean(axis=-1, keepdims=True)
+    return centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
 
 
 def feed_forward(p, x, mlp):
@@ -62,7 +62,7 @@ def rope(x, positions, width, base):
 def attention(p, x, window, heads, rotary, base, rank):
     q, k, v = (dense(p[name], x) for name in ("query", "key", "value"))  # T H D, T K D
     if "query_norm" in p:
-        q, k = normalise(q, p["query_norm"], 1e-6), normalise(k, p["key_norm"], 1e-6)
+        q, k = normalize(q, p["query_norm"], 1e-6), normalize(k, p["key_norm"], 1e-6)
     q, k = (rope(y, range(len(x)), rotary, base) for y in (q, k))
     pre, post = (compose_weights(p[side], x, heads, rank) if side in p else None for side in ("pre", "post"))
     y = oracle.attention(q[None], k[None], v[None], pre, post, causal=True, window=window)[0]

@@ -12,7 +12,7 @@ from dcvit.models import lm
 VOCAB, LENGTH, WINDOW, HEADS = 17, 12, 3, 4
 SMALL = dict(context=LENGTH, width=32, depth=2, mlp_dim=40, num_heads=HEADS, window=WINDOW)
 
-# Compilation takes most of the time of these tests. Without LLVM's optimisations it takes about half as long.
+# Compilation takes most of the time of these tests. Without LLVM's optimizations it takes about half as long.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 

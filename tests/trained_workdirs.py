@@ -57,7 +57,7 @@ TEXT = {
 
 
 def train_once(tmp_path_factory, config, overrides):
-    """Trains a model as the command does, once for all workers of a test session; returns the workdir."""
+    """Train a model as the command does, once for all workers of a test session; return the workdir."""
     from dcvit import cli, train
 
     root = tmp_path_factory.getbasetemp()

@@ -21,51 +21,51 @@ LM_TINY = {
 
 
 def same(a, b):
-    """Returns True if two trees of arrays are equal bit for bit."""
+    """Return True if two trees of arrays are equal bit for bit."""
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 def small_setup(**overrides):
-    """Returns the setup of a small image model with plain attention, which compiles fastest."""
+    """Return the setup of a small image model with plain attention, which compiles fastest."""
     options = {"total_steps": 10, "model.width": 16, "model.depth": 1, "model.compose": None, **overrides}
     return make_setup(configs.load("vit_digits", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
 
 
 def small_lm_setup(**overrides):
-    """Returns the setup of a small language model."""
+    """Return the setup of a small language model."""
     options = LM_TINY | overrides
     return make_setup(configs.load("lm_stdlib", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
 
 
 def perturbed_params(setup):
-    """Returns initial parameters plus a pattern, so that no layer is zero."""
+    """Return initial parameters plus a pattern, so that no layer is zero."""
     params = step.init_params(setup, jax.random.key(0))
     return jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
 
 
 def make_step(setup):
-    """Returns a state, a batch and the jitted step of a setup."""
+    """Return a state, a batch and the jitted step of a setup."""
     batch = {k: jnp.asarray(v) for k, v in next(setup.data.batches(0)).items()}
     return step.initial_state(setup, perturbed_params(setup)), batch, jax.jit(step.make_update(setup))
 
 
 @functools.cache
 def shared_step():
-    """Returns setup, state, batch and jitted step of the default small model, compiled once."""
+    """Return setup, state, batch and jitted step of the default small model, compiled once."""
     with jax.numpy_dtype_promotion("standard"):
         setup = small_setup(ema_decay=0.8)
         return setup, *make_step(setup)
 
 
 def lm_command(workdir, *words, **overrides):
-    """Trains a tiny language model as the command does; returns the exit status."""
+    """Train a tiny language model as the command does; return the exit status."""
     options = [f"--config.{key}={value}" for key, value in {**LM_TINY, **overrides}.items()]
     return cli.run(train.main, ["--config", "lm_stdlib", "--workdir", str(workdir), *options, *words])
 
 
 @contextlib.contextmanager
 def interrupted_before(monkeypatch, number):
-    """Raises KeyboardInterrupt before a step; yields the list of steps that were started or interrupted."""
+    """Raise KeyboardInterrupt before a step; yield the list of steps that were started or interrupted."""
     steps = []
 
     def before_step(self, step):

@@ -44,7 +44,7 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: Folder, *, keep: int = 1, keep_every: int | None = None):
-        """Removes checkpoints that a killed run left incomplete.
+        """Remove checkpoints that a killed run left incomplete.
 
         Args:
           workdir: the run's folder.
@@ -66,7 +66,7 @@ class Checkpointer:
         multihost.wait_for_all("incomplete checkpoints removed")
 
     def latest(self, on_corrupt: str = "fail") -> int | None:
-        """Verifies the latest checkpoint and returns its step; None if there is no checkpoint.
+        """Verify the latest checkpoint and return its step; None if there is no checkpoint.
 
         Args:
           on_corrupt: what to do if the latest checkpoint is damaged: "fail" raises an error; "previous" sets it aside,
@@ -84,7 +84,7 @@ class Checkpointer:
         return step
 
     def save(self, step: int, items: Mapping[str, PyTree], about: Mapping[str, Any], best: int | None = None) -> None:
-        """Starts to save a step, after the last save has finished; returns once the arrays are copied.
+        """Start to save a step, after the last save has finished; return once the arrays are copied.
 
         After this save, checkpoints that are not to be kept are removed. That of step `best` is kept.
 
@@ -111,24 +111,24 @@ class Checkpointer:
             self.finishing.start()
 
     def wait(self) -> None:
-        """Waits until no save is in progress. Raises CheckpointError if the last one failed."""
+        """Wait until no save is in progress. Raise CheckpointError if the last one failed."""
         with self.lock:
             if self.finishing:
                 self.finishing.join()
             self.check_for_errors()
 
     def finish(self) -> str:
-        """Waits like `wait`, and returns a message for a run that is stopped after its last step."""
+        """Wait like `wait`, and return a message for a run that is stopped after its last step."""
         self.wait()
         return "the last checkpoint is complete"
 
     def check_for_errors(self) -> None:
-        """Raises CheckpointError if a save failed in the background."""
+        """Raise CheckpointError if a save failed in the background."""
         if self.failure:
             raise self.failure
 
     def close(self) -> None:
-        """Waits like `wait`, and ends Orbax's threads."""
+        """Wait like `wait`, and end Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -136,11 +136,11 @@ class Checkpointer:
             self.reader.close()
 
     def about(self, step: int) -> dict[str, Any]:
-        """Returns the description of the run that was saved with a step."""
+        """Return the description of the run that was saved with a step."""
         return self._restore(step, {"about": ocp.args.JsonRestore()})["about"]
 
     def restore(self, step: int, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Restores items of a step that `latest` has verified, with the structure, dtypes and shardings of `items`.
+        """Restore items of a step that `latest` has verified, with the structure, dtypes and shardings of `items`.
 
         Raises:
           CheckpointError: the checkpoint is unreadable, or a tree or shape differs.
@@ -150,7 +150,7 @@ class Checkpointer:
         return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
 
     def check_compatible(self, step: int, items: Mapping[str, PyTree]) -> None:
-        """Raises CheckpointError if a tree or shape of a step differs from the given ones."""
+        """Raise CheckpointError if a tree or shape of a step differs from the given ones."""
         path = self.folder / str(step)
         for name in items:
             if not (path / name).exists():
@@ -165,13 +165,13 @@ class Checkpointer:
             raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
     def _problems(self, step: int) -> list[str]:
-        """Returns the damaged files of a step. Each process reads a part of the files and gets the result of all."""
+        """Return the damaged files of a step. Each process reads a part of the files and gets the result of all."""
         share = (jax.process_index(), jax.process_count())
         found = multihost.gather(f"verified/{step}", steps.problems(self.folder / str(step), share=share))
         return sorted({line for lines in found for line in lines})
 
     def _finish(self, step: int, best: int | None) -> None:
-        """Waits until a step is saved, then removes checkpoints that are not to be kept; runs in its own thread."""
+        """Wait until a step is saved, then remove checkpoints that are not to be kept; run in its own thread."""
         try:
             self.writer.wait_until_finished()
             if multihost.is_first():
@@ -188,7 +188,7 @@ class Checkpointer:
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Returns options by which processes synchronize through the coordinator.
+    """Return options by which processes synchronize through the coordinator.
 
     If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
     """
@@ -196,7 +196,7 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 
 
 def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[object]) -> ocp.AsyncCheckpointer:
-    """Returns the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
+    """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS
@@ -215,19 +215,19 @@ def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[obje
 
 
 def _reader(processes: ocp.options.MultiprocessingOptions) -> ocp.Checkpointer:
-    """Returns the reader of checkpoints."""
+    """Return the reader of checkpoints."""
     options = ocp.CompositeOptions(multiprocessing_options=processes)
     handler = ocp.CompositeCheckpointHandler(composite_options=options)
     return ocp.Checkpointer(handler, multiprocessing_options=processes)
 
 
 def _cause(error: BaseException) -> str:
-    """Returns why a save failed; of the long message about a full disk, which names many files, only the cause."""
+    """Return why a save failed; of the long message about a full disk, which names many files, only the cause."""
     return next((cause for cause in DISK_FULL if cause in str(error)), first_line(error))
 
 
 def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | None = None) -> dict[str, Any]:
-    """Loads the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
+    """Load the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
 
     Args:
       source: a workdir (its latest checkpoint), the folder of one checkpoint, or a big_vision `.npz` file.
@@ -259,7 +259,7 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
 
 
 def _metadata(item: Folder) -> PyTree:
-    """Returns the tree of shapes and dtypes of a saved item."""
+    """Return the tree of shapes and dtypes of a saved item."""
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:

@@ -22,7 +22,7 @@ THREADS = 4
 
 
 def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
-    """Writes the checksums of a folder, except those of top-level files in `ignored`, which are written later.
+    """Write the checksums of a folder, except those of top-level files in `ignored`, which are written later.
 
     All local files are flushed to the disk before this returns.
     """
@@ -37,7 +37,7 @@ def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
 
 
 def items(folder: Folder) -> set[str]:
-    """Returns the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
+    """Return the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
     try:
         return {name.partition("/")[0] for name in _parse((folder / NAME).read_bytes()) if "/" in name}
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def items(folder: Folder) -> set[str]:
 def problems(
     folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), ignored: Sequence[str] = ()
 ) -> list[str]:
-    """Verifies a folder and returns a message for each missing, foreign or damaged file.
+    """Verify a folder and return a message for each missing, foreign or damaged file.
 
     Args:
       folder: the folder.
@@ -78,7 +78,7 @@ def problems(
 
 
 def _files(folder: Folder) -> list[str]:
-    """Returns the paths of all files in a folder and its subfolders, except `SHA256SUMS`, sorted."""
+    """Return the paths of all files in a folder and its subfolders, except `SHA256SUMS`, sorted."""
     found: list[str] = []
     for path in folder.iterdir():
         inside = path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
@@ -87,7 +87,7 @@ def _files(folder: Folder) -> list[str]:
 
 
 def _parse(text: bytes) -> dict[str, str]:
-    """Returns the SHA-256 by file name. Raises ValueError for any line that `write` does not write."""
+    """Return the SHA-256 by file name. Raise ValueError for any line that `write` does not write."""
     sums: dict[str, str] = {}
     lines = text.decode().split("\n")
     if lines.pop() != "" or not lines:
@@ -101,7 +101,7 @@ def _parse(text: bytes) -> dict[str, str]:
 
 
 def _sha256(path: Folder, *, sync: bool = False) -> str:
-    """Returns the SHA-256 of a regular file. Raises OSError for anything else, such as a pipe, which would block."""
+    """Return the SHA-256 of a regular file. Raise OSError for anything else, such as a pipe, which would block."""
     if not path.is_file():
         raise OSError("is not a regular file")
     with path.open("rb") as file:
@@ -112,7 +112,7 @@ def _sha256(path: Folder, *, sync: bool = False) -> str:
 
 
 def _sync(file: IO[str] | IO[bytes]) -> None:
-    """Flushes an open local file from the system's cache to the disk; an object in a store is complete once closed."""
+    """Flush an open local file from the system's cache to the disk; an object in a store is complete once closed."""
     try:
         number = file.fileno()
     except (OSError, AttributeError):

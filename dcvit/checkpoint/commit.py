@@ -15,7 +15,7 @@ class RenamedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """A temporary folder on a disk, whose checksums are written before it is renamed to its final name."""
 
     async def finalize(self) -> None:
-        """Renames the folder twice: Orbax completes it under another temporary name, and then it gets its checksums."""
+        """Rename the folder twice: Orbax completes it under another temporary name, and then it gets its checksums."""
         final: epath.Path = self.get_final()
         self._final_path = final.with_name(f"{final.name}{TEMPORARY}-checksums")
         shutil.rmtree(self._final_path, ignore_errors=True)
@@ -29,6 +29,6 @@ class CommittedObjects(ocp.path.atomicity.CommitFileTemporaryPath):
     """A folder in an object store, whose checksums are written before the object that marks it as complete."""
 
     async def finalize(self) -> None:
-        """Writes the checksums, which do not include the objects that Orbax writes after them."""
+        """Write the checksums, which do not include the objects that Orbax writes after them."""
         checksums.write(self.get_final(), ignored=WRITTEN_LAST)
         await super().finalize()

@@ -15,7 +15,7 @@ Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object sto
 
 
 def folder(text: str) -> Folder:
-    """Parses a path, in which ~ is expanded, or a URL of Google Cloud Storage.
+    """Parse a path, in which ~ is expanded, or a URL of Google Cloud Storage.
 
     Raises:
       ValueError: the URL is of another store, or gcsfs is not installed.
@@ -35,12 +35,12 @@ def folder(text: str) -> Folder:
 
 
 def absolute(path: Folder) -> Folder:
-    """Returns an absolute path; a URL is returned unchanged."""
+    """Return an absolute path; a URL is returned unchanged."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def replace(path: Folder, text: str) -> None:
-    """Writes a file atomically: a kill or a full disk leaves either the old or the new content.
+    """Write a file atomically: a kill or a full disk leaves either the old or the new content.
 
     Raises:
       OSError: the file could not be written; the message names it, and no temporary file is left.
@@ -62,7 +62,7 @@ def replace(path: Folder, text: str) -> None:
 
 
 def remove(path: Folder) -> None:
-    """Removes a folder with its content; a missing folder is not an error."""
+    """Remove a folder with its content; a missing folder is not an error."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
     else:

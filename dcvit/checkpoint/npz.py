@@ -26,7 +26,7 @@ class NpzError(ValueError):
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of a `.npz` file by name, as `numpy.load` does with `allow_pickle=False`.
+    """Read the arrays of a `.npz` file by name, as `numpy.load` does with `allow_pickle=False`.
 
     An array of a dtype that numpy does not know, such as bfloat16, is returned with the void dtype `V2`.
 
@@ -48,7 +48,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Returns the members of an archive by the names of their arrays, which are paths in a tree."""
+    """Return the members of an archive by the names of their arrays, which are paths in a tree."""
     members: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         name = info.orig_filename.removesuffix(".npy")  # `filename` is cut at a NUL byte
@@ -70,7 +70,7 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 
 def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
-    """Raises NpzError if all arrays together need more than the available memory."""
+    """Raise NpzError if all arrays together need more than the available memory."""
     announced, left = sum(info.file_size for info in members.values()), memory.available()
     if left is not None and announced > left:
         largest = max(members, key=lambda name: members[name].file_size)
@@ -81,7 +81,7 @@ def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
 
 
 def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.ndarray:
-    """Reads the array of one member."""
+    """Read the array of one member."""
     # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
     longer = copy.copy(info)
@@ -103,7 +103,7 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
 
 
 def _check_header(start: bytes, announced: int) -> None:
-    """Checks the header of a `.npy` file.
+    """Check the header of a `.npy` file.
 
     Args:
       start: the beginning of the file.

@@ -22,7 +22,7 @@ MAX_NAMED = 6  # parameters in a message
 def merge_params(
     loaded: Mapping[str, PyTree], initial: Mapping[str, PyTree], dont_load: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns `initial` with the values of `loaded`, except parameters whose whole name matches a regex of `dont_load`.
+    """Return `initial` with the values of `loaded`, except parameters whose whole name matches a regex of `dont_load`.
 
     Raises:
       CheckpointError: a name or shape occurs on one side only; both sides are listed.
@@ -44,7 +44,7 @@ def merge_params(
 
 
 def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
-    """Raises CheckpointError, listing the differences, if the names or shapes of two trees differ."""
+    """Raise CheckpointError, listing the differences, if the names or shapes of two trees differ."""
     different = [n for n in found if n in expected and found[n] != expected[n]]
     differences = {
         "only in the checkpoint": [n for n in found if n not in expected],
@@ -62,13 +62,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each array of a tree by its path, such as "head/kernel"."""
+    """Return the shape of each array of a tree by its path, such as "head/kernel"."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
 
 
 def read_npz(path: Folder) -> dict[str, Any]:
-    """Reads parameters in big_vision's format: arrays named by their path in the tree, optionally below `params`.
+    """Read parameters in big_vision's format: arrays named by their path in the tree, optionally below `params`.
 
     Raises:
       CheckpointError: see `dcvit.checkpoint.npz.read`.

@@ -23,12 +23,12 @@ MAX_NAMED = 4  # damaged files in a message
 
 
 def saved_steps(workdir: Folder) -> list[int]:
-    """Returns the steps of the complete checkpoints of a run, in ascending order, including damaged ones."""
+    """Return the steps of the complete checkpoints of a run, in ascending order, including damaged ones."""
     return complete_steps(workdir / FOLDER)
 
 
 def step_folder(path: Folder) -> Folder:
-    """Returns the folder of one checkpoint, given that folder or a workdir, whose latest checkpoint is used.
+    """Return the folder of one checkpoint, given that folder or a workdir, whose latest checkpoint is used.
 
     Raises:
       CheckpointError: the workdir has no checkpoint.
@@ -42,24 +42,24 @@ def step_folder(path: Folder) -> Folder:
 
 
 def complete_steps(folder: Folder) -> list[int]:
-    """Returns the steps of the complete checkpoints in a folder, in ascending order."""
+    """Return the steps of the complete checkpoints in a folder, in ascending order."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdigit() and _is_complete(path))
 
 
 def _is_complete(path: Folder) -> bool:
-    """Returns True if a folder with the name of a step was completely written and is not set aside."""
+    """Return True if a folder with the name of a step was completely written and is not set aside."""
     return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
 
 
 def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Returns the steps that are neither among the `keep` latest ones, nor `best`, nor multiples of `keep_every`."""
+    """Return the steps that are neither among the `keep` latest ones, nor `best`, nor multiples of `keep_every`."""
     kept = {*steps[-keep:], best}
     return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
 def remove_step(path: Folder) -> None:
-    """Removes a checkpoint. A kill during the removal leaves no folder that looks like a complete checkpoint."""
+    """Remove a checkpoint. A kill during the removal leaves no folder that looks like a complete checkpoint."""
     if isinstance(path, Path):
         path = path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
     else:
@@ -68,7 +68,7 @@ def remove_step(path: Folder) -> None:
 
 
 def remove_incomplete(folder: Folder) -> None:
-    """Removes checkpoints that were not completed, or not completely removed."""
+    """Remove checkpoints that were not completed, or not completely removed."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         uncommitted = not isinstance(path, Path) and path.name.isdigit() and not (path / COMMITTED).exists()
         if TEMPORARY in path.name or uncommitted:
@@ -76,7 +76,7 @@ def remove_incomplete(folder: Folder) -> None:
 
 
 def set_aside(path: Folder) -> Folder:
-    """Renames a damaged checkpoint, or marks it in a store, which cannot rename it; returns its path."""
+    """Rename a damaged checkpoint, or mark it in a store, which cannot rename it; return its path."""
     if not isinstance(path, Path):
         (path / ASIDE).write_text("set aside: its files differ from those that were saved\n")
         return path
@@ -88,13 +88,13 @@ def set_aside(path: Folder) -> Folder:
 
 
 def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns the damaged files of a checkpoint, see `checksums.problems`."""
+    """Return the damaged files of a checkpoint, see `checksums.problems`."""
     ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
     return checksums.problems(path, only=only, share=share, ignored=ignored)
 
 
 def damage_message(path: Folder, found: Sequence[str]) -> str:
-    """Returns the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
+    """Return the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"checkpoint {path} is damaged: {', '.join(found[:MAX_NAMED])}{more}"
 
@@ -102,7 +102,7 @@ def damage_message(path: Folder, found: Sequence[str]) -> str:
 def latest_intact(
     folder: Folder, on_corrupt: str, find_problems: Callable[[int], Sequence[str]]
 ) -> tuple[int | None, dict[int, str]]:
-    """Returns the latest intact step, or None if there is no checkpoint, and a message for each damaged step after it.
+    """Return the latest intact step, or None if there is no checkpoint, and a message for each damaged step after it.
 
     Args:
       folder: the run's folder of checkpoints.
@@ -131,7 +131,7 @@ def latest_intact(
 
 
 def earlier_checkpoint_hint(path: Folder) -> str:
-    """Returns the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
+    """Return the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
     if not path.name.isdigit():
         return ""
     for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):

@@ -40,7 +40,7 @@ def attention(
 
     Args:
       q: queries of H heads with D dimensions each.
-      k: keys of K heads; K divides H, and each key head is shared by H/K neighbouring query heads.
+      k: keys of K heads; K divides H, and each key head is shared by H/K neighboring query heads.
       v: values, as `k`.
       pre: weights of the compose of attention scores, before the mask and the softmax.
       post: weights of the compose of attention weights, after the softmax.

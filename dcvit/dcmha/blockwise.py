@@ -1,6 +1,6 @@
 """Exact attention in blocks of queries, with its own backward pass. It never holds an array of size H×T×S.
 
-A block is a run of neighbouring queries and all keys that they may attend to. A block contains complete rows of the
+A block is a run of neighboring queries and all keys that they may attend to. A block contains complete rows of the
 softmax, so that one pass is enough although the post-compose mixes heads after the normalization. The keys of a block
 end at the diagonal in a causal layer and are those of the window in a local layer, so that time and memory of a local
 layer are linear in T. The forward pass saves its inputs and the log-sum-exp of each row; the backward pass computes the
@@ -225,7 +225,7 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def _matmul(equation: str, a: Array, b: Array) -> Array:
-    """Compute an einsum for each head with sums in at least float32; neighbouring heads may share a head of `b`."""
+    """Compute an einsum for each head with sums in at least float32; neighboring heads may share a head of `b`."""
     if len(a) != len(b):
         b = jnp.repeat(b, len(a) // len(b), axis=0)
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))

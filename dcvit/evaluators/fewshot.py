@@ -159,7 +159,7 @@ def intermediate(out: Outputs, name: str) -> Float[Array, "B ..."]:
 def linear_scores(
     x: Float[Array, "N D"], y: Float[Array, "N C"], x_test: Float[Array, "K D"], l2_reg: Float[Array, ""] | float
 ) -> Float[Array, "K C"]:
-    """Return the scores of `x_test` by the ridge regression of `y` on `x`, normalised by mean and deviation of `x`.
+    """Return the scores of `x_test` by the ridge regression of `y` on `x`, normalized by mean and deviation of `x`.
 
     With z = (x - mean)/(std + 1e-5) and an additional constant feature b = 100, the matrix [z b]^T [z b] is block
     diagonal, because the columns of z sum to 0. Weights and intercept are therefore solved separately, so that b² N,

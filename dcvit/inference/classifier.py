@@ -176,5 +176,5 @@ def _scorer(
         found: Array = model.apply({"params": params}, images, train=False)[0]
         return found
 
-    normalise = jax.nn.sigmoid if multilabel else jax.nn.softmax
-    return lambda params, images: normalise(logits(params, images))
+    normalize = jax.nn.sigmoid if multilabel else jax.nn.softmax
+    return lambda params, images: normalize(logits(params, images))

@@ -43,7 +43,7 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], sampling: Sampli
     Tokens of equal logit rank by their number, the lower one first.
 
     Args:
-      logits: unnormalised log-probabilities.
+      logits: unnormalized log-probabilities.
       keys: one random key per example.
       sampling: parameters of the distribution.
 

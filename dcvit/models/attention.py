@@ -69,8 +69,8 @@ class Attention(AttentionFields):
       rotary_base: base of the frequencies of that embedding.
       causal, window: see `dcvit.dcmha.attention`.
       use_bias: the four projections have biases.
-      kernel_init: initialiser of the four projections.
-      out_init: initialiser of the output projection; None means `kernel_init`.
+      kernel_init: initializer of the four projections.
+      out_init: initializer of the output projection; None means `kernel_init`.
       dtype: dtype of the computation; parameters are float32.
       remat: recompute the attention in the backward pass instead of keeping arrays as large as T×S.
     """
@@ -171,7 +171,7 @@ class Attention(AttentionFields):
         return out, cache
 
     def _project(self, x_q: Array, x_kv: Array, positions: Array | None) -> tuple[Array, Array, Array]:
-        """Return queries B T H D, keys and values B S K D, normalised and rotated according to the fields."""
+        """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
         head_dim = x_q.shape[-1] // self.num_heads
 
         def project(name: str, x: Array, heads: int) -> Array:

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
     def __call__(
         self, x: Float[Array, "B T M"], context: TokenContext, caches: LayerCaches | None
     ) -> tuple[Float[Array, "B T M"], Outputs, LayerCaches | None]:
-        """Return the normalised output, the intermediates by layer, and the extended caches."""
+        """Return the normalized output, the intermediates by layer, and the extended caches."""
         period = len(self.windows)
         out: Outputs = {}
         repeats = self.depth // period if self.scanned else 0

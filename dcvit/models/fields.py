@@ -17,7 +17,7 @@ COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
 DTYPES = ("float32", "bfloat16")
-# What a rematerialised layer keeps for the backward pass. "attention" rematerialises inside the attention module.
+# What a rematerialized layer keeps for the backward pass. "attention" rematerializes inside the attention module.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -46,7 +46,7 @@ class BranchFields(nn.Module, kw_only=True):
 
 
 class AttentionFields(BranchFields, kw_only=True):
-    """The composition and normalisation of attention.
+    """The composition and normalization of attention.
 
     Fields:
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.

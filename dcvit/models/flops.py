@@ -22,8 +22,8 @@ from dcvit.models.vit import ViT
 def training_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
     """Return the operations of a training step for one example, in which a backward pass counts as two forward passes.
 
-    Recomputation by rematerialisation does not count. Divided by the time of an example and by the peak rate of the
-    chips, this is model FLOPs utilisation (MFU; Chowdhery et al., 2022, Appendix B).
+    Recomputation by rematerialization does not count. Divided by the time of an example and by the peak rate of the
+    chips, this is model FLOPs utilization (MFU; Chowdhery et al., 2022, Appendix B).
 
     Args:
       net: the model.

@@ -1,4 +1,4 @@
-"""Layers that both models use: normalisation in float32 and the MLP block."""
+"""Layers that both models use: normalization in float32 and the MLP block."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ACTIVATIONS: dict[str, Callable[..., Array]] = {
 
 
 def in_float32(norm: nn.Module, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Apply a normalisation layer in float32 and return the result in the dtype of `x`."""
-    normalised: Array = norm(x.astype(jnp.float32))
-    return normalised.astype(x.dtype)
+    """Apply a normalization layer in float32 and return the result in the dtype of `x`."""
+    normalized: Array = norm(x.astype(jnp.float32))
+    return normalized.astype(x.dtype)
 
 
 class MlpBlock(nn.Module):
@@ -34,9 +34,9 @@ class MlpBlock(nn.Module):
       activation: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
       dropout: dropout rate of the hidden layer.
       use_bias: the dense layers have biases.
-      kernel_init: initialiser of the kernels.
-      out_init: initialiser of the last kernel; None means `kernel_init`.
-      bias_init: initialiser of the biases.
+      kernel_init: initializer of the kernels.
+      out_init: initializer of the last kernel; None means `kernel_init`.
+      bias_init: initializer of the biases.
       dtype: dtype of the computation; parameters are float32.
       names: names of the first layer, the gate and the last layer in the parameter tree; big_vision's by default.
     """

@@ -33,10 +33,10 @@ def smooth(labels: Float[Array, "B C"], amount: float) -> Float[Array, "B C"]:
 def mixup(
     key: jax.Array, images: Float[Array, "B *image"], labels: Float[Array, "B C"], alpha: float
 ) -> tuple[Float[Array, "B *image"], Float[Array, "B C"]]:
-    """Mix each example with its neighbour in the batch (Zhang et al., 2018).
+    """Mix each example with its neighbor in the batch (Zhang et al., 2018).
 
     One λ is drawn from Beta(alpha, alpha) for the whole batch. Each example gets the weight max(λ, 1-λ), which is at
-    least 1/2, and its neighbour the rest.
+    least 1/2, and its neighbor the rest.
     """
     drawn = jax.random.beta(key, alpha, alpha)
     share = jnp.maximum(drawn, 1 - drawn)
@@ -54,7 +54,7 @@ def token_xent(
 ) -> Float[Array, "B T"]:
     """Return the cross-entropy of each token plus z_loss · log²Z (PaLM, Section 5), in nats.
 
-    Z is the normaliser of a token's softmax, Σ exp(logits).
+    Z is the normalizer of a token's softmax, Σ exp(logits).
 
     Args:
       unembed: function from hidden states to logits.

@@ -117,7 +117,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
-        """Return the normalised output, and the intermediates by block."""
+        """Return the normalized output, and the intermediates by block."""
         out: Outputs = {}
         block = Encoder1DBlock
         if self.remat in REMAT_POLICIES:
@@ -182,7 +182,7 @@ class ViT(TransformerFields):
       posemb: "learn" or "sincos2d" (MoCo v3's fixed embedding).
       pool_type: "gap" (mean), "map" (attention pooling), "tok" (class token), "0" (first token), "none".
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
-      head_zeroinit: initialise the head's kernel to zero.
+      head_zeroinit: initialize the head's kernel to zero.
       dropout: dropout rate after the position embedding, inside the MLPs and on both residual branches.
       stochastic_depth: drop rate of the last block; it grows linearly from 0 at the first (a single block has 0).
     """

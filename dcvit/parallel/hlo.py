@@ -43,7 +43,7 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collective operations of a compiled program.
+    """Return the collective operations of a compiled program.
 
     An operation that XLA splits into several instructions to overlap it with computation counts once. The body of a
     loop counts as often as the constant in the loop's condition, which is the length of a scan. An all-reduce of which
@@ -83,7 +83,7 @@ Lines = list[tuple[str, str, str]]  # instructions of a computation: result shap
 
 
 def _computations(text: str) -> tuple[dict[str, Lines], str]:
-    """Returns the instructions of each computation, and the name of the entry computation."""
+    """Return the instructions of each computation, and the name of the entry computation."""
     computations: dict[str, Lines] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -96,7 +96,7 @@ def _computations(text: str) -> tuple[dict[str, Lines], str]:
 
 
 def _times(computations: dict[str, Lines], entry: str) -> dict[str, int]:
-    """Returns how often each computation is executed, starting from the entry computation."""
+    """Return how often each computation is executed, starting from the entry computation."""
     times: dict[str, int] = {}
 
     def visit(name: str, count: int) -> None:
@@ -113,14 +113,14 @@ def _times(computations: dict[str, Lines], entry: str) -> dict[str, int]:
 
 
 def _called(rest: str) -> Iterator[tuple[str, str]]:
-    """Yields the computations that an instruction calls, each with its role."""
+    """Yield the computations that an instruction calls, each with its role."""
     for role, names in CALLED.findall(rest):
         for name in names.split(", "):
             yield role, name.lstrip("%")
 
 
 def _trips(condition: Lines) -> int:
-    """Returns the constant with which a loop's condition compares its counter, or 1."""
+    """Return the constant with which a loop's condition compares its counter, or 1."""
     constants = [
         int(found[1]) for _, op, rest in condition if op == "constant" and (found := re.match(r"(\d+)\)", rest))
     ]
@@ -128,7 +128,7 @@ def _trips(condition: Lines) -> int:
 
 
 def _result(shape: str, op: str) -> str:
-    """Returns the result in the tuple (operands, results, …) of a start operation: the second half of its arrays."""
+    """Return the result in the tuple (operands, results, …) of a start operation: the second half of its arrays."""
     if not op.endswith("-start") or op == "all-reduce-start":
         return shape
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)
@@ -137,7 +137,7 @@ def _result(shape: str, op: str) -> str:
 
 
 def _bytes(shape: str) -> int:
-    """Returns the size of all arrays in a shape."""
+    """Return the size of all arrays in a shape."""
     total = 0
     for dtype, sides in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
         digits = re.findall(r"\d+", dtype)

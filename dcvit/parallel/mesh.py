@@ -19,7 +19,7 @@ BATCH = ("fsdp", "data")
 
 
 def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
-    """Constrains the sharding of an activation inside a compiled function.
+    """Constrain the sharding of an activation inside a compiled function.
 
     Args:
       x: the activation.
@@ -35,14 +35,14 @@ def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
 
 
 def active_mesh() -> AbstractMesh | None:
-    """Returns the current mesh; None if there is none, it has one device, or its axes are manual (`jax.shard_map`)."""
+    """Return the current mesh; None if there is none, it has one device, or its axes are manual (`jax.shard_map`)."""
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = any(kind != AxisType.Auto for kind in mesh.axis_types)
     return None if mesh.empty or mesh.size == 1 or is_manual else mesh
 
 
 def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | AbstractMesh) -> list[Axis]:
-    """Returns `axes` without axes that the mesh lacks, and with None for a dimension that its axes do not divide."""
+    """Return `axes` without axes that the mesh lacks, and with None for a dimension that its axes do not divide."""
     found: list[Axis] = []
     for size, axis in zip(shape, axes, strict=True):
         names = tuple(name for name in axis_names(axis) if name in mesh.shape)
@@ -52,10 +52,10 @@ def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | Abst
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axis: Axis) -> int:
-    """Returns the number of devices along one mesh axis, several (their product), or none (1)."""
+    """Return the number of devices along one mesh axis, several (their product), or none (1)."""
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """Returns one mesh axis, several or None as a tuple."""
+    """Return one mesh axis, several or None as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis or ())

@@ -35,24 +35,24 @@ class Coordinator(Protocol):
     """The part of JAX's client of the coordinator that is used here."""
 
     def key_value_set(self, key: str, value: str) -> None:
-        """Sets a key. Raises an exception if the key exists."""
+        """Set a key. Raise an exception if the key exists."""
 
     def key_value_try_get(self, key: str) -> str:
-        """Returns the value of a key. Raises an exception with "NOT_FOUND" if it does not exist."""
+        """Return the value of a key. Raise an exception with "NOT_FOUND" if it does not exist."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Returns the value of a key, after waiting for it."""
+        """Return the value of a key, after waiting for it."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a run of several processes; Slurm, Open MPI and Cloud TPU pods need none of them."""
+    """Add the options of a run of several processes; Slurm, Open MPI and Cloud TPU pods need none of them."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 in a run of several processes")
     parser.add_argument("--num_processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process_id", type=int, metavar="I", help="0 to N-1")
 
 
 def initialize(args: argparse.Namespace) -> None:
-    """Connects the processes of this run, given by the options of `add_options` or the cluster's environment.
+    """Connect the processes of this run, given by the options of `add_options` or the cluster's environment.
 
     In all processes except process 0, stdout is discarded. Does nothing for a run of one process.
 
@@ -92,35 +92,35 @@ def initialize(args: argparse.Namespace) -> None:
 
 
 def in_cluster() -> bool:
-    """Returns True if Slurm (`srun`) or Open MPI started this process as one of several."""
+    """Return True if Slurm (`srun`) or Open MPI started this process as one of several."""
     counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
     return any(count.isdigit() and int(count) > 1 for count in counts)
 
 
 def on_tpu_vm() -> bool:
-    """Returns True if JAX uses the chips of a Cloud TPU VM, whose metadata list the other workers."""
+    """Return True if JAX uses the chips of a Cloud TPU VM, whose metadata list the other workers."""
     from jax._src import cloud_tpu_init  # JAX detects a TPU VM here and has no public name for the result
 
     return cloud_tpu_init.running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
 
 
 def is_first() -> bool:
-    """Returns True in process 0, which writes files and prints for all processes."""
+    """Return True in process 0, which writes files and print for all processes."""
     return index() == 0
 
 
 def index() -> int:
-    """Returns the index of this process, from 0."""
+    """Return the index of this process, from 0."""
     return int(_distributed_state().process_id)
 
 
 def is_single_process() -> bool:
-    """Returns True if the run has one process."""
+    """Return True if the run has one process."""
     return _coordinator() is None
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when every process has called this with the same name."""
+    """Return when every process has called this with the same name."""
     if not is_single_process():
         from jax.experimental import multihost_utils
 
@@ -128,7 +128,7 @@ def wait_for_all(name: str) -> None:
 
 
 def agree(values: Mapping[str, Any]) -> None:
-    """Checks that all processes have computed the same values, which are serializable as JSON.
+    """Check that all processes have computed the same values, which are serializable as JSON.
 
     Raises:
       ConfigError: a value differs from that of process 0; the message has both.
@@ -141,7 +141,7 @@ def agree(values: Mapping[str, Any]) -> None:
 
 
 def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
-    """Returns the values that all processes passed with this name, in the order of the processes.
+    """Return the values that all processes passed with this name, in the order of the processes.
 
     No device takes part, so any thread can call this at any time.
 
@@ -159,14 +159,14 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
 
 
 def request_stop() -> None:
-    """Makes `stop_requested` return True in every process of this run."""
+    """Make `stop_requested` return True in every process of this run."""
     if coordinator := _coordinator():
         with contextlib.suppress(Exception):  # another process has requested it already
             coordinator.key_value_set(STOP, str(index()))
 
 
 def stop_requested() -> bool:
-    """Returns True if a process of this run has requested that all processes stop."""
+    """Return True if a process of this run has requested that all processes stop."""
     coordinator = _coordinator()
     if coordinator is None:
         return False
@@ -177,7 +177,7 @@ def stop_requested() -> bool:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this process without waiting for its other threads; several processes exit together."""
+    """End this process without waiting for its other threads; several processes exit together."""
     ENDED.set()
     if not is_single_process():
         with contextlib.suppress(Exception):  # the other processes may have exited
@@ -188,7 +188,7 @@ def exit_process(status: int) -> NoReturn:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Ends this process, one of several, without waiting for the others, and sends them the message."""
+    """End this process, one of several, without waiting for the others, and send them the message."""
     ENDED.set()
     with contextlib.suppress(Exception):  # the coordinator may have exited
         _send_failure(message)
@@ -198,7 +198,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def _send_failure(message: str) -> None:
-    """Writes the message to the coordinator; prints that of an earlier failure, which may have caused this one."""
+    """Write the message to the coordinator; print that of an earlier failure, which may have caused this one."""
     coordinator = _coordinator()
     assert coordinator
     try:
@@ -208,7 +208,7 @@ def _send_failure(message: str) -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends the process without waiting for its threads, and shows the cursor, which a live progress bar hides."""
+    """End the process without waiting for its threads, and show the cursor, which a live progress bar hides."""
     try:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has exited
@@ -220,7 +220,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _distributed_state() -> Any:
-    """Returns JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
+    """Return JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
 
     The public `jax.process_index` and `jax.process_count` set up the backend, which can block, and must not happen
     before `initialize`. The client has no public name.
@@ -231,13 +231,13 @@ def _distributed_state() -> Any:
 
 
 def _coordinator() -> Coordinator | None:
-    """Returns the client of the coordinator; None in a run of one process."""
+    """Return the client of the coordinator; None in a run of one process."""
     client: Coordinator | None = _distributed_state().client
     return client
 
 
 def _watch() -> None:
-    """Polls for the failure of another process until this process ends; then prints its message and exits."""
+    """Poll for the failure of another process until this process ends; then print its message and exit."""
     while not ENDED.wait(POLL_SECONDS):
         coordinator = _coordinator()
         assert coordinator

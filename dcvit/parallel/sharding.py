@@ -73,7 +73,7 @@ class DeviceCountError(ConfigError):
 
 
 def make_mesh(axes: Sequence[object], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with all axes of `AXES`.
+    """Return a mesh with all axes of `AXES`.
 
     Args:
       axes: pairs (name, size), from the slowest to the fastest links. An axis that is not given has size 1. One size
@@ -112,12 +112,12 @@ def make_mesh(axes: Sequence[object], devices: Sequence[jax.Device] | None = Non
 
 
 def data_mesh() -> Mesh:
-    """Returns a mesh of all devices along the axis "data"."""
+    """Return a mesh of all devices along the axis "data"."""
     return make_mesh([("data", -1)])
 
 
 def check_strategy(mesh: Mesh, axes: Sequence[Sequence[object]], strategy: str | Sequence[object]) -> None:
-    """Raises ConfigError if a strategy is unknown or invalid, or does not fit the mesh of the given axes."""
+    """Raise ConfigError if a strategy is unknown or invalid, or doe not fit the mesh of the given axes."""
     if not isinstance(strategy, str):
         for pair in strategy:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], str | list | tuple):
@@ -143,7 +143,7 @@ def check_strategy(mesh: Mesh, axes: Sequence[Sequence[object]], strategy: str |
 
 
 def _check_axes(spec: Sequence[object]) -> None:
-    """Raises ConfigError if a spec has anything but mesh axes, or one of them twice."""
+    """Raise ConfigError if a spec has anything but mesh axes, or one of them twice."""
     flat = [name for axis in spec for name in (axis if isinstance(axis, list | tuple) else [axis])]
     named = [name for name in flat if name is not None]
     if any(not isinstance(name, str) or name not in AXES for name in named) or len(set(named)) < len(named):
@@ -159,7 +159,7 @@ def _check_name(strategy: str) -> None:
 
 
 def check_model(mesh: Mesh, net: ModelSizes) -> None:
-    """Raises ConfigError if the axis "tensor" does not divide the model's heads, groups, width or hidden width."""
+    """Raise ConfigError if the axis "tensor" does not divide the model's heads, groups, width or hidden width."""
     tensor = mesh.shape["tensor"]
     sizes = {"num_heads": net.num_heads, "mlp_dim": net.mlp_dim or 4 * net.width, "width": net.width}
     for name, size in sizes.items():
@@ -173,7 +173,7 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
 
 
 def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedSharding]:
-    """Returns the sharding of each array of a tree of parameters, or of the state of their optimizer.
+    """Return the sharding of each array of a tree of parameters, or of the state of their optimizer.
 
     Args:
       tree: arrays or shapes, named by their path.
@@ -200,12 +200,12 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
 
 
 def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Axis]:
-    """Returns the mesh axes that split each dimension of a parameter."""
+    """Return the mesh axes that split each dimension of a parameter."""
     return _strategy_spec(name, shape, rule, mesh) if isinstance(rule, str) else _rule_spec(name, shape, rule, mesh)
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> list[Axis]:
-    """Returns the spec of a rule, completed to all dimensions. Raises ConfigError if it does not fit the shape."""
+    """Return the spec of a rule, completed to all dimensions. Raise ConfigError if it does not fit the shape."""
     if re.match(r"opt_state/|step$|skipped$|nonfinite$", name) and not _fits(shape, rule, mesh):
         return [None] * len(shape)
     if len(rule) > len(shape):
@@ -220,7 +220,7 @@ def _rule_spec(name: str, shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> lis
 
 
 def _strategy_spec(name: str, shape: tuple[int, ...], strategy: str, mesh: Mesh) -> list[Axis]:
-    """Returns the spec of a named strategy."""
+    """Return the spec of a named strategy."""
     first = int(re.fullmatch(STACKED, name) is not None)
     spec: list[Axis] = [None] * len(shape)
     if "tensor" in strategy:
@@ -236,34 +236,34 @@ def _strategy_spec(name: str, shape: tuple[int, ...], strategy: str, mesh: Mesh)
 
 
 def _fits(shape: tuple[int, ...], rule: Spec, mesh: Mesh) -> bool:
-    """Returns True if a spec has no more dimensions than an array, and its axes divide them."""
+    """Return True if a spec has no more dimensions than an array, and its axes divide them."""
     last = shape[max(0, len(shape) - len(rule)) :]
     return len(last) == len(rule) and divisible_axes(last, rule, mesh) == list(rule)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding with the same values on every device."""
+    """Return the sharding with the same values on every device."""
     return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding whose first dimension is split over the axes of `BATCH`."""
+    """Return the sharding whose first dimension is split over the axes of `BATCH`."""
     return NamedSharding(mesh, P(BATCH))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Returns the number of parts into which a batch is split."""
+    """Return the number of parts into which a batch is split."""
     return axis_size(mesh, BATCH)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
-    """Returns the rows of a batch that the devices of this process hold, in order; other processes may hold them."""
+    """Return the rows of a batch that the devices of this process hold, in order; other processes may hold them."""
     indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in indices if index for row in range(batch_size)[index[0]]})
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
-    """Transfers a batch to the devices.
+    """Transfer a batch to the devices.
 
     Args:
       batch: arrays with the `local_rows` of this process.
@@ -286,7 +286,7 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int) -> d
 def prefetch(
     batches: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, batch_size: int, ahead: int = 1
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields batches after `put_batch`, called `ahead` batches in advance to overlap transfers with computation."""
+    """Yield batches after `put_batch`, called `ahead` batches in advance to overlap transfers with computation."""
     sent: deque[dict[str, jax.Array]] = deque()
     try:
         for batch in batches:

@@ -62,12 +62,12 @@ SLICES = (
 
 
 def chip(kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, ignoring case; None if it is not in `CHIPS`."""
+    """Return the chip of a `jax.Device.device_kind`, ignoring case; None if it is not in `CHIPS`."""
     return next((known for known in CHIPS if kind.lower() in map(str.lower, known.kinds)), None)
 
 
 def topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Returns the chip and the shape, in chips, of a TPU slice such as "v5e:16x16" or "v5p:4x4x8".
+    """Return the chip and the shape, in chips, of a TPU slice such as "v5e:16x16" or "v5p:4x4x8".
 
     libtpu accepts the same names, but also slices that do not exist, and a side of 0 makes it abort the process.
 
@@ -82,7 +82,7 @@ def topology(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _exists(family: str, sides: str) -> bool:
-    """Returns True if a family has a slice with the given sides."""
+    """Return True if a family has a slice with the given sides."""
     if family not in LARGEST:
         return family in ("v5e", "v6e") and sides in FLAT
     if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", sides):

@@ -34,7 +34,7 @@ class WorkdirLock:
     """
 
     def __init__(self, workdir: Folder):
-        """Acquires the lock.
+        """Acquire the lock.
 
         Raises:
           ConfigError: another process, which the message names, holds the lock, or the workdir cannot be written.
@@ -54,7 +54,7 @@ class WorkdirLock:
 
 
 def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
-    """Locks the file `.lock` with flock(2), which the system releases when the process ends for any reason."""
+    """Lock the file `.lock` with flock(2), which the system releases when the process ends for any reason."""
     path = workdir / LOCK
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class _ObjectLock:
                 self.store.rm_file(path)
 
     def _acquire(self) -> str:
-        """Creates the lock and returns its generation. Raises ConfigError while another run renews it."""
+        """Create the lock and return its generation. Raise ConfigError while another run renews it."""
         for attempt in range(2):
             with contextlib.suppress(FileExistsError):
                 self.store.pipe_file(self.path, f"{self.owner}\n".encode(), mode="create")
@@ -120,7 +120,7 @@ class _ObjectLock:
         raise ConfigError(_in_use(self.workdir, owner))
 
     def _delete_if_stale(self, generation: str, owner: str) -> None:
-        """Deletes a lock that its owner does not renew."""
+        """Delete a lock that its owner does not renew."""
         if not generation:  # released in the meantime
             return
         seconds = 2 * self.renew_seconds
@@ -132,7 +132,7 @@ class _ObjectLock:
                 self.store.rm_file(f"{self.path}#{generation}")
 
     def _read(self) -> tuple[str, str]:
-        """Returns the current generation and owner of the lock; both are empty if there is no lock."""
+        """Return the current generation and owner of the lock; both are empty if there is no lock."""
         try:
             generation = str(self.store.info(self.path)["generation"])
             return generation, self.store.cat_file(f"{self.path}#{generation}").decode().strip()
@@ -147,7 +147,7 @@ class _ObjectLock:
             return None
 
     def _renew(self) -> None:
-        """Rewrites the renewal object; ends the process where the lock is no longer its own."""
+        """Rewrite the renewal object; end the process where the lock is no longer its own."""
         while not self.ended.wait(self.renew_seconds):
             with contextlib.suppress(Exception):  # the store may be unavailable for some time
                 generation, owner = self._read()

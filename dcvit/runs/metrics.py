@@ -30,7 +30,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Folder, *, resume_step: int | None = None):
-        """Opens a file for appending.
+        """Open a file for appending.
 
         Args:
           path: the file.
@@ -45,7 +45,7 @@ class JsonLines:
         self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Appends a row, unless the file already has a row of this or a later step. NaN and Inf are written as null.
+        """Append a row, unless the file already has a row of this or a later step. NaN and Inf are written as null.
 
         Raises:
           OSError: the disk is full or unavailable; the message names the file.
@@ -67,7 +67,7 @@ class JsonLines:
         self.last_step = step
 
     def flush(self) -> None:
-        """Returns when all rows are on the disk or in the store."""
+        """Return when all rows are on the disk or in the store."""
         if self.file:
             os.fsync(self.file.fileno())
         elif self.text != self.uploaded:
@@ -75,7 +75,7 @@ class JsonLines:
             self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
-        """Writes remaining rows and closes the file."""
+        """Write remaining rows and close the file."""
         if not self.file:
             self.flush()
         with contextlib.suppress(OSError):  # `write` has raised it before
@@ -84,7 +84,7 @@ class JsonLines:
 
 
 def read(path: Folder) -> list[dict[str, Any]]:
-    """Reads the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
+    """Read the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
 
     Raises:
       MetricsError: any other line that is not a JSON object with a step.
@@ -106,13 +106,13 @@ class SummaryWriter(Protocol):
     """The part of clu's TensorBoard writer that is used here."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, object]) -> None:
-        """Writes the scalars of a step."""
+        """Write the scalars of a step."""
 
     def flush(self) -> None:
-        """Writes buffered scalars to the disk."""
+        """Write buffered scalars to the disk."""
 
     def close(self) -> None:
-        """Closes the writer."""
+        """Close the writer."""
 
 
 class MetricWriter:
@@ -123,12 +123,12 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
-        """Opens the files of a workdir; see `JsonLines` for `resume_step`."""
+        """Open the files of a workdir; see `JsonLines` for `resume_step`."""
         self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resume_step) for name in FILES)
         self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:
-        """Writes the metrics and timings of a step, unless the file already has them."""
+        """Write the metrics and timings of a step, unless the file already has them."""
         if self.tensorboard and step > self.metrics.last_step:
             self.tensorboard.write_scalars(step, {**metrics, **(timing or {})})
         self.metrics.write(step, metrics)
@@ -141,14 +141,14 @@ class MetricWriter:
         return self.metrics.last_step
 
     def flush(self) -> None:
-        """Returns when everything written so far would survive a kill."""
+        """Return when everything written so far would survive a kill."""
         self.metrics.flush()
         self.timing.flush()
         if self.tensorboard:
             self.tensorboard.flush()
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all files."""
         self.metrics.close()
         self.timing.close()
         if self.tensorboard:
@@ -156,7 +156,7 @@ class MetricWriter:
 
 
 def _tensorboard(workdir: Folder) -> SummaryWriter | None:
-    """Returns clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed."""
+    """Return clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
     from input_pipeline.optional import tensorflow

@@ -39,7 +39,7 @@ class Preemption:
 
     @contextlib.contextmanager
     def saving(self, save: Callable[[], str], ended: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Sets the function that a stop calls while the body runs.
+        """Set the function that a stop calls while the body runs.
 
         A stop that has started is always completed: when the body returns or raises, this calls `ended` and waits until
         the process exits with the status of the stop.
@@ -56,7 +56,7 @@ class Preemption:
             self.save = outer
 
     def _finish(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Does not return if a stop has started, because the stop ends the process."""
+        """Do not return if a stop has started, because the stop ends the process."""
         with self.starting:
             stopper = self.stopper
         if stopper:
@@ -125,7 +125,7 @@ class Preemption:
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr in the first process; ignores errors, such as a closed pipe."""
+    """Print a line to stderr in the first process; ignore errors, such as a closed pipe."""
     if multihost.is_first():
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ class ProgressBar:
         lines: bool = False,
         stderr: bool = True,
     ):
-        """Prepares the bar.
+        """Prepare the bar.
 
         Args:
           title: name of the work.
@@ -70,7 +70,7 @@ class ProgressBar:
         self.bar.stop()
 
     def show(self, completed: int, status: str = "") -> None:
-        """Shows how much is completed, and a status, unless the last update was shortly before."""
+        """Show how much is completed, and a status, unless the last update was shortly before."""
         now = time.monotonic()
         if now < self.shown + (LIVE_SECONDS if self.live else LINE_SECONDS):
             return
@@ -83,7 +83,7 @@ class ProgressBar:
             self.line(f"{self.title}: {amount}  {status}  ETA {left:.0f}s")
 
     def line(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         self.bar.console.print(text, markup=False)
 
 
@@ -91,7 +91,7 @@ class ByteProgress(ProgressBar):
     """Progress of a conversion of files: the bytes that are read, and the speed of the output."""
 
     def __init__(self, title: str, unit: str):
-        """Prepares the display.
+        """Prepare the display.
 
         Args:
           title: name of the operation.
@@ -105,7 +105,7 @@ class ByteProgress(ProgressBar):
         return self
 
     def update(self, completed: int, total: int, produced: int) -> None:
-        """Shows that `completed` of `total` bytes are read and `produced` units are written."""
+        """Show that `completed` of `total` bytes are read and `produced` units are written."""
         self.total = total
         self.show(completed, f"{produced / (time.monotonic() - self.started) / 1e6:.2f} M{self.unit}/s")
 
@@ -118,7 +118,7 @@ class RunProgress(ProgressBar):
     """
 
     def __init__(self, title: str, total: int, start: int = 0, rate: tuple[str, int] = ("img/s", 1)):
-        """Prepares the display.
+        """Prepare the display.
 
         Args:
           title: name of the run.
@@ -146,11 +146,11 @@ class RunProgress(ProgressBar):
         super().__exit__(kind, error, traceback)
 
     def advance(self, step: int) -> None:
-        """Shows the number of completed steps in the bar."""
+        """Show the number of completed steps in the bar."""
         self.bar.update(self.task, completed=step)
 
     def report(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float]) -> None:
-        """Shows a logged step: loss and speed in the bar, or as a line, and a line for each evaluation."""
+        """Show a logged step: loss and speed in the bar, or as a line, and a line for each evaluation."""
         loss = metrics.get("loss")
         status = f"loss {loss:.4f}" if isinstance(loss, float) else ""
         if timing:
@@ -179,24 +179,24 @@ class _LogLines(logging.Handler):
     """
 
     def __init__(self, name: str, progress: ProgressBar, *, distinct: bool = False):
-        """Prepares the handler; if `distinct`, equal messages are printed once."""
+        """Prepare the handler; if `distinct`, equal messages are printed once."""
         super().__init__(logging.INFO)
         self.logger, self.progress, self.distinct = logging.getLogger(name), progress, distinct
         self.printed: set[str] = set()
 
     def attach(self) -> None:
-        """Replaces the handlers of the logger."""
+        """Replace the handlers of the logger."""
         self.previous = self.logger.handlers, self.logger.level, self.logger.propagate
         self.logger.handlers, self.logger.propagate = [self], False
         self.logger.setLevel(logging.INFO)
 
     def detach(self) -> None:
-        """Restores the handlers of the logger."""
+        """Restore the handlers of the logger."""
         self.logger.handlers, level, self.logger.propagate = self.previous
         self.logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints a record."""
+        """Print a record."""
         line = record.getMessage()
         if self.distinct and line in self.printed:
             return

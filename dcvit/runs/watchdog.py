@@ -28,7 +28,7 @@ class Watchdog:
     """
 
     def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):
-        """Starts the watchdog.
+        """Start the watchdog.
 
         Args:
           workdir: the folder for `watchdog.log`.
@@ -46,11 +46,11 @@ class Watchdog:
         self.phase, self.since, self.reported = phase, time.monotonic(), False
 
     def close(self) -> None:
-        """Stops the watchdog."""
+        """Stop the watchdog."""
         self.ended.set()
 
     def _arm(self) -> None:
-        """Sets faulthandler's timer, which the watchdog thread sets again in time as long as it can run.
+        """Set faulthandler's timer, which the watchdog thread sets again in time as long as it can run.
 
         A C function that does not release the interpreter lock also stops the watchdog thread. The timer's C thread
         then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1. The timer
@@ -88,7 +88,7 @@ class Watchdog:
 
 
 def report(line: str) -> str:
-    """Returns a report: the time, the line, the process index, what input workers read, and the stack of each thread.
+    """Return a report: the time, the line, the process index, what input workers read, and the stack of each thread.
 
     faulthandler writes the stacks, to a file: it needs no lock that a stalled thread may hold.
     """

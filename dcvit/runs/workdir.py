@@ -34,7 +34,7 @@ SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoin
 
 
 def data_identity(source: Source) -> Record:
-    """Identifies a data source by its size, its class names, and a hash of examples at regular distances."""
+    """Identify a data source by its size, its class names, and a hash of examples at regular distances."""
     digest = hashlib.sha256()
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:
@@ -53,7 +53,7 @@ def data_identity(source: Source) -> Record:
 
 
 def software() -> dict[str, str]:
-    """Returns the versions of the packages on which the bits of a result depend."""
+    """Return the versions of the packages on which the bits of a result depend."""
     found = {"python": platform.python_version()}
     for name in SOFTWARE:
         try:
@@ -64,12 +64,12 @@ def software() -> dict[str, str]:
 
 
 def devices() -> Record:
-    """Returns the kind and number of the devices, and the number of processes."""
+    """Return the kind and number of the devices, and the number of processes."""
     return {"kind": jax.devices()[0].device_kind, "count": jax.device_count(), "processes": jax.process_count()}
 
 
 def check_accepted(accept: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
+    """Raise ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
     valid = ["data", *configs.known_keys()]
     for name in accept:
         if name.partition(".")[0] not in valid:
@@ -77,12 +77,12 @@ def check_accepted(accept: Sequence[str]) -> None:
 
 
 def has_started(workdir: Folder, saved: Sequence[int]) -> bool:
-    """Returns True if the run in a workdir has a checkpoint (of the steps `saved`) or metrics of a step after 0."""
+    """Return True if the run in a workdir has a checkpoint (of the steps `saved`) or metrics of a step after 0."""
     return bool(saved) or any(row["step"] for row in metrics.read(workdir / "metrics.jsonl"))
 
 
 def existing(workdir: Folder) -> Record:
-    """Reads the "config" and the "data" of the run in a workdir; a missing file is omitted.
+    """Read the "config" and the "data" of the run in a workdir; a missing file is omitted.
 
     Raises:
       ConfigError: a file is damaged.
@@ -98,7 +98,7 @@ def existing(workdir: Folder) -> Record:
 def check_same_run(
     workdir: Folder, existing: Record, config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
 ) -> list[str]:
-    """Checks that the config and the data equal those of the run in the workdir.
+    """Check that the config and the data equal those of the run in the workdir.
 
     Args:
       workdir: the run's folder, named in errors.
@@ -133,13 +133,13 @@ def check_same_run(
 
 
 def record(workdir: Folder, config: Mapping[str, Any], data: Record) -> None:
-    """Writes `config.json` and `data.json`."""
+    """Write `config.json` and `data.json`."""
     for name, content in (("data.json", data), ("config.json", dict(config))):
         replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 
 def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each reason why the result of a resumed run will not be bitwise reproducible.
+    """Return a line for each reason why the result of a resumed run will not be bitwise reproducible.
 
     Args:
       saved: the `about` of the checkpoint, with "software" and "devices".
@@ -154,7 +154,7 @@ def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 
 
 def check_shared(workdir: Folder) -> None:
-    """Raises ConfigError if this process does not find the file that the first process has written to the workdir."""
+    """Raise ConfigError if this process does not find the file that the first process has written to the workdir."""
     for _ in range(SHARED_SECONDS):
         if (workdir / "config.json").is_file():
             return
@@ -163,7 +163,7 @@ def check_shared(workdir: Folder) -> None:
 
 
 def _differences(name: str, saved: object, current: object) -> dict[str, str]:
-    """Returns a description of each value that differs, by its dotted name."""
+    """Return a description of each value that differs, by its dotted name."""
     if isinstance(saved, dict) and isinstance(current, dict):
         found: dict[str, str] = {}
         for key in sorted({*saved, *current}):

@@ -47,7 +47,7 @@ class CompiledStep(TypedDict, total=False):
       mesh: the axes of the mesh that are larger than 1.
       parameters: the number of parameters.
       params: size of the parameters.
-      optimiser: size of the optimiser state and of averaged parameters.
+      optimizer: size of the optimizer state and of averaged parameters.
       tflops: 10^12 floating-point operations of a step of all chips, by formula; None if the model has no formula.
       activations: size of the values that a forward pass keeps for the backward pass, if the mesh axis "tensor" splits
         none of them.
@@ -65,7 +65,7 @@ class CompiledStep(TypedDict, total=False):
     mesh: str
     parameters: int
     params: float
-    optimiser: float
+    optimizer: float
     tflops: float | None
     activations: float
     temporaries: float
@@ -114,7 +114,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
         mesh=" ".join(f"{name}={size}" for name, size in step.mesh.shape.items() if size > 1) or "1",
         parameters=sum(leaf.size for leaf in jax.tree.leaves(step.state.params)),
         params=_shard_bytes(step.state.params) / GIB,
-        optimiser=_shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
+        optimizer=_shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
         tflops=step.flops and step.flops / 1e12,
     )
     started = time.perf_counter()

@@ -49,10 +49,10 @@ class Hook:
     """Work between the steps; a subclass overrides one method or both."""
 
     def before_step(self, step: int) -> None:
-        """Runs before the data of a step is read."""
+        """Run before the data of a step is read."""
 
     def after_step(self, result: StepResult) -> None:
-        """Runs after a step was started on the devices, and the step before it was checked."""
+        """Run after a step was started on the devices, and the step before it was checked."""
 
 
 class StepClock:
@@ -62,18 +62,18 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Starts a new measurement."""
+        """Start a new measurement."""
         self.since, self.steps = time.perf_counter(), 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time spent in the body."""
+        """Exclude the time spent in the body."""
         paused_at = time.perf_counter()
         yield
         self.since += time.perf_counter() - paused_at
 
     def elapsed_per_step(self) -> float:
-        """Returns the seconds per step since the last call, and starts a new measurement."""
+        """Return the seconds per step since the last call, and start a new measurement."""
         seconds = (time.perf_counter() - self.since) / max(1, self.steps)
         self.start()
         return seconds
@@ -88,7 +88,7 @@ class NonFiniteGuard:
         self.messages: dict[int, str] = {}  # by step
 
     def check(self, result: StepResult) -> None:
-        """Reports a step that was not finite, once. Raises FloatingPointError if there were too many up to this one."""
+        """Report a step that was not finite, once. Raise FloatingPointError if there were too many up to this one."""
         numbers = result.numbers
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0))]
         count = numbers.get("nonfinite", 0)
@@ -105,7 +105,7 @@ class NonFiniteGuard:
             raise FloatingPointError(f"{text}, earlier checkpoints are kept")
 
     def _write_examples(self, step: int, names: Sequence[str]) -> str:
-        """Writes the examples of a step to a file, in the first process, and returns a description of the result."""
+        """Write the examples of a step to a file, in the first process, and return a description of the result."""
         path, outcome = self.run.workdir / f"nonfinite-{step}.json", "its examples are in"
         data = self.run.setup.data
         if multihost.is_first():
@@ -129,7 +129,7 @@ class BestCheckpoint:
         self.step: int | None = None
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Takes a row of metrics into account."""
+        """Take a row of metrics into account."""
         value = row.get(self.metric) if self.metric and step else None
         if value is None or not math.isfinite(value):
             return
@@ -147,7 +147,7 @@ class MetricsHook(Hook):
         self.row: dict[str, Any] = {}  # the last row of metrics
 
     def after_step(self, result: StepResult) -> None:
-        """Writes the row of a step that logs or evaluates."""
+        """Write the row of a step that logs or evaluates."""
         evaluators, logs = self._due(result.step)
         if not evaluators and not logs:
             return
@@ -157,7 +157,7 @@ class MetricsHook(Hook):
             self._record(result.step, result.state, result.numbers, evaluators, timing)
 
     def first_row(self, state: TrainState) -> None:
-        """Records the parameters and every evaluation before the first step."""
+        """Record the parameters and every evaluation before the first step."""
         if self.run.writer:
             write_overview(self.run.workdir, state.params)
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -165,7 +165,7 @@ class MetricsHook(Hook):
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
 
     def catch_up(self, state: TrainState) -> None:
-        """Records the row of the checkpoint's step if the run stopped before it could; recalls the best step."""
+        """Record the row of the checkpoint's step if the run stopped before it could; recall the best step."""
         run, start = self.run, self.run.start
         history = run.writer.metrics.rows if run.writer and self.best.metric else []
         for row in multihost.gather("history", history)[0]:
@@ -177,7 +177,7 @@ class MetricsHook(Hook):
             self._record(start, state, run.resumed["row"], evaluators, {})
 
     def _due(self, step: int) -> tuple[list[str], bool]:
-        """Returns the evaluators that are due after a step, and True if it logs. The last step evaluates everything."""
+        """Return the evaluators that are due after a step, and True if it logs. The last step evaluates everything."""
         last = step == self.total_steps
         evaluators = [name for name, interval in self.intervals.evals.items() if last or is_due(interval, step)]
         return evaluators, bool(self.intervals.log) and (last or is_due(self.intervals.log, step))
@@ -218,7 +218,7 @@ class CheckpointHook(Hook):
         self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
-        """Saves a step that is due, or the best one so far."""
+        """Save a step that is due, or the best one so far."""
         due = bool(self.interval) and (result.step == self.total_steps or is_due(self.interval, result.step))
         if not due and self.best.step != result.step:
             return
@@ -228,7 +228,7 @@ class CheckpointHook(Hook):
             self.save(result)
 
     def save(self, result: StepResult) -> None:
-        """Starts to save a step, unless it is the newest one saved.
+        """Start to save a step, unless it is the newest one saved.
 
         Raises:
           FloatingPointError: the state contains NaN or Inf.
@@ -261,13 +261,13 @@ class ProfilerHook(Hook):
         self.recording = False
 
     def before_step(self, step: int) -> None:
-        """Starts the trace at the first step of the window, or in the window if the run resumes there."""
+        """Start the trace at the first step of the window, or in the window if the run resumes there."""
         if not self.recording and self.first <= step <= self.last:
             jax.profiler.start_trace(self.folder)
             self.recording = True
 
     def after_step(self, result: StepResult) -> None:
-        """Ends the trace after the last step of the window."""
+        """End the trace after the last step of the window."""
         if self.recording and result.step == self.last:
             jax.block_until_ready(result.state)
             jax.profiler.stop_trace()
@@ -275,14 +275,14 @@ class ProfilerHook(Hook):
 
 
 def is_due(interval: int | None, step: int) -> bool:
-    """Returns True if a step ends an interval; an interval of 0 or None never ends."""
+    """Return True if a step ends an interval; an interval of 0 or None never ends."""
     return bool(interval) and step % (interval or 1) == 0
 
 
 def peak_examples_per_second(
     model: nn.Module, example: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]
 ) -> float | None:
-    """Returns the examples per second of devices that execute the model's matrix products at their peak rate.
+    """Return the examples per second of devices that execute the model's matrix products at their peak rate.
 
     Model FLOPs utilization (MFU) is measured against it. None for devices that are not in `dcvit.parallel.topologies`.
     """

@@ -34,14 +34,14 @@ class TrainingData:
     def batches(
         self, start_step: int, rows: Sequence[int] | None = None
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yields the batches from a step on; `rows` selects the rows of each batch that this process prepares."""
+        """Yield the batches from a step on; `rows` selects the rows of each batch that this process prepares."""
         return input_pipeline.train_batches(
             self.source, self.pp, self.batch_size, self.seed, start_step, rows=rows, corrupt=self.corrupt
         )
 
 
 def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
-    """Returns the batch size and the policy for damaged examples of `config.input`.
+    """Return the batch size and the policy for damaged examples of `config.input`.
 
     Raises:
       ConfigError: an unknown key, a value of the wrong type, or a batch that the mesh does not divide.
@@ -66,13 +66,13 @@ def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
 
 
 def open_source(data: Options, what: str) -> Source:
-    """Opens a config's `data`; `what` is its name in error messages."""
+    """Open a config's `data`; `what` is its name in error messages."""
     check_data(data, what)
     return input_pipeline.open_source(**dict(data))
 
 
 def check_data(data: object, what: str) -> None:
-    """Raises ConfigError if `data` names no kind, or if an option common to all kinds has the wrong type."""
+    """Raise ConfigError if `data` names no kind, or if an option common to all kinds has the wrong type."""
     if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
     common = {key: data[key] for key in ("kind", "limit", "cache") if key in data}
@@ -80,7 +80,7 @@ def check_data(data: object, what: str) -> None:
 
 
 def given(value: T | None, key: str) -> T:
-    """Returns a value of the config that may also come from the data or from a workdir.
+    """Return a value of the config that may also come from the data or from a workdir.
 
     Raises:
       ConfigError: the value is None.
@@ -91,7 +91,7 @@ def given(value: T | None, key: str) -> T:
 
 
 def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-    """Returns the shape of one row of tokens as a model input, (1, T) int32.
+    """Return the shape of one row of tokens as a model input, (1, T) int32.
 
     Raises:
       ConfigError: the source holds no text, or more tokens than the model's vocabulary.
@@ -105,7 +105,7 @@ def text_example(source: Source, config: ConfigDict, what: str) -> jax.ShapeDtyp
 
 
 def as_text(source: Source, config: ConfigDict, what: str) -> TokenSource:
-    """Returns the source. Raises ConfigError if it holds no text."""
+    """Return the source. Raise ConfigError if it holds no text."""
     if not isinstance(source, TokenSource):
         raise ConfigError(f"{what} holds no text, which config.model_name={config.model_name!r} reads")
     return source
@@ -119,7 +119,7 @@ def image_example(
     corrupt: CorruptPolicy,
     target: tuple[str, int] = ("labels", 1),
 ) -> jax.ShapeDtypeStruct:
-    """Returns the shape of one preprocessed image as a model input, (1, height, width, channels) float32.
+    """Return the shape of one preprocessed image as a model input, (1, height, width, channels) float32.
 
     Args:
       source: the images; the first readable one is preprocessed.
@@ -151,7 +151,7 @@ def image_example(
 
 
 def check_predict(pp: str, source: Source, shape: tuple[int, ...], corrupt: CorruptPolicy) -> None:
-    """Raises ConfigError if `config.pp_predict` does not turn an encoded training image into a model input."""
+    """Raise ConfigError if `config.pp_predict` does not turn an encoded training image into a model input."""
     preprocess = input_pipeline.Preprocess(pp)
     if not pp or corrupt.action == "skip" or not isinstance(image := source[0]["image"], bytes):
         return

@@ -31,7 +31,7 @@ def schedule(
     end: float = 0.0,
     timescale: int = 10_000,
 ) -> Schedule:
-    """Returns the factor of the learning rate at each step; it is 1 at the peak.
+    """Return the factor of the learning rate at each step; it is 1 at the peak.
 
     Args:
       total_steps: length of training.
@@ -76,14 +76,14 @@ def schedule(
 
 
 def names_of(params: PyTree) -> PyTree:
-    """Returns the tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the structure of `params`."""
+    """Return the tree of parameter names, "Transformer/encoderblock_0/…/kernel", in the structure of `params`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )
 
 
 def first_match(params: PyTree, rules: Rules, default: float | None, what: str) -> PyTree:
-    """Returns for each parameter the value of the first rule whose regex matches its whole name, or `default`.
+    """Return for each parameter the value of the first rule whose regex matches its whole name, or `default`.
 
     Raises:
       ValueError: a rule matches no parameter, so it is most likely misspelled.
@@ -114,7 +114,7 @@ def make(
     frozen: Sequence[str] = (),
     grad_clip_norm: float | None = None,
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """Returns the gradient transformation of the module's equation, and its schedule.
+    """Return the gradient transformation of the module's equation, and its schedule.
 
     Args:
       params: the parameters, or their shapes.

@@ -54,7 +54,7 @@ class Run:
         return time.perf_counter() - self.started
 
     def start_state(self) -> TrainState:
-        """Returns the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
+        """Return the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
         if self.start:
             items = self.checkpointer.restore(self.start, self.shapes.items())
             return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
@@ -75,7 +75,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterator[Run]:
-    """Opens a workdir for a new run, or to resume the run that it holds; on exit it is unlocked.
+    """Open a workdir for a new run, or to resume the run that it holds; on exit it is unlocked.
 
     Everything that can be invalid is checked before the first file is written.
 
@@ -134,7 +134,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
 def _find_start(
     setup: Setup, folder: Folder, checkpointer: Checkpointer, shapes: TrainState
 ) -> tuple[int, Mapping[str, Any]]:
-    """Returns the step to resume from and the `about` of its checkpoint; (0, {}) for a new run."""
+    """Return the step to resume from and the `about` of its checkpoint; (0, {}) for a new run."""
     start = checkpointer.latest(setup.options.on_corrupt)
     if not start:
         return 0, {}

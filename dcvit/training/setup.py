@@ -92,7 +92,7 @@ def make_setup(
     source: input_pipeline.Source | None = None,
     evaluate: bool = True,
 ) -> Setup:
-    """Builds the objects of a training run.
+    """Build the objects of a training run.
 
     Args:
       config: a config of `dcvit.config.load`.
@@ -136,7 +136,7 @@ def make_setup(
 def load_setup(
     spec: str, overrides: Sequence[str] = (), *, devices: Sequence[jax.Device] | None = None, stand_in: bool = False
 ) -> Setup:
-    """Loads a config, see `dcvit.config.load`, and builds its setup without evaluators.
+    """Load a config, see `dcvit.config.load`, and build its setup without evaluators.
 
     Args:
       spec: "NAME[:key=value,…]".
@@ -154,7 +154,7 @@ def load_setup(
 
 
 def make_model(config: ConfigDict) -> nn.Module:
-    """Builds the linen module of `config.model`, with one output if the config leaves their number to the data.
+    """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
 
     Raises:
       ConfigError: an unknown model, variant or field, or a value of the wrong type.
@@ -178,7 +178,7 @@ def make_model(config: ConfigDict) -> nn.Module:
 
 
 def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strategy]:
-    """Returns the config's mesh and sharding strategy, for evaluation on this host's devices.
+    """Return the config's mesh and sharding strategy, for evaluation on this host's devices.
 
     If the mesh is for another number of devices, all devices form the axis "fsdp", and a warning is logged.
     """
@@ -192,7 +192,7 @@ def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strateg
 
 
 def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
-    """Returns the tree of parameter shapes for model inputs like `example`.
+    """Return the tree of parameter shapes for model inputs like `example`.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
@@ -205,7 +205,7 @@ def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
 
 
 def predictor(model: nn.Module) -> Predict:
-    """Returns the function (params, model inputs) -> (logits, named intermediates), without dropout."""
+    """Return the function (params, model inputs) -> (logits, named intermediates), without dropout."""
 
     def predict(params: Params, inputs: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         outputs: tuple[jax.Array, dict[str, Any]] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
@@ -217,7 +217,7 @@ def predictor(model: nn.Module) -> Predict:
 def make_optimizer(
     config: ConfigDict, params: Params, total_steps: int, in_steps: Callable[..., int | None]
 ) -> tuple[optax.GradientTransformation, optim.Schedule]:
-    """Builds the gradient transformation of a config and its learning-rate schedule.
+    """Build the gradient transformation of a config and its learning-rate schedule.
 
     Args:
       config: the config.
@@ -262,7 +262,7 @@ def make_evaluators(
     task: Task | None = None,
     source: input_pipeline.Source | None = None,
 ) -> dict[str, Any]:
-    """Builds the evaluators of `config.evals`, by name; each has an `example` of its model input.
+    """Build the evaluators of `config.evals`, by name; each has an `example` of its model input.
 
     An evaluator with `optional=True` whose data is missing is skipped with a warning.
 
@@ -295,7 +295,7 @@ def make_evaluators(
 
 
 def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:
-    """Builds one evaluator, and checks its arguments and its first example."""
+    """Build one evaluator, and check its arguments and its first example."""
     task, kind = task_class(config), options.get("type")
     if kind not in task.evaluator_types:
         raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), task.evaluator_types)}")
@@ -317,7 +317,7 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
 
 
 def _make_mesh(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the mesh of `config.mesh`, and checks that the sharding strategy and the model fit it."""
+    """Build the mesh of `config.mesh`, and check that the sharding strategy and the model fit it."""
     mesh = make_mesh(config.mesh, devices)
     check_strategy(mesh, config.mesh, config.sharding_strategy)
     check_model(mesh, model)
@@ -325,7 +325,7 @@ def _make_mesh(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Devic
 
 
 def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Params] | None:
-    """Returns the function that loads the parameters of `config.model_init`, or None if training starts fresh.
+    """Return the function that loads the parameters of `config.model_init`, or None if training starts fresh.
 
     Its result has None for each parameter that is not loaded.
     """
@@ -358,7 +358,7 @@ def _make_intervals(
 
 
 def _check_options(options: RunOptions, evaluators: Mapping[str, Any], total_steps: int) -> None:
-    """Raises ConfigError if `ckpt_best` names no metric of an evaluator, or `profile` no step of the run."""
+    """Raise ConfigError if `ckpt_best` names no metric of an evaluator, or `profile` no step of the run."""
     known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
     if options.ckpt_best and (metric := options.ckpt_best[0]) not in known:
         raise ConfigError(f"config.ckpt_best: no evaluation yields {metric!r}; {nearest(metric, known)}")

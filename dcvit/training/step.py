@@ -33,7 +33,7 @@ class TrainState(flax.struct.PyTreeNode):
     nonfinite: Any  # number of steps skipped because their loss or gradient was not finite, int32
 
     def items(self) -> dict[str, Any]:
-        """Returns the items of a checkpoint: `params`, `ema` if present, and `rest`."""
+        """Return the items of a checkpoint: `params`, `ema` if present, and `rest`."""
         averaged = {} if self.ema is None else {"ema": self.ema}
         counts = {"step": self.step, "skipped": self.skipped, "nonfinite": self.nonfinite}
         rest = {**counts, "opt_state": self.opt_state}
@@ -46,21 +46,21 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def initial_state(setup: Setup, params: Params) -> TrainState:
-    """Returns the state before the first step."""
+    """Return the state before the first step."""
     ema = jax.tree.map(jnp.copy, params) if setup.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
     return TrainState(params=params, opt_state=setup.optimizer.init(params), ema=ema, **counts)
 
 
 def init_params(setup: Setup, key: jax.Array) -> Params:
-    """Returns the initial parameters of the model."""
+    """Return the initial parameters of the model."""
     example = setup.task.example
     params: Params = setup.model.init(key, jnp.zeros(example.shape, example.dtype))["params"]
     return params
 
 
 def state_shapes(setup: Setup) -> TrainState:
-    """Returns the shapes of the state, each with its sharding on the mesh."""
+    """Return the shapes of the state, each with its sharding on the mesh."""
     shapes = jax.eval_shape(lambda: initial_state(setup, init_params(setup, jax.random.key(0))))
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
@@ -70,14 +70,14 @@ def state_shapes(setup: Setup) -> TrainState:
 
 
 def jit_update(setup: Setup, shapes: TrainState) -> Any:
-    """Returns `make_update`, jitted for a state placed like `shapes`, whose memory it donates."""
+    """Return `make_update`, jitted for a state placed like `shapes`, whose memory it donates."""
     places = jax.tree.map(lambda s: s.sharding, shapes)
     update = make_update(setup, places.params)
     return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.mesh)))
 
 
 def make_update(setup: Setup, places: Any = None) -> Update:
-    """Returns the training step: (state, batch) -> (state, metrics).
+    """Return the training step: (state, batch) -> (state, metrics).
 
     The metrics are `loss`; `lr`; `grad_norm`, over all parameters and before clipping; `nonfinite`, the number of
     skipped steps; and `skipped`, if damaged examples may be skipped. A step with a non-finite loss or gradient
@@ -122,7 +122,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
 def accumulate(
     value_and_grad: ValueAndGrad, params: Params, batch: dict[str, jax.Array], key: jax.Array, parts: int
 ) -> tuple[jax.Array, Params]:
-    """Returns loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
+    """Return loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
     Each part holds examples of every device, so that all devices work on each part.
     """
@@ -144,7 +144,7 @@ def accumulate(
 
 
 def non_finite_arrays(tree: Any) -> list[str]:
-    """Returns the names of the arrays of a tree that contain NaN or Inf in this process's shards.
+    """Return the names of the arrays of a tree that contain NaN or Inf in this process's shards.
 
     The check involves no communication between devices, so any thread may call it at any time.
     """

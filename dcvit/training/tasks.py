@@ -1,4 +1,4 @@
-"""Tasks: image classification and language modelling, with the parts of training that differ between them.
+"""Tasks: image classification and language modeling, with the parts of training that differ between them.
 
 Each task class has
 
@@ -64,7 +64,7 @@ class ImageTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
-        """Raises ConfigError if preprocessing, classes, loss and data do not fit each other."""
+        """Raise ConfigError if preprocessing, classes, loss and data do not fit each other."""
         classes = config.num_classes
         if classes is None and not source.class_names:
             raise ConfigError("config.num_classes=None, but the training data does not name its classes: set a number")
@@ -85,7 +85,7 @@ class ImageTask:
 
     @classmethod
     def complete(cls, config: ConfigDict, run: Options) -> ConfigDict:
-        """Sets the number of classes of `config`, if it has none, from the config of a training run.
+        """Set the number of classes of `config`, if it has none, from the config of a training run.
 
         Raises:
           ConfigError: neither config states the number of classes.
@@ -99,7 +99,7 @@ class ImageTask:
 
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
-        """Returns black JPEG images, for compiling without the data."""
+        """Return black JPEG images, for compiling without the data."""
         from PIL import Image
 
         encoded = io.BytesIO()
@@ -108,11 +108,11 @@ class ImageTask:
 
     @staticmethod
     def evaluator_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the evaluator's model input; see `inputs.image_example`."""
+        """Return the shape of the evaluator's model input; see `inputs.image_example`."""
         return image_example(evaluator.source, evaluator.pp, config, f"{what}.pp", evaluator.corrupt, evaluator.target)
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
-        """Raises ConfigError if an evaluator's images or classes differ from those of the training `source`.
+        """Raise ConfigError if an evaluator's images or classes differ from those of the training `source`.
 
         Class names must be equal or entirely different: names that are partly the same indicate another numbering.
         """
@@ -125,7 +125,7 @@ class ImageTask:
             raise ConfigError(f"{what}.data has other classes than the training data: {', '.join(differing[:6])}")
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Returns `image`, float32, and `labels`."""
+        """Return `image`, float32, and `labels`."""
         images, labels = self.to_float(batch["image"]), batch["labels"]
         if self.label_smoothing:
             labels = losses.smooth(labels, self.label_smoothing)
@@ -134,7 +134,7 @@ class ImageTask:
         return {"image": images, "labels": labels}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Returns the mean of `config.loss` over the batch."""
+        """Return the mean of `config.loss` over the batch."""
         loss_fn = getattr(losses, self.loss_name)
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ class ImageTask:
 
 @dataclasses.dataclass(frozen=True)
 class TokenTask:
-    """Language modelling: rows `tokens` B T+1, and `is_target` B T+1, True for the tokens that the loss counts."""
+    """Language modeling: rows `tokens` B T+1, and `is_target` B T+1, True for the tokens that the loss counts."""
 
     outputs_key: ClassVar[str] = "vocab_size"
     variant_key: ClassVar[str] = "preset"
@@ -161,7 +161,7 @@ class TokenTask:
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
-        """Raises ConfigError if vocabulary, context and data do not fit each other, or for keys of image models."""
+        """Raise ConfigError if vocabulary, context and data do not fit each other, or for keys of image models."""
         for key in ("label_smoothing", "mixup"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
@@ -179,7 +179,7 @@ class TokenTask:
 
     @classmethod
     def complete(cls, config: ConfigDict, run: Options) -> ConfigDict:
-        """Sets the vocabulary size, context and end of text that `config` lacks from the config of a training run.
+        """Set the vocabulary size, context and end of text that `config` lacks from the config of a training run.
 
         Raises:
           ConfigError: neither config states one of them.
@@ -190,29 +190,29 @@ class TokenTask:
 
     @staticmethod
     def stand_in(config: ConfigDict) -> Source:
-        """Returns rows of token 0, for compiling without the data."""
+        """Return rows of token 0, for compiling without the data."""
         context = config.model.get("context") or config.input.data.get("context")
         row = np.zeros(context + 1, np.int32)
         return TextStandIn({"tokens": row, "is_target": np.ones_like(row, bool)}, context, config.vocab_size)
 
     @staticmethod
     def evaluator_example(evaluator: Any, config: ConfigDict, what: str) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the evaluator's model input; see `inputs.text_example`."""
+        """Return the shape of the evaluator's model input; see `inputs.text_example`."""
         return text_example(evaluator.source, config, f"{what}.data")
 
     def check_evaluator(self, evaluator: Any, source: Source, what: str) -> None:
-        """Raises ConfigError if the documents of an evaluator end with another token than those of training."""
+        """Raise ConfigError if the documents of an evaluator end with another token than those of training."""
         ends = cast(TokenSource, source).end_of_text, evaluator.source.end_of_text
         if None not in ends and ends[0] != ends[1]:
             raise ConfigError(f"{what}.data ends documents with token {ends[1]}, the training data with {ends[0]}")
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Returns `tokens`, and the `weights` of the targets, whose mean over the batch is 1."""
+        """Return `tokens`, and the `weights` of the targets, whose mean over the batch is 1."""
         counts = batch["is_target"][:, 1:].astype(jnp.float32)
         return {"tokens": batch["tokens"], "weights": counts / jnp.maximum(jnp.mean(counts), 1e-9)}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Returns the mean over all targets of the cross-entropy, in nats, plus the z-loss."""
+        """Return the mean over all targets of the cross-entropy, in nats, plus the z-loss."""
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
             tokens = batch["tokens"]
@@ -231,20 +231,20 @@ TASKS: dict[str, type[Task]] = {"vit": ImageTask, "lm": TokenTask}
 
 
 def task_class(config: ConfigDict) -> type[Task]:
-    """Returns the task of `config.model_name`. Raises ConfigError if there is no such model."""
+    """Return the task of `config.model_name`. Raise ConfigError if there is no such model."""
     if config.model_name not in TASKS:
         raise ConfigError(f"config.model_name={config.model_name!r}; {nearest(config.model_name, TASKS)}")
     return TASKS[config.model_name]
 
 
 def check_loss(name: object, what: str) -> None:
-    """Raises ConfigError if `name` is not a loss of image models."""
+    """Raise ConfigError if `name` is not a loss of image models."""
     if name not in losses.NAMES:
         raise ConfigError(f"{what}={name!r}; {nearest(str(name), losses.NAMES)}")
 
 
 def _with_text(config: ConfigDict, vocab_size: int | None, context: int | None, end_of_text: int | None) -> ConfigDict:
-    """Returns the config with the properties of its text: `vocab_size`, `model.context` and, with a document mask,
+    """Return the config with the properties of its text: `vocab_size`, `model.context` and, with a document mask,
     `model.end_of_text`; values of the config take precedence.
 
     Raises:

@@ -49,7 +49,7 @@ class TrainedModel:
         return make_model(self._config)
 
     def params(self, example: jax.ShapeDtypeStruct) -> Params:
-        """Loads the parameters, for model inputs like `example`.
+        """Load the parameters, for model inputs like `example`.
 
         Raises:
           CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
@@ -59,11 +59,11 @@ class TrainedModel:
         return params
 
     def check_params(self, params: Params, example: jax.ShapeDtypeStruct, what: str) -> None:
-        """Raises CheckpointError if the parameters are not those of the model for inputs like `example`."""
+        """Raise CheckpointError if the parameters are not those of the model for inputs like `example`."""
         check_tree(shapes_of(params), shapes_of(param_shapes(self.model, example)), what)
 
     def language_model(self) -> tuple[LM, Params]:
-        """Returns the module and the parameters of a language model.
+        """Return the module and the parameters of a language model.
 
         Raises:
           ConfigError: the config is of another kind of model.
@@ -74,12 +74,12 @@ class TrainedModel:
         return model, self.params(jax.ShapeDtypeStruct((1, 1), jnp.int32))
 
     def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
-        """Returns the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
+        """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
         mesh, strategy = evaluation_mesh(self._config, self.model)
         return mesh, strategy, make_evaluators(self._config, predictor(self.model), mesh)
 
     def tokenizer(self, path: str | None = None) -> Tokenizer:
-        """Opens the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
+        """Open the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
 
         Raises:
           ConfigError: the training data was tokens and no path is given, or the tokenizer has more tokens than the
@@ -111,7 +111,7 @@ class TrainedModel:
 def open_trained(
     workdir: Folder | None, config: str | None, checkpoint: Folder | None, overrides: Sequence[str] = ()
 ) -> TrainedModel:
-    """Opens the model that the options `--workdir`, `--config` and `--checkpoint` name together.
+    """Open the model that the options `--workdir`, `--config` and `--checkpoint` name together.
 
     Args:
       workdir: the folder of a training run; its config and its latest checkpoint are the defaults.
@@ -139,7 +139,7 @@ def open_trained(
 
 
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:
-    """Returns the options of the training data, with those that a Megatron pair of files states itself."""
+    """Return the options of the training data, with those that a Megatron pair of files states itself."""
     options = {key: value for key, value in dict(config.input.get("data", {})).items() if value is not None}
     stated: Mapping[str, object] = {}
     if options.get("kind") == "megatron":

@@ -38,7 +38,7 @@ from dcvit.training.step import TrainState, Update, jit_update
 def train(
     setup: Setup, workdir: Folder, accept: Sequence[str] = (), preemption: Preemption | None = None
 ) -> dict[str, Any]:
-    """Trains to the last step, resuming from the latest checkpoint of the workdir if there is one.
+    """Train to the last step, resuming from the latest checkpoint of the workdir if there is one.
 
     Writes config.json, data.json, metrics.jsonl, timing.jsonl and checkpoints/ to the workdir.
 
@@ -93,7 +93,7 @@ class Trainer:
         self.hooks: list[Hook] = [self.metrics, self.checkpoints, *profiler]
 
     def run_steps(self, state: TrainState) -> None:
-        """Executes all steps after `run.start`, whose state is given."""
+        """Execute all steps after `run.start`, whose state is given."""
         run, start, total = self.run, self.run.start, self.setup.total_steps
         with self.turn:
             self.started, self.result = start, StepResult(start, state, {})
@@ -126,7 +126,7 @@ class Trainer:
                     hook.after_step(result)
 
     def stop(self) -> str:
-        """Saves the newest completed step, and lets the main thread start no other; returns a message for the user.
+        """Save the newest completed step, and let the main thread start no other; return a message for the user.
 
         All processes of a run save the same step: the latest that any of them has started.
         """
@@ -152,13 +152,13 @@ class Trainer:
         return f"step {result.step} is saved"
 
     def end(self) -> None:
-        """Tells `stop` that the main thread completes no further step."""
+        """Tell `stop` that the main thread completes no further step."""
         with self.turn:
             self.ended = True
             self.turn.notify_all()
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
-        """Compiles the training step for a state and a batch."""
+        """Compile the training step for a state and a batch."""
         self.run.progress.line("compiling the training step")
         self.run.watchdog("compiling the training step")
         update: Update = jit_update(self.setup, self.run.shapes).lower(state, batch).compile()
@@ -166,7 +166,7 @@ class Trainer:
         return update
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
-        """Executes one step; waits for ever if the run was stopped before it."""
+        """Execute one step; wait for ever if the run was stopped before it."""
         with self.turn:
             self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
             self.started = step

@@ -40,7 +40,7 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
 
     Args:
       data: the bytes of the file.
-      channels: 1 for grey or 3 for RGB.
+      channels: 1 for gray or 3 for RGB.
       precise: decode JPEGs with Pillow, which does not need TensorFlow.
       exif: rotate and mirror the image as its EXIF orientation says.
 

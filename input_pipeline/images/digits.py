@@ -1,4 +1,4 @@
-"""Embedded images: scikit-learn's copy of the UCI handwritten digits, 1,797 grey images of 8×8 pixels."""
+"""Embedded images: scikit-learn's copy of the UCI handwritten digits, 1,797 gray images of 8×8 pixels."""
 
 import numpy as np
 

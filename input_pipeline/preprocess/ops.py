@@ -29,7 +29,7 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
     """Decode `image` from the bytes of a JPEG, PNG, WebP, BMP, GIF or TIFF file.
 
     Args:
-      channels: 1 for grey or 3 for RGB.
+      channels: 1 for gray or 3 for RGB.
       precise: decode JPEGs with Pillow instead of TensorFlow; slower, but TensorFlow need not be installed.
       exif: rotate and mirror images as their EXIF orientation says.
     """
@@ -145,7 +145,7 @@ def resize_pillow(size: int | Sequence[int]) -> Op:
 
 
 def central_crop(crop_size: int | Sequence[int] | None = None) -> Op:
-    """Cut a window from the centre of the image.
+    """Cut a window from the center of the image.
 
     Args:
       crop_size: height and width of the window, or one number for both; by default the largest square.

@@ -3,7 +3,7 @@
 Ops, magnitudes and pixels equal those of big_vision's TensorFlow code, including its peculiarities: magnitudes above 10
 are allowed, and numbers that exceed the range of uint8 wrap around or are clipped as in TensorFlow (see `solarize` and
 `posterize`). Images are uint8 arrays of shape (height, width, 3) and are never changed in place. Pixels that an op
-moves in from outside the image are grey, with value 128.
+moves in from outside the image are gray, with value 128.
 """
 
 import functools
@@ -108,25 +108,25 @@ def solarize_add(image: Pixels, addition: int, threshold: int = 128) -> Pixels:
 
 
 def color(image: Pixels, factor: float) -> Pixels:
-    """Interpolate between the grey image (factor 0) and the image (factor 1), or extrapolate.
+    """Interpolate between the gray image (factor 0) and the image (factor 1), or extrapolate.
 
-    Grey equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colours.
+    Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
     """
     unit = LEVELS * np.float32(1 / 255)
     red, green, blue = (
         (unit * np.float32(weight)).take(image[..., channel]) for channel, weight in enumerate((0.2989, 0.587, 0.114))
     )
-    grey = ((red + green + blue) * np.float32(255.5)).astype(np.uint8)
+    gray = ((red + green + blue) * np.float32(255.5)).astype(np.uint8)
     out = np.empty_like(image)
     for channel in range(3):
-        out[..., channel] = _blend(grey, image[..., channel], factor)
+        out[..., channel] = _blend(gray, image[..., channel], factor)
     return out
 
 
 def contrast(image: Pixels, factor: float) -> Pixels:
     """Interpolate between a constant (factor 0) and the image (factor 1), or extrapolate.
 
-    The constant should be the mean grey value. big_vision computes the mean of the histogram's 256 counts instead:
+    The constant should be the mean gray value. big_vision computes the mean of the histogram's 256 counts instead:
     min(255, height · width // 256), which is 196 for 224 × 224 pixels.
     """
     constant = min(image.shape[0] * image.shape[1] // 256, 255)
@@ -141,7 +141,7 @@ def brightness(image: Pixels, factor: float) -> Pixels:
 def sharpness(image: Pixels, factor: float) -> Pixels:
     """Interpolate between a smoothed image (factor 0) and the image (factor 1), or extrapolate.
 
-    The smoothed image is the mean over 3 × 3 pixels in which the centre counts five times; the outermost pixels are
+    The smoothed image is the mean over 3 × 3 pixels in which the center counts five times; the outermost pixels are
     not smoothed. The terms are added in float32 row by row, as in TensorFlow's own convolution. TensorFlow with oneDNN
     rounds differently: about 4 in 1,000 smoothed values differ by 1.
     """
@@ -157,7 +157,7 @@ def sharpness(image: Pixels, factor: float) -> Pixels:
 
 
 def rotate(image: Pixels, degrees: float) -> Pixels:
-    """Rotate about the centre, counterclockwise for positive `degrees`."""
+    """Rotate about the center, counterclockwise for positive `degrees`."""
     radians = float(np.float32(degrees) * np.float32(math.pi / 180))
     cos, sin = np.float32(math.cos(radians)), np.float32(math.sin(radians))
     bottom, right = (np.float32(side - 1) for side in image.shape[:2])
@@ -187,9 +187,9 @@ def translate_y(image: Pixels, pixels: float) -> Pixels:
 
 
 def cutout(image: Pixels, half: int, row: int, column: int) -> Pixels:
-    """Make a square grey (DeVries & Taylor, 2017), as far as it is inside the image.
+    """Make a square gray (DeVries & Taylor, 2017), as far as it is inside the image.
 
-    The square has 2 · half pixels a side, and its centre is at `row` and `column`.
+    The square has 2 · half pixels a side, and its center is at `row` and `column`.
     """
     image = image.copy()
     image[max(0, row - half) : row + half, max(0, column - half) : column + half] = GREY
@@ -254,7 +254,7 @@ def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
 def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
     """Apply an affine transform.
 
-    Pixel (x, y) of the result is the pixel of the image nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or grey if
+    Pixel (x, y) of the result is the pixel of the image nearest to (a0 x + a1 y + a2, b0 x + b1 y + b2), or gray if
     that position is outside the image. The coefficients are a0, a1, a2, b0, b1, b2.
     """
     height, width = image.shape[:2]

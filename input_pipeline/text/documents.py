@@ -24,7 +24,7 @@ INDEX_SUFFIX = ".offsets"  # of the index that `input_pipeline.tfrecord` stores 
 PIECE_BYTES = 1 << 16  # bytes read at a time
 # Bytes read at a time from zstd files. At zstd's best ratio, a block of four bytes, they decompress to 32 MB.
 COMPRESSED_PIECE_BYTES = 1 << 10
-BATCH_CHARACTERS = 1 << 20  # characters that are tokenised together
+BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 MAX_WINDOW_BYTES = 1 << 31  # the largest zstd window, of --long=31; memory is allocated only for files that use it
 MAX_LINE_BYTES = 1 << 27  # about fifty novels; parsing JSON takes up to twenty times as much memory
 
@@ -122,7 +122,7 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
-    """Yield each document with the tokens of its strings. Batches of documents are tokenised by several threads."""
+    """Yield each document with the tokens of its strings. Batches of documents are tokenized by several threads."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -143,7 +143,7 @@ def in_validation(name: str, fraction: float) -> bool:
 
 
 def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
-    """Tokenise the strings of several documents together."""
+    """Tokenize the strings of several documents together."""
     tokens = iter(tokenizer.encode_batch([text for document in batch for text in document.texts]))
     for document in batch:
         yield EncodedDocument(document, [next(tokens) for _ in document.texts])

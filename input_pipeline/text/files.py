@@ -1,4 +1,4 @@
-"""Text files (.txt, .jsonl and .jsonl.zst) that are tokenised when they are opened."""
+"""Text files (.txt, .jsonl and .jsonl.zst) that are tokenized when they are opened."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, end_token, ope
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
-MAX_BYTES = 1_000_000_000  # total size of the files; larger data should be tokenised only once
+MAX_BYTES = 1_000_000_000  # total size of the files; larger data should be tokenized only once
 SILENT_SECONDS = 2.0  # before the first progress message
 MESSAGE_SECONDS = 10.0  # between progress messages
 
@@ -107,10 +107,10 @@ def check_split(split: str, validation_fraction: float) -> None:
 
 
 def check_size(files: Files, path: str) -> None:
-    """Raise InputError if the files are too large to be tokenised at every start."""
+    """Raise InputError if the files are too large to be tokenized at every start."""
     if files.nbytes > MAX_BYTES:
         raise InputError(
-            f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenise it once, with "
+            f"{path} holds {files.nbytes / 1e9:.1f} GB, more than {MAX_BYTES / 1e9:g}: tokenize it once, with "
             f"python -m dcvit.tokenize --data {path} --out PREFIX, and read it with kind='megatron'"
         )
 
@@ -135,10 +135,10 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def log_progress(documents: Iterator[EncodedDocument], files: Files, path: str) -> Iterator[EncodedDocument]:
-    """Yield the documents, and log the progress every MESSAGE_SECONDS if tokenising takes more than SILENT_SECONDS."""
+    """Yield the documents, and log the progress every MESSAGE_SECONDS if tokenizing takes more than SILENT_SECONDS."""
     logged = time.monotonic() + SILENT_SECONDS - MESSAGE_SECONDS
     for encoded in documents:
         if time.monotonic() > logged + MESSAGE_SECONDS:
             logged = time.monotonic()
-            logger.info("tokenising %s: %.0f of %.0f MB", path, encoded.document.bytes_read / 1e6, files.nbytes / 1e6)
+            logger.info("tokenizing %s: %.0f of %.0f MB", path, encoded.document.bytes_read / 1e6, files.nbytes / 1e6)
         yield encoded

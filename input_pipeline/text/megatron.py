@@ -1,4 +1,4 @@
-"""Tokens in Megatron's .bin/.idx pairs, such as Pythia's tokenised Pile; `megatron_format` describes the files."""
+"""Tokens in Megatron's .bin/.idx pairs, such as Pythia's tokenized Pile; `megatron_format` describes the files."""
 
 import mmap
 from collections.abc import Sequence

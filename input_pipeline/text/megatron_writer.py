@@ -25,7 +25,7 @@ OnProgress = Callable[[int, int, int], None]
 def tokenize_files(
     data: str, tokenizer: str | None, prefix: str, *, key: str, end_of_text: str, on_progress: OnProgress
 ) -> Description:
-    """Tokenise text files and write the tokens to PREFIX.bin, PREFIX.idx and PREFIX.json, one sequence per document.
+    """Tokenize text files and write the tokens to PREFIX.bin, PREFIX.idx and PREFIX.json, one sequence per document.
 
     Args:
       data: a file, folder or glob of .txt, .jsonl or .jsonl.zst files.

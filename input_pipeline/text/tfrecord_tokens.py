@@ -83,7 +83,7 @@ class Source:
 
 
 def read_input_ids(record: bytes) -> packing.Tokens:
-    """Return the int64 list `input_ids` of a serialised tf.train.Example.
+    """Return the int64 list `input_ids` of a serialized tf.train.Example.
 
     Raises:
       InputError: the record is not a tf.train.Example, or `input_ids` is missing or has another type.

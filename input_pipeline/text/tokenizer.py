@@ -113,7 +113,7 @@ class FileTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without an end of text; several threads tokenise."""
+        """Return the tokens of each text, without an end of text; several threads tokenize."""
         with self._encoding_errors():
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
@@ -129,7 +129,7 @@ class FileTokenizer:
         try:
             yield
         except Exception as e:  # the library raises exceptions of type Exception
-            raise InputError(f"{self.path} cannot tokenise: {first_line(e)}") from None
+            raise InputError(f"{self.path} cannot tokenize: {first_line(e)}") from None
 
     def _special_token(self, name: str) -> int:
         """Return the number of a special token. Raises InputError if it does not exist or is made from text."""

@@ -40,7 +40,7 @@ def header(shape, descr="<f4", columns_first=False, version=1):
 
 
 def archive(path, members, method=zipfile.ZIP_STORED):
-    """Writes a zip of (name, content) pairs; names may occur twice."""
+    """Write a zip of (name, content) pairs; names may occur twice."""
     with zipfile.ZipFile(path, "w", method) as file:
         for name, content in members:
             file.writestr(zipfile.ZipInfo(name), content, method)
@@ -48,13 +48,13 @@ def archive(path, members, method=zipfile.ZIP_STORED):
 
 
 def directory(path):
-    """Returns the bytes of a zip and the offset of its directory."""
+    """Return the bytes of a zip and the offset of its directory."""
     data = bytearray(path.read_bytes())
     return data, data.index(b"PK\x01\x02")
 
 
 def refused(path, match):
-    """Asserts that reading raises a one-line error that names the file, without allocating the announced size."""
+    """Assert that reading raises a one-line error that names the file, without allocating the announced size."""
     tracemalloc.start()
     try:
         with pytest.raises(npz.NpzError, match=match) as error:

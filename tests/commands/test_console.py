@@ -58,7 +58,7 @@ def words_of(command, workdir, tmp_path):
 
 
 def check(code, environment, tmp_path):
-    """Runs a driver; only lines of the package may be printed."""
+    """Run a driver; only lines of the package may be printed."""
     output = tmp_path / "output.txt"
     done = subprocess.run(
         [sys.executable, "-c", code, str(output), str(ROOT)], env=environment, cwd=tmp_path, capture_output=True,

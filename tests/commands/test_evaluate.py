@@ -17,7 +17,7 @@ DIGITS_MODEL = [f"--config.{key}={value}" for key, value in DIGITS.items() if ke
 
 @pytest.fixture
 def call(capsys):
-    """Runs the command; returns (exit status, stdout, stderr)."""
+    """Run the command; return (exit status, stdout, stderr)."""
 
     def run(*argv):
         capsys.readouterr()

@@ -18,7 +18,7 @@ SENTENCE = "xé世🎉 go"  # all bytes differ, so that they form a chain
 
 @pytest.fixture
 def say(monkeypatch, capsys):
-    """Runs the command with a model that writes SENTENCE and ends; returns (exit status, stdout, stderr)."""
+    """Run the command with a model that writes SENTENCE and end; return (exit status, stdout, stderr)."""
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
     opened = SimpleNamespace(language_model=lambda: model, tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(trained, "open_trained", lambda *options: opened)

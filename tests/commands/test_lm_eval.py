@@ -44,7 +44,7 @@ def one():
 
 
 CHOICE = """
-task: colours
+task: colors
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
@@ -56,7 +56,7 @@ doc_to_target: label
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 ROLLING = """
-include: colours.yaml
+include: colors.yaml
 task: words
 output_type: loglikelihood_rolling
 doc_to_text: ""
@@ -65,7 +65,7 @@ doc_to_choice: null
 metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
 """
 GENERATION = """
-include: [colours.yaml]
+include: [colors.yaml]
 task: answers
 output_type: generate_until
 doc_to_target: "{{answer}}"
@@ -75,16 +75,16 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 GROUP = """
 group: everything
-task: [colours, words]
+task: [colors, words]
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Task files of the three kinds of requests, with five questions."""
-    rows = [{"question": f"What colour is number {i}?", "label": i % 2, "answer": "red"} for i in range(5)]
+    rows = [{"question": f"What color is number {i}?", "label": i % 2, "answer": "red"} for i in range(5)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"colours": CHOICE, "words": ROLLING, "answers": GENERATION, "everything": GROUP}
+    files = {"colors": CHOICE, "words": ROLLING, "answers": GENERATION, "everything": GROUP}
     (tmp_path / "tasks").mkdir()
     for name, text in files.items():
         (tmp_path / "tasks" / f"{name}.yaml").write_text(text.replace("DATA", str(tmp_path / "data.jsonl")))
@@ -93,7 +93,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def call(one, monkeypatch, capsys):
-    """Runs the command on the small model and the local tasks only; returns (exit status, stdout, stderr)."""
+    """Run the command on the small model and the local tasks only; return (exit status, stdout, stderr)."""
     import lm_eval.tasks
 
     manager = lm_eval.tasks.TaskManager
@@ -119,15 +119,15 @@ def call(one, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, tmp_path):
-    words = ["--include_path", folder, "--tasks", "colours, words,answers"]
+    words = ["--include_path", folder, "--tasks", "colors, words,answers"]
     status, out, err = call(*words, "--format", "json", "--out", tmp_path / "all.json")
     assert status == 0, err
     rows = {row["task"]: row for row in json.loads(out)}
     assert {name: row["metric"] for name, row in rows.items()} == {
-        "colours": "acc", "words": "word_perplexity", "answers": "exact_match",
+        "colors": "acc", "words": "word_perplexity", "answers": "exact_match",
     }  # fmt: skip
     assert {(row["filter"], row["n"], row["num_fewshot"]) for row in rows.values()} == {("none", 5, 0)}
-    questions = [f"What colour is number {i}?" for i in range(5)]
+    questions = [f"What color is number {i}?" for i in range(5)]
     right, nats, count = 0, 0.0, 0
     for i, question in enumerate(questions):
         choices = [[*(question + choice).encode()] for choice in (" red", " green")]
@@ -135,8 +135,8 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
         right += int(np.argmax(scores)) == i % 2
         nats += direct(one, [END, *question.encode()], len(question))[0]
         count += len(question.split())
-    assert rows["colours"]["value"] == right / 5
-    assert rows["colours"]["stderr"] == pytest.approx(np.sqrt(right / 5 * (1 - right / 5) / 4))
+    assert rows["colors"]["value"] == right / 5
+    assert rows["colors"]["stderr"] == pytest.approx(np.sqrt(right / 5 * (1 - right / 5) / 4))
     assert rows["words"]["value"] == pytest.approx(np.exp(-nats / count), rel=1e-4)
     full = json.loads((tmp_path / "all.json").read_text(), parse_constant=pytest.fail)
     assert full["results"]["words"]["word_perplexity,none"] == rows["words"]["value"]
@@ -149,7 +149,7 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
 def test_a_group_runs_its_tasks(folder, call):
     status, out, err = call("--include_path", folder, "--tasks", "everything", "--format", "json")
     assert status == 0, err
-    assert [row["task"] for row in json.loads(out)] == ["colours", "words"]
+    assert [row["task"] for row in json.loads(out)] == ["colors", "words"]
 
 
 CODE = [
@@ -176,7 +176,7 @@ def test_task_files_that_can_run_code_are_rejected(content, reason, included, tm
         (folder / "deep" / "t.yaml").write_text("task: t\n<<: {include: [../../template.txt]}\n")
     else:
         (folder / "t.yaml").write_text(content)
-    status, _, err = call("--include_path", folder, "--tasks", "colours")
+    status, _, err = call("--include_path", folder, "--tasks", "colors")
     assert (status, err.count("\n")) == (2, 1)
     assert f"{reason} can run code or fetch it; give --allow_code" in err
     assert not (tmp_path / "ran").exists()
@@ -184,7 +184,7 @@ def test_task_files_that_can_run_code_are_rejected(content, reason, included, tm
 
 def test_code_runs_where_it_is_allowed(folder, call):
     (folder / "shout.py").write_text("def text(doc):\n    return doc['question'].upper()\n")
-    (folder / "loud.yaml").write_text("include: colours.yaml\ntask: loud\ndoc_to_text: !function shout.text\n")
+    (folder / "loud.yaml").write_text("include: colors.yaml\ntask: loud\ndoc_to_text: !function shout.text\n")
     words = ["--include_path", folder, "--tasks", "loud"]
     assert call(*words)[0] == 2
     status, out, err = call(*words, "--allow_code")
@@ -194,7 +194,7 @@ def test_code_runs_where_it_is_allowed(folder, call):
 
 def test_templates_cannot_reach_pythons_internals(folder, call):
     (folder / "sly.yaml").write_text(
-        "include: colours.yaml\ntask: sly\ndoc_to_text: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"\n"
+        "include: colors.yaml\ntask: sly\ndoc_to_text: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"\n"
     )
     status, _, err = call("--include_path", folder, "--tasks", "sly")
     assert status == 2
@@ -207,7 +207,7 @@ def test_templates_cannot_reach_pythons_internals(folder, call):
 )
 def test_an_unreadable_task_file_is_named(content, message, folder, call):
     (folder / "t.yaml").write_text(content)
-    status, _, err = call("--include_path", folder, "--tasks", "colours")
+    status, _, err = call("--include_path", folder, "--tasks", "colors")
     assert (status, err.count("\n")) == (2, 1)
     assert message in err
 
@@ -215,7 +215,7 @@ def test_an_unreadable_task_file_is_named(content, message, folder, call):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tasks", "colour"], "unknown task 'colour'; did you mean 'colours'?"),
+        (["--tasks", "color"], "unknown task 'color'; did you mean 'colors'?"),
         (["--tasks", "everything,words"], "'words' of 'words' is named twice"),
         (["--tasks", ","], "--tasks names no task"),
         (["--tasks", "words", "--limit", "0"], "--limit 0: should be 1 or more"),

@@ -83,7 +83,7 @@ def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, ca
     ]
     softmax, sigmoid = ({row["label"]: row["probability"] for row in each} for each in rows)
     assert sum(softmax.values()) == pytest.approx(1, abs=1e-4)
-    for label, share in softmax.items():  # the odds of sigmoid are the exponentials that softmax normalises
+    for label, share in softmax.items():  # the odds of sigmoid are the exponentials that softmax normalizes
         odds = sigmoid[label] / (1 - sigmoid[label])
         best = sigmoid[rows[1][0]["label"]]
         assert odds / (best / (1 - best)) == pytest.approx(share / rows[0][0]["probability"], rel=0.01, abs=1e-4)

@@ -26,7 +26,7 @@ def trace(queries, composed=True, keys=256, dtype=jnp.float32, **options):
 
 @pytest.fixture
 def log(caplog):
-    """Records of the core's log."""
+    """Record of the core's log."""
     with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
         yield caplog
 

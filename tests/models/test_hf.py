@@ -27,8 +27,8 @@ def with_random_weights(model):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if ("norm" in name or ".ln_" in name) and name.endswith("weight") else 0.0
-            parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+            center = 1.0 if ("norm" in name or ".ln_" in name) and name.endswith("weight") else 0.0
+            parameter.copy_(center + 0.3 * torch.randn(parameter.shape, generator=generator))
     weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     if not model.config.tie_word_embeddings:  # its name depends on the model and the release
         weights["head.weight"] = model.get_output_embeddings().weight.detach().numpy()

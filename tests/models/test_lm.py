@@ -348,7 +348,7 @@ class TestDocuments:
 
 
 def checkpointed(jaxpr, inside=False):
-    """Yield for each rematerialised part of a jaxpr: it is inside a scan, and it is protected from CSE."""
+    """Yield for each rematerialized part of a jaxpr: it is inside a scan, and it is protected from CSE."""
     for equation in jaxpr.eqns:
         if "prevent_cse" in equation.params:
             yield inside, equation.params["prevent_cse"]
@@ -358,7 +358,7 @@ def checkpointed(jaxpr, inside=False):
                 yield from checkpointed(getattr(value, "jaxpr", value), inside or equation.primitive.name == "scan")
 
 
-def test_layers_outside_a_scan_keep_their_rematerialisation():
+def test_layers_outside_a_scan_keep_their_rematerialization():
     """A scan's body is safe from common-subexpression elimination; the unrolled rest needs a barrier."""
     net = lm.LM(11, width=16, depth=3, num_heads=2, window_pattern="1:1", scan=True, remat="full")
     tokens = jnp.zeros((1, 8), jnp.int32)

@@ -67,7 +67,7 @@ def exhaustive(*values):
         exhaustive("Transformer-405M", 2),
     ],
 )
-def test_neighbouring_query_heads_share_a_key_head(preset, key_heads):
+def test_neighboring_query_heads_share_a_key_head(preset, key_heads):
     """Repeated keys and values in a model without grouped queries give the same logits."""
     (net, params), tokens = make_lm(preset, num_key_heads=key_heads), make_tokens()
 

@@ -163,7 +163,7 @@ DROPOUT = {"train": True, "dropout": 0.2, "stochastic_depth": 0.3}
 
 @pytest.fixture(scope="module")
 def dropped(params):
-    """Gradients with dropout and without rematerialisation, by `scan`, computed on first use."""
+    """Gradients with dropout and without rematerialization, by `scan`, computed on first use."""
     return functools.cache(lambda scan: gradients(vit.stack_blocks(params) if scan else params, scan=scan, **DROPOUT))
 
 
@@ -179,7 +179,7 @@ def dropped(params):
         exhaustive("full", False),
     ],
 )
-def test_rematerialisation_changes_no_result_even_with_dropout(params, dropped, remat, scan):
+def test_rematerialization_changes_no_result_even_with_dropout(params, dropped, remat, scan):
     start = vit.stack_blocks(params) if scan else params
     assert_trees_close(gradients(start, scan=scan, remat=remat, **DROPOUT), dropped(scan))
 
@@ -222,7 +222,7 @@ def test_shapes_of_pooled_and_named_outputs(pool):
 
 @pytest.mark.parametrize("pool", ["gap", "tok", "0", "none"])
 def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
-    """Without layers, the encoded tokens are the normalised embeddings."""
+    """Without layers, the encoded tokens are the normalized embeddings."""
     net = vit.Model(7, **{**SMALL, "depth": 0}, pool_type=pool)
     params = random_params(param_shapes(net, IMAGES), std=0.3)
     _, out = evaluate(net, params, IMAGES)

@@ -65,7 +65,7 @@ class Group:
             process.kill()
 
     def finish(self, seconds=240):
-        """Returns (stdout, stderr) of each process once all have ended, or were killed after the timeout."""
+        """Return (stdout, stderr) of each process once all have ended, or were killed after the timeout."""
         timer = threading.Timer(seconds, self.kill)
         timer.start()
         try:
@@ -75,7 +75,7 @@ class Group:
             timer.cancel()
 
     def reach_step(self, step, seconds=240):
-        """Returns once process 0 has printed a step; fails if it ends before, or after the timeout."""
+        """Return once process 0 has printed a step; fail if it ends before, or after the timeout."""
         timer = threading.Timer(seconds, self.kill)
         timer.start()
         reached = any(f"step {step}/" in line for line in self.processes[0].stdout)

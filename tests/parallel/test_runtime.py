@@ -9,7 +9,7 @@ from dcvit.parallel import runtime
 
 @pytest.fixture
 def registered(monkeypatch):
-    """The arguments of each registration of a backend, in a process that has initialised none."""
+    """The arguments of each registration of a backend, in a process that has initialized none."""
     found = []
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(xla_bridge, "register_backend_factory", lambda *args, **options: found.append(args))
@@ -36,7 +36,7 @@ def test_tpu_backend_is_kept_where_a_tpu_is_present_or_requested(registered, mon
 
 
 @pytest.mark.parametrize("variable", [*runtime.TPU_VARIABLES, None])
-def test_tpu_is_recognised_by_the_environment_of_its_machine(monkeypatch, variable):
+def test_tpu_is_recognized_by_the_environment_of_its_machine(monkeypatch, variable):
     for name in runtime.TPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runtime.Path, "glob", lambda self, pattern: iter(()))

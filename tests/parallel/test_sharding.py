@@ -38,7 +38,7 @@ CONFIGS = {"vit": "vit_digits", "lm": "lm_stdlib"}
 
 
 def configured(model, **overrides):
-    """Returns a tiny config whose optimizer state is the gradient of the step."""
+    """Return a tiny config whose optimizer state is the gradient of the step."""
     fixed = {"total_steps": 10, "input.batch_size": 16, "optax_name": "trace", "optax": {"decay": 0.0}, "lr": 0.02}
     fixed |= {"grad_clip_norm": None, "schedule": {"decay_type": "constant"}, "wd": 0.01, "ema_decay": 0.9}
     if model == "lm":  # window patterns of two layers: a scan of two, or one unrolled
@@ -48,7 +48,7 @@ def configured(model, **overrides):
 
 
 def train_steps(config, devices=None, steps=5):
-    """Returns the losses and the states of some steps, on the host, and the last state on the first devices."""
+    """Return the losses and the states of some steps, on the host, and the last state on the first devices."""
     run = setup.make_setup(config, devices=jax.devices()[:devices], evaluate=False)
     placed = step.state_shapes(run)
     update = step.jit_update(run, placed)
@@ -80,7 +80,7 @@ CASES = [
 
 
 def check_strategies(strategies, model, steps, **options):
-    """Compares losses, gradients (the optimizer state), parameters and their average with those of one device."""
+    """Compare losses, gradients (the optimizer state), parameters and their average with those of one device."""
     losses, states, _ = train_steps(configured(model, **options), 1, steps)
     for strategy in strategies:
         placed = {"mesh": MESHES[strategy], "sharding_strategy": strategy}

@@ -88,7 +88,7 @@ def import_packages(folder):
 
 
 def import_libraries(folder):
-    """Imports the libraries that commands import on demand, here for TensorBoard."""
+    """Import the libraries that commands import on demand, here for TensorBoard."""
     if importlib.util.find_spec("clu") and importlib.util.find_spec("tensorflow"):
         from input_pipeline.optional import tensorflow
 
@@ -111,14 +111,14 @@ def text(folder):
 
 
 def train(folder, config, workdir, *options):
-    """Trains with the config of a workdir, except for some options."""
+    """Train with the config of a workdir, except for some options."""
     overrides = json.loads((folder / f"{config}.json").read_text())
     words = [f"--config.{key}={value}" for key, value in overrides.items()]
     call("train", "--config", config, "--workdir", folder / workdir, *words, *options)
 
 
 def training(folder):
-    """Resumes both runs, one with TensorBoard."""
+    """Resume both runs, one with TensorBoard."""
     train(folder, "vit_digits", "vit", "--config.total_steps=62", "--config.tensorboard=True", "--accept=total_steps")
     train(folder, "lm_stdlib", "lm", "--config.total_steps=7", "--accept", "total_steps")
 
@@ -138,7 +138,7 @@ def loading_weights(folder):
 
 
 def compilation_cache(folder):
-    """Evaluates with the default folder for compiled programs, which no environment variable names."""
+    """Evaluate with the default folder for compiled programs, which no environment variable names."""
     import jax
 
     jax.config.update("jax_compilation_cache_dir", None)
@@ -147,7 +147,7 @@ def compilation_cache(folder):
 
 
 def demo(folder):
-    """Runs the demo in this process instead of in subprocesses."""
+    """Run the demo in this process instead of in subprocesses."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
     import demo as script
 

@@ -119,7 +119,7 @@ MISSPELT = {
     "evalute": misspelt(command("evalute"), "evaluate"),
     "pridict": misspelt(command("pridict"), "predict"),
     "genrate": misspelt(command("genrate"), "generate"),
-    "tokenise": misspelt(command("tokenise"), "tokenize"),
+    "tokenize": misspelt(command("tokenize"), "tokenize"),
     "--wrokdir": misspelt(command("train", "--config", "vit_digits", "--wrokdir", "w"), "--workdir"),
     "--confg": misspelt(command("train", "--confg", "vit_digits", "--workdir", new), "--config"),
     "--confg.lr": misspelt(train("vit_digits", "--confg.lr=1"), "--config"),

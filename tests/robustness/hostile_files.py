@@ -15,7 +15,7 @@ SIDE = 60_000  # pixels; an image of this side has 3.6 gigapixels
 
 @contextlib.contextmanager
 def refused(*facts, most_bytes=None):
-    """Asserts that an InputError of one line contains the facts, and that at most `most_bytes` were allocated.
+    """Assert that an InputError of one line contains the facts, and that at most `most_bytes` were allocated.
 
     Only memory of Python, numpy and zstandard's output is counted.
     """
@@ -90,7 +90,7 @@ def zstd_frame(content, times=1, window_log=None):
 
 
 def write_tfrecord(path, length, content=b""):
-    """Writes a TFRecord file whose only record announces a length, with a valid checksum of that length."""
+    """Write a TFRecord file whose only record announces a length, with a valid checksum of that length."""
     head = struct.pack("<Q", length)
     path.write_bytes(head + tfrecord._checksum(head) + content)
     return path

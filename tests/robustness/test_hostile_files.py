@@ -39,7 +39,7 @@ def open_text(path, kind="text", **options):
 
 class TestImages:
     def test_small_file_of_gigapixels_takes_no_memory(self, tmp_path):
-        """Checks Pillow's readers and the checks before TensorFlow's, in a process that does nothing else."""
+        """Check Pillow's readers and the checks before TensorFlow's, in a process that does nothing else."""
         small = {name: data for name, data in BOMBS.items() if name != "masked jpeg"}
         for name, data in small.items():
             assert len(data) < 3000

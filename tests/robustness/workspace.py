@@ -49,14 +49,14 @@ class Workspace:
         return self._copy("lm")
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """Writes a file, with the folders above it."""
+        """Write a file, with the folders above it."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
     def lock(self) -> None:
-        """Locks the image run's workdir as another run does."""
+        """Lock the image run's workdir as another run does."""
         file = self._stack.enter_context((self.vit / ".lock").open("w"))
         file.write("process 1 on elsewhere, since yesterday\n")
         file.flush()
@@ -191,7 +191,7 @@ def remove(name: str) -> Callable[[Workspace], Any]:
 
 
 def damage(step: int, item: str) -> Callable[[Workspace], Any]:
-    """Flips a bit in the middle of the largest file of an item of a checkpoint."""
+    """Flip a bit in the middle of the largest file of an item of a checkpoint."""
 
     def change(ws: Workspace) -> None:
         folder = ws.vit / "checkpoints" / str(step) / item
@@ -325,7 +325,7 @@ def tokens(change: Callable[[Path], Any] | None = None, **options: Any) -> Calla
 
 
 def patch(offset: int, content: bytes) -> Callable[[Path], Any]:
-    """Replaces bytes of a file."""
+    """Replace bytes of a file."""
 
     def change(path: Path) -> None:
         data = bytearray(path.read_bytes())

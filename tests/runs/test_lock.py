@@ -90,7 +90,7 @@ def object_lock(name, seconds=0.1):
 
 
 def wait_for_renewal(store):
-    """Returns once the owner of the lock has renewed it."""
+    """Return once the owner of the lock has renewed it."""
     before, started = store.objects.get(f"{WORKDIR}/{lock.RENEWAL}"), time.monotonic()
     while store.objects.get(f"{WORKDIR}/{lock.RENEWAL}") == before:
         assert time.monotonic() < started + 60, "the lock is not renewed"
@@ -141,7 +141,7 @@ def test_exactly_one_of_several_runs_gets_an_object_lock(store, monkeypatch, cap
     owner.release()
 
 
-def test_creation_whose_answer_was_lost_is_recognised(store, monkeypatch):
+def test_creation_whose_answer_was_lost_is_recognized(store, monkeypatch):
     """gcsfs repeats a request that the store has carried out; the store then answers that the object exists."""
     answers = []
 

@@ -112,7 +112,7 @@ sys.exit(cli.run(train.main, argv))
 
 
 def start(code, moment, then, *argv, repeat_seconds=600.0):
-    """Starts a process in which SIGTERMs count as one within some seconds; returns it once its main thread is stuck."""
+    """Start a process in which SIGTERMs count as one within some seconds; return it once its main thread is stuck."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(repeat_seconds), moment, then, *argv],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -136,7 +136,7 @@ def words(workdir, **overrides):
 
 
 def stop(process):
-    """Sends SIGTERM twice, as `timeout` does (to the process and to its group); returns what is printed on stderr."""
+    """Send SIGTERM twice, as `timeout` does (to the process and to its group); return what is printed on stderr."""
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=TIMEOUT)

@@ -57,7 +57,7 @@ print(saved_steps(workdir), checkpointer.latest(), load_params(workdir)["w"].tol
 
 
 def start(url, *words, stall=0):
-    """Starts a command that uses the fake store and renews its lock every second; training may stall at a batch."""
+    """Start a command that uses the fake store and renews its lock every second; training may stall at a batch."""
     return subprocess.Popen(
         [sys.executable, "-u", "-c", COMMAND, str(stall), *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

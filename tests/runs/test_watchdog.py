@@ -13,7 +13,7 @@ from dcvit.runs.watchdog import LOG, STALLED, Watchdog
 
 @pytest.fixture
 def reports(monkeypatch):
-    """Returns a function that waits for the next report of a watchdog."""
+    """Return a function that waits for the next report of a watchdog."""
     reported = threading.Semaphore(0)
     write = Watchdog._report
 

@@ -31,7 +31,7 @@ class CountEvaluator:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs two such evaluators on a checkpoint of a small model; also returns the number of its parameter arrays."""
+    """Run two such evaluators on a checkpoint of a small model; also returns the number of its parameter arrays."""
     checkpoint = tmp_path / "weights.npz"
     checkpoint.touch()
     fields = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": (4, 4)}

@@ -39,7 +39,7 @@ def pets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(pets, tmp_path_factory):
-    """Trains a small model on the folder; returns the workdir."""
+    """Train a small model on the folder; return the workdir."""
     tmp_path = tmp_path_factory.mktemp("trained")
     spec = f"configs/vit_folder.py:data_dir={pets},variant=DCViT-mu/16,res=32,epochs=2,batch_size=8"
     with jax.numpy_dtype_promotion("standard"):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Makes the labels of some steps, counted from 1, NaN."""
+    """Make the labels of some steps, counted from 1, NaN."""
 
     def poison(*steps):
         real = inputs.TrainingData.batches

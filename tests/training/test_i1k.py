@@ -168,7 +168,7 @@ SETS = ("imagenet2012_real", "imagenet_v2", "imagenet_a", "imagenet_r", "imagene
 
 @pytest.fixture(scope="module", params=["tfrecord", pytest.param("array_record", marks=pytest.mark.exhaustive)])
 def data_dir(request, tmp_path_factory):
-    """Prepares every evaluation set in one format; returns the folder."""
+    """Prepare every evaluation set in one format; return the folder."""
     pytest.importorskip("tensorflow_datasets")
     root = tmp_path_factory.mktemp(request.param)
     datasets.imagenet2012(root, request.param, n_train=400, n_val=10)
@@ -179,7 +179,7 @@ def data_dir(request, tmp_path_factory):
 
 @pytest.fixture
 def i1k(data_dir, tmp_path, monkeypatch, library_promotion):
-    """Returns a function that trains the unmodified config on the small data: (exit status, workdir)."""
+    """Return a function that trains the unmodified config on the small data: (exit status, workdir)."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
 
     def train_it(name, *words, arguments="variant=DCViT-S/16"):

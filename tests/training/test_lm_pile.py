@@ -22,7 +22,7 @@ PILE = Path(__file__).resolve().parents[2] / "configs" / "lm_pile.py"
 
 
 def lm_pile():
-    """Returns the config file as a module."""
+    """Return the config file as a module."""
     spec = importlib.util.spec_from_file_location("lm_pile", PILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -88,7 +88,7 @@ def test_every_ablation_of_the_paper_is_an_argument(arguments):
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Writes a Megatron pair of byte tokens with the tokenize command; returns its folder."""
+    """Write a Megatron pair of byte tokens with the tokenize command; return its folder."""
     (tmp_path / "text").mkdir()
     for i in range(6):
         (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 100)

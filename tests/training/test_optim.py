@@ -18,7 +18,7 @@ GRADS = [jax.tree.map(lambda p, s=s: 0.1 * (s + 1) * jnp.cos(p + s), PARAMS) for
 
 
 def train(**options):
-    """Returns the parameters after four gradients."""
+    """Return the parameters after four gradients."""
     tx, _ = optim.make(PARAMS, total_steps=4, **options)
     params, state = PARAMS, tx.init(PARAMS)
     for grads in GRADS:
@@ -28,7 +28,7 @@ def train(**options):
 
 
 def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=None, frozen=()):
-    """Computes -schedule · (lr · lr_mult · Adam(clip(g)) + wd · wd_mult · p) with the cosine schedule, in numpy."""
+    """Compute -schedule · (lr · lr_mult · Adam(clip(g)) + wd · wd_mult · p) with the cosine schedule, in numpy."""
     flat = {"block/kernel": ("block", "kernel"), "block/bias": ("block", "bias"), "head/kernel": ("head", "kernel")}
     p = {name: np.asarray(PARAMS[a][b], np.float64) for name, (a, b) in flat.items()}
     m, v = ({name: np.zeros_like(x) for name, x in p.items()} for _ in range(2))

@@ -28,8 +28,8 @@ BAD = {
     "patch and image": ({"model.patch_size": (3, 3)}, "patch_size=(3, 3) does not divide the image, 8x8"),
     "unknown model": ({"model_name": "vitt"}, "did you mean 'vit'"),
     "unknown loss": ({"loss": "softmax"}, "did you mean 'softmax_xent'"),
-    "unknown optimiser": ({"optax_name": "scale_by_adamm"}, "nearest: scale_by_adam"),
-    "optimiser argument": ({"optax.beta1": 0.9}, "config.optax has no option 'beta1'"),
+    "unknown optimizer": ({"optax_name": "scale_by_adamm"}, "nearest: scale_by_adam"),
+    "optimizer argument": ({"optax.beta1": 0.9}, "config.optax has no option 'beta1'"),
     "unknown schedule": ({"schedule.decay_type": "cosin"}, "decay_type='cosin'"),
     "schedule argument": ({"schedule.warm_steps": 1}, "did you mean 'warmup_steps'"),
     "long warm-up": ({"schedule.warmup_steps": 100}, "do not fit into 6 steps"),
@@ -59,7 +59,7 @@ BAD = {
     "evaluator batch": ({"evals.test.batch_size": 0}, "config.evals.test.batch_size=0 should be 1 or more"),
     "evaluator loss": ({"evals.test.loss": "xent"}, "config.evals.test.loss='xent'"),
     "evaluator duration": ({"evals.test.log_step": 5}, "config.evals.test has no option 'log_step'"),
-    "optimiser dtype": ({"optax.mu_dtype": "bfloat17"}, "bfloat17"),
+    "optimizer dtype": ({"optax.mu_dtype": "bfloat17"}, "bfloat17"),
     "no heads": ({"model.num_heads": 0}, "num_heads=0 should be 1 or more"),
     "dropout": ({"model.dropout": 1.5}, "dropout=1.5 should be in [0, 1)"),
     "load option": ({"model_init": "absent", "model_load.dontload": []}, "config.model_load has no option 'dontload'"),
@@ -68,7 +68,7 @@ BAD = {
     "patch of words": ({"model.patch_size": "(4,'x')"}, "should be of type Sequence[int], not tuple"),
     "evaluator without kind": ({"evals.test.data": "{'split':'test'}"}, "config.evals.test.data.kind names the kind"),
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
-    "optimiser that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
+    "optimizer that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
     "dictionary": ({"model": "{'a.b':2}"}, "error: "),
     "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, multiplier"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
@@ -79,7 +79,7 @@ BAD = {
 
 
 def make(config="vit_digits", tiny=TINY, **overrides):
-    """Builds the setup of a tiny config with overrides; loads initial parameters if the config names some."""
+    """Build the setup of a tiny config with overrides; load initial parameters if the config names some."""
     words = [f"{key}={value}" for key, value in {**tiny, **overrides}.items()]
     made = setup.make_setup(configs.load(config, words))
     if made.load_initial:

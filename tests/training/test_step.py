@@ -22,7 +22,7 @@ DESCENT = {
 
 
 def assert_same_step(got, expected):
-    """Compares (state, metrics) up to rounding."""
+    """Compare (state, metrics) up to rounding."""
     for name in ("loss", "grad_norm"):
         assert float(got[1][name]) == pytest.approx(float(expected[1][name]), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got[0].params, expected[0].params)

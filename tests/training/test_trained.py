@@ -24,13 +24,13 @@ WORDS = [f"--config.{key}={value}" for key, value in LM_TINY.items()]
 
 @functools.cache
 def small_model():
-    """Returns a small language model and parameters without zero layers."""
+    """Return a small language model and parameters without zero layers."""
     setup = small_lm_setup()
     return setup.model, perturbed_params(setup)
 
 
 def nats(net, params, tokens):
-    """Returns -log p of each token but the first of each row, by a softmax in float64."""
+    """Return -log p of each token but the first of each row, by a softmax in float64."""
     logits = np.asarray(net.apply({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]

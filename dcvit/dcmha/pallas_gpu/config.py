@@ -69,7 +69,7 @@ class KernelConfig:
 
     @property
     def registers(self) -> int:
-        """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use."""
+        """Register of each thread of a computing warpgroup: all that the copying warpgroup does not use."""
         return min(240, (65536 // 128 - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
     @property

@@ -208,7 +208,7 @@ def broadcast_columns(
 
 
 class Strip(NamedTuple):
-    """A run of neighbouring keys of a tile."""
+    """A run of neighboring keys of a tile."""
 
     start: Array
     size: int

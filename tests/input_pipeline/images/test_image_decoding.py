@@ -43,20 +43,20 @@ def test_every_supported_file_decodes_to_three_channels_of_uint8(name, spec):
 @pytest.mark.parametrize("spec", DECODERS[:2])
 @pytest.mark.parametrize(("name", "mean"), [("rgba.png", 0.01), ("palette.png", 8), ("animated.gif", 12),
                                             ("webp.webp", 8), ("animated.webp", 8), ("cmyk.jpg", 8)])  # fmt: skip
-def test_colours_are_kept_and_transparency_and_later_frames_are_dropped(name, mean, spec):
+def test_colors_are_kept_and_transparency_and_later_frames_are_dropped(name, mean, spec):
     assert close(decode(ODD[name], spec), PIXELS, mean)
 
 
 def test_upper_eight_of_sixteen_bits_are_kept():
-    np.testing.assert_array_equal(decode(ODD["grey16.png"]), np.repeat(PIXELS[..., :1], 3, axis=2))
-    assert decode(ODD["grey16.png"], "decode(1)").shape == (60, 80, 1)
+    np.testing.assert_array_equal(decode(ODD["gray16.png"]), np.repeat(PIXELS[..., :1], 3, axis=2))
+    assert decode(ODD["gray16.png"], "decode(1)").shape == (60, 80, 1)
     deep = datasets.encoded(Image.fromarray(np.full((4, 5), 0x12FF, np.uint16)), "PNG")
     assert set(decode(deep, "decode(1)").ravel()) == {0x12}
 
 
-def test_grey_image_has_one_channel_or_three_equal_channels():
-    grey = decode(ODD["grey.jpg"], "decode(1)")
-    np.testing.assert_array_equal(decode(ODD["grey.jpg"]), np.repeat(grey, 3, axis=2))
+def test_gray_image_has_one_channel_or_three_equal_channels():
+    gray = decode(ODD["gray.jpg"], "decode(1)")
+    np.testing.assert_array_equal(decode(ODD["gray.jpg"]), np.repeat(gray, 3, axis=2))
 
 
 @pytest.mark.parametrize("precise", [False, True])
@@ -155,7 +155,7 @@ def test_error_without_tensorflow_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     try:
         with pytest.raises(ip.InputError, match=r"needs tensorflow, which is not installed: pip install"):
-            decode(ODD["grey.jpg"])
-        assert decode(ODD["grey.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
+            decode(ODD["gray.jpg"])
+        assert decode(ODD["gray.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
     finally:
         optional.tensorflow.cache_clear()

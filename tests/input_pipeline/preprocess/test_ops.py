@@ -20,19 +20,19 @@ def apply(spec, image=SMALL, seed=0, **example):
 
 
 def bilinear(image, height, width):
-    """Bilinear interpolation between the four nearest pixel centres in float32, truncated to integers."""
+    """Bilinear interpolation between the four nearest pixel centers in float32, truncated to integers."""
     out = np.empty((height, width, image.shape[2]), np.float32)
     source = image.astype(np.float32)
 
-    def neighbours(i, size, length):
+    def neighbors(i, size, length):
         at = (np.float32(i) + np.float32(0.5)) * (np.float32(length) / np.float32(size)) - np.float32(0.5)
         low = math.floor(at)
         return max(low, 0), min(math.ceil(at), length - 1), np.float32(at - np.float32(low))
 
     for i in range(height):
-        top, bottom, down = neighbours(i, height, image.shape[0])
+        top, bottom, down = neighbors(i, height, image.shape[0])
         for j in range(width):
-            left, right, across = neighbours(j, width, image.shape[1])
+            left, right, across = neighbors(j, width, image.shape[1])
             upper = source[top, left] + (source[top, right] - source[top, left]) * across
             lower = source[bottom, left] + (source[bottom, right] - source[bottom, left]) * across
             out[i, j] = upper + (lower - upper) * down
@@ -54,11 +54,11 @@ class TestTable:
     """The exact result of each op, computed independently."""
 
     @pytest.mark.parametrize("size", [(48, 64), (224, 224), (31, 177), (75, 100)])
-    def test_resize_interpolates_between_pixel_centres_and_truncates(self, size):
+    def test_resize_interpolates_between_pixel_centers_and_truncates(self, size):
         pytest.importorskip("tensorflow")
         np.testing.assert_array_equal(apply(f"resize({size})", PHOTO)["image"], bilinear(PHOTO, *size))
 
-    def test_resize_nearest_copies_the_pixel_at_the_centre(self):
+    def test_resize_nearest_copies_the_pixel_at_the_center(self):
         pytest.importorskip("tensorflow")
         rows, columns = ((np.arange(n) + 0.5) * length / n for n, length in ((40, 75), (130, 100)))
         expected = PHOTO[rows.astype(int)[:, None], columns.astype(int)]
@@ -180,7 +180,7 @@ class TestBigVision:
 
     @pytest.mark.parametrize("size", [(375, 500), (500, 333), (60, 200)])
     def test_windows_have_the_distribution_of_tensorflows(self, tf, size):
-        """Area, aspect ratio and centre: means within 4 standard errors, standard deviations within 10 %."""
+        """Area, aspect ratio and center: means within 4 standard errors, standard deviations within 10 %."""
         draws = 3000
         rng = np.random.default_rng(0)
         ours = np.array([decode.sample_window(size, (0.05, 1), (0.75, 1.33), rng) for _ in range(draws)])

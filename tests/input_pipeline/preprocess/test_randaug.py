@@ -74,7 +74,7 @@ class TestGeometry:
         return np.where(moved[..., 3:] == 1, moved[..., :3], 128)
 
     @pytest.mark.parametrize("degrees", [30, -30, 15, -15, 0, 7.5, -90, 90])
-    def test_rotate_equals_tensorflows_transform_about_the_centre(self, tf, image, degrees):
+    def test_rotate_equals_tensorflows_transform_about_the_center(self, tf, image, degrees):
         angle = tf.constant(degrees, tf.float32) * (math.pi / 180)
         cos, sin = tf.cos(angle), tf.sin(angle)
         bottom, right = (tf.cast(side - 1, tf.float32) for side in image.shape[:2])
@@ -99,10 +99,10 @@ class TestGeometry:
 
     def test_positive_arguments_move_left_up_and_counterclockwise(self):
         image = np.arange(27, dtype=np.uint8).reshape(3, 3, 3)
-        grey = np.full((3, 1, 3), 128)
-        assert np.array_equal(randaug.translate_x(image, 1), np.concatenate([image[:, 1:], grey], axis=1))
+        gray = np.full((3, 1, 3), 128)
+        assert np.array_equal(randaug.translate_x(image, 1), np.concatenate([image[:, 1:], gray], axis=1))
         assert np.array_equal(
-            randaug.translate_y(image, 1), np.concatenate([image[1:], grey.transpose(1, 0, 2)], axis=0)
+            randaug.translate_y(image, 1), np.concatenate([image[1:], gray.transpose(1, 0, 2)], axis=0)
         )
         assert np.array_equal(randaug.rotate(image, 90), np.rot90(image))
         assert np.array_equal(randaug.shear_x(image, 1)[2, 0], image[2, 2])
@@ -172,15 +172,15 @@ class TestValues:
 class TestBlends:
     """Ops that interpolate between a degenerate image and the image."""
 
-    def test_grey_equals_tensorflow_for_every_colour(self, tf):
-        for colours in np.arange(2**24, dtype="<u4").reshape(16, 1024, 1024):
-            image = np.ascontiguousarray(colours[..., None].view(np.uint8)[..., :3])
+    def test_gray_equals_tensorflow_for_every_color(self, tf):
+        for colors in np.arange(2**24, dtype="<u4").reshape(16, 1024, 1024):
+            image = np.ascontiguousarray(colors[..., None].view(np.uint8)[..., :3])
             assert np.array_equal(randaug.color(image, 0)[..., :1], tf.image.rgb_to_grayscale(image))
 
     @pytest.mark.parametrize("factor", FACTORS)
-    def test_color_interpolates_from_grey(self, tf, image, factor):
-        grey = tf.image.grayscale_to_rgb(tf.image.rgb_to_grayscale(image))
-        assert np.array_equal(randaug.color(image, factor), blended(tf, grey, image, factor))
+    def test_color_interpolates_from_gray(self, tf, image, factor):
+        gray = tf.image.grayscale_to_rgb(tf.image.rgb_to_grayscale(image))
+        assert np.array_equal(randaug.color(image, factor), blended(tf, gray, image, factor))
 
     @pytest.mark.parametrize("factor", FACTORS)
     def test_brightness_interpolates_from_black(self, tf, image, factor):
@@ -189,8 +189,8 @@ class TestBlends:
 
     @pytest.mark.parametrize("factor", FACTORS)
     def test_contrast_interpolates_from_the_mean_count_of_the_histogram(self, tf, image, factor):
-        grey = tf.cast(tf.image.rgb_to_grayscale(image), tf.int32)
-        counts = tf.histogram_fixed_width(grey, [0, 255], nbins=256)
+        gray = tf.cast(tf.image.rgb_to_grayscale(image), tf.int32)
+        counts = tf.histogram_fixed_width(gray, [0, 255], nbins=256)
         mean = tf.clip_by_value(tf.reduce_sum(tf.cast(counts, tf.float32)) / 256.0, 0.0, 255.0)
         expected = blended(tf, tf.fill(image.shape, tf.cast(mean, tf.uint8)), image, factor)
         assert np.array_equal(randaug.contrast(image, factor), expected)
@@ -248,7 +248,7 @@ class TestBlends:
 
 
 def smoothed(tf, image):
-    """TensorFlow's weighted mean of each pixel's neighbours, truncated to integers."""
+    """TensorFlow's weighted mean of each pixel's neighbors, truncated to integers."""
     kernel = np.float32([[1, 1, 1], [1, 5, 1], [1, 1, 1]])[..., None, None] / np.float32(13)
     floats = tf.cast(image, tf.float32)[None]
     out = tf.nn.depthwise_conv2d(floats, tf.tile(kernel, [1, 1, 3, 1]), [1, 1, 1, 1], padding="VALID")
@@ -257,7 +257,7 @@ def smoothed(tf, image):
 
 class TestCutout:
     @pytest.mark.parametrize(("half", "row", "column"), [(4, 10, 20), (4, 0, 0), (5, 36, 52), (0, 9, 9), (120, 1, 1)])
-    def test_square_is_grey_as_far_as_it_is_inside_the_image(self, half, row, column):
+    def test_square_is_gray_as_far_as_it_is_inside_the_image(self, half, row, column):
         image = noise(37, 53)
         expected = image.copy()
         for y in range(37):
@@ -266,10 +266,10 @@ class TestCutout:
                     expected[y, x] = 128
         assert np.array_equal(randaug.cutout(image, half, row, column), expected)
 
-    def test_centre_is_uniformly_distributed(self):
+    def test_center_is_uniformly_distributed(self):
         rng, image = np.random.default_rng(0), np.zeros((3, 4, 3), np.uint8)
         squares = [randaug.OPS["Cutout"](image, 0.25, rng)[..., 0] // 128 for _ in range(2400)]  # half a side: 1
-        # pixel (y, x) is grey where the centre is one of (y, x), (y + 1, x), (y, x + 1) and (y + 1, x + 1)
+        # pixel (y, x) is gray where the center is one of (y, x), (y + 1, x), (y, x + 1) and (y + 1, x + 1)
         expected = np.outer([2, 2, 1], [2, 2, 2, 1]) * 2400 / 12
         assert np.abs(np.sum(squares, axis=0) - expected).max() < 120
 
@@ -305,7 +305,7 @@ class TestMagnitude:
             else:
                 minus = [np.array_equal(result, function(image, -argument)) for result in results]
                 assert all(np.logical_or(plus, minus))
-                if not all(np.logical_and(plus, minus)):  # otherwise the result is completely grey for both signs
+                if not all(np.logical_and(plus, minus)):  # otherwise the result is completely gray for both signs
                     assert 16 < sum(plus) < 48
 
     @pytest.mark.parametrize(("magnitude", "side"), [(0, 0), (3, 24), (5, 40), (10, 80), (30, 240)])
