@@ -7,6 +7,7 @@ without its slower code generator, and the workers and subprocesses of a session
 import atexit
 import gc
 import os
+import resource
 import shutil
 import tempfile
 
@@ -30,12 +31,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
 
 
+def pytest_collection_modifyitems(items):
+    """Mark tests as slow that train a model or use a trained one."""
+    for item in items:
+        if {"digits_run", "digits_workdir", "lm_workdir"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():
-    """Bound the memory of a worker: release the compiled programs of every test module."""
+    """Bound the memory of a worker: release the compiled programs after each module once it has used 1.5 GB."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1_500_000:  # KiB
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -138,6 +138,7 @@ def test_durations_in_every_unit():
     assert duration(ConfigDict({"x_steps": 4}), "x", **sizes) == 4
 
 
+@pytest.mark.slow
 def test_durations_are_given_once_and_are_numbers():
     sizes = dict(batch_size=50, examples=1000)
     for one, other in itertools.combinations(configs.UNITS, 2):

@@ -242,6 +242,7 @@ def test_save_is_not_affected_by_later_donation_of_the_arrays(tmp_path):
         assert (np.asarray(load_params(tmp_path / "checkpoints" / str(number))["x"]) == number).all()
 
 
+@pytest.mark.slow
 def test_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "config.json"
     files.replace(path, "old")

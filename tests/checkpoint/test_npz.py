@@ -240,6 +240,7 @@ def test_feature_that_numpy_does_not_write_is_refused(tmp_path, at, value, match
     refused(path, match)
 
 
+@pytest.mark.slow
 def test_random_byte_errors_give_arrays_or_one_line(tmp_path):
     np.savez_compressed(tmp_path / "whole.npz", **ARRAYS)
     whole = (tmp_path / "whole.npz").read_bytes()

@@ -182,6 +182,7 @@ def test_a_missing_libtpu_is_an_error_that_names_the_extra(capsys, monkeypatch):
     assert "pip install 'dcvit[tpu]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_markdown_table_has_a_row_for_each_step():
     numbers = {"params": 1.0, "optimizer": 2.0, "activations": 0.5, "temporaries": 3.25, "total": 7.0, "memory": 16.0}
     row = {"config": "lm_pile:preset=X-1B,grad_accum=2", "topology": "v5e:4x4", "parameters": 1234, "verdict": "fits"}

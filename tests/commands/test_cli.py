@@ -116,6 +116,7 @@ def test_overrides_are_collected_in_both_spellings():
 ROWS = [{"name": "a", "value": 0.5}, {"name": "[red]b", "value": None}]
 
 
+@pytest.mark.slow
 def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     cli.show(ROWS, "json")
     assert json.loads(capsys.readouterr().out) == ROWS

@@ -146,6 +146,7 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
     assert {(row["n"], row["num_fewshot"]) for row in csv.DictReader(io.StringIO(out))} == {("2", "1")}
 
 
+@pytest.mark.slow
 def test_a_group_runs_its_tasks(folder, call):
     status, out, err = call("--include_path", folder, "--tasks", "everything", "--format", "json")
     assert status == 0, err
@@ -182,6 +183,7 @@ def test_task_files_that_can_run_code_are_rejected(content, reason, included, tm
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_code_runs_where_it_is_allowed(folder, call):
     (folder / "shout.py").write_text("def text(doc):\n    return doc['question'].upper()\n")
     (folder / "loud.yaml").write_text("include: colors.yaml\ntask: loud\ndoc_to_text: !function shout.text\n")
@@ -265,6 +267,7 @@ def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch, capsys)
     assert 'pip install "dcvit[eval]"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_become_json_data():
     values = {1: np.float32(0.5), "f": harness_tasks.to_json_data, "x": [float("nan"), np.True_, {2}, None, "s"]}
     found = harness_tasks.to_json_data(values)

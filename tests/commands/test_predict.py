@@ -50,6 +50,7 @@ def call(capsys, main, *argv):
     return status, out, err
 
 
+@pytest.mark.slow
 def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, images, tmp_path, capsys):
     status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "3", "--format", "csv")
     assert status == 0

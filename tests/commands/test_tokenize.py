@@ -94,6 +94,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
+@pytest.mark.slow
 def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
     corpora.write_jsonl(tmp_path / "data" / "a.jsonl", ["x" * 1000] * 3000)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
@@ -104,6 +105,7 @@ def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monke
     assert all(line.startswith("tokenizing: ") and " of 3 MB  " in line and "ETA" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_progress_is_a_live_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(progress, "LIVE_SECONDS", 0.0)

@@ -227,6 +227,7 @@ def test_a_traced_scale_raises():
     np.testing.assert_array_equal(given, attention(q, q, q, scale=0.25))
 
 
+@pytest.mark.slow
 def test_weights_without_a_branch_equal_plain_attention():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).normal(size=(3, 2, 6, 4, 8)))
     none, plain = ComposeWeights(), attention(q, k, v, window=2, implementation="blockwise")

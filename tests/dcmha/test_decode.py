@@ -75,6 +75,7 @@ def test_bfloat16_is_close_to_float32(name, implementation):
     assert compare(implementation, args, options)[1] < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "attention"),
     [("groups, shared keys", decode.attention), ("static", decode.attention), ("static", kernel.attention)],

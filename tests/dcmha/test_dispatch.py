@@ -184,6 +184,7 @@ def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
     np.testing.assert_allclose(found, jax.jit(layer.apply)(params, x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rotary_embedding_of_other_tokens_raises():
     with pytest.raises(ValueError, match="of the same tokens"):
         Attention(4, rotary=2).init(jax.random.key(0), jnp.zeros((2, 5, 16)), jnp.zeros((2, 7, 16)))

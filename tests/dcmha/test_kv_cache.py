@@ -48,6 +48,7 @@ def test_each_slot_keeps_its_newest_token_and_padding_changes_nothing(dtype, ste
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 2])
 def test_the_newest_token_attends_to_the_slots_of_its_window(window):
     length, first = np.array([3, 12]), np.array([1, 0])

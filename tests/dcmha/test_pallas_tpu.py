@@ -153,6 +153,7 @@ def test_every_branch_can_be_absent_from_both_composes(branches):
     assert worst(errors) < 2e-5, errors
 
 
+@pytest.mark.slow
 def test_kernels_are_interpreted_by_default_where_no_tpu_is_present():
     args, options = random_case(8, branches=None)
     out = jax.jit(lambda *a: api.attention(*a, **options))(*args)

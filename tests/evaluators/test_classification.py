@@ -113,6 +113,7 @@ def test_cached_batches_give_the_same_metrics_and_are_read_once():
     assert first["top1"] == by_hand()["top1"]
 
 
+@pytest.mark.slow
 def test_skipped_examples_do_not_count(monkeypatch, caplog):
     class Broken(IndexSource):
         def __getitem__(self, index):

@@ -105,6 +105,7 @@ def test_scores_equal_the_closed_form(number, offset, scale):
     np.testing.assert_allclose(got, ridge(x, labels, x_test, 16, 5), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_accuracy_is_independent_of_batch_size_and_device_count(sources, batch, devices):

@@ -52,6 +52,7 @@ def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
     assert longer[0][:9] == same[0]
 
 
+@pytest.mark.slow
 def test_similar_lengths_share_one_compiled_step():
     model, params = random_model(**LLAMA, depth=1, context=64)
     before = generation._step._cache_size(), generation._prefill._cache_size()
@@ -66,6 +67,7 @@ def test_lengths_are_rounded_up_to_few_lengths_and_by_at_most_a_quarter():
     assert len(set(lengths)) == 8 + 4 * 4
 
 
+@pytest.mark.slow
 def test_cast_parameters_give_bitwise_equal_logits():
     model, params = random_model(**LLAMA, compose="both", depth=1, static=True, qk_norm="rmsnorm", dtype_mm="bfloat16")
     tokens = jnp.array([PROMPTS[2]], jnp.int32)
@@ -134,6 +136,7 @@ def test_invalid_arguments_are_errors_before_the_first_step(prompts, options, me
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_an_error():
     model, params = chain_model([1, 2], size=10)
     params["head"]["kernel"][3, 4] = np.nan

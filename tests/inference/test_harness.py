@@ -63,11 +63,13 @@ def test_log_likelihoods_equal_forward_passes_for_every_batch_size(model):
     assert model.sized[1].batch_size == 8  # the number of devices
 
 
+@pytest.mark.slow
 def test_a_continuation_longer_than_the_context_is_an_error(one):
     with pytest.raises(ConfigError, match="41 tokens is longer than the model's context of 40"):
         one.sized[1].loglikelihood(requests(("a", "b" * 41)), disable_tqdm=True)
 
 
+@pytest.mark.slow
 def test_rolling_log_likelihood_scores_every_token_once(model):
     texts, sums = [], []
     for length in (0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT, 133):
@@ -132,6 +134,7 @@ def test_generation_options_have_the_defaults_of_the_harness():
     assert read({"temperature": 0.5, "top_k": 3}, 40).sampling == (0.5, 3, 1.0)
 
 
+@pytest.mark.slow
 def test_the_models_end_of_text_replaces_a_missing_one_of_the_tokenizer():
     from dcvit.inference.harness import HarnessModel
 

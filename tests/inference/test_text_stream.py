@@ -69,6 +69,7 @@ def test_an_empty_stop_string_is_rejected():
         TextStream(decode, [""])
 
 
+@pytest.mark.slow
 def test_steps_end_when_every_example_has_ended():
     streams = [TextStream(decode, ["c"]), TextStream(decode, ["z"])]
     steps = iter([[97, 120], [98, None], [99, None], [100, None]])

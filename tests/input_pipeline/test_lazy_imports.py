@@ -35,6 +35,7 @@ def test_errors_are_imported_without_numpy_beartype_or_the_pipeline():
     assert imported_by(code, "numpy", "jax", "beartype", "input_pipeline.loader", "input_pipeline.source") == []
 
 
+@pytest.mark.slow
 def test_every_public_name_is_importable_and_others_are_attribute_errors():
     assert all(hasattr(ip, name) for name in ip.__all__)
     assert set(ip.MODULES) <= set(ip.__all__)

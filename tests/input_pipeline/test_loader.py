@@ -53,6 +53,7 @@ def test_each_epoch_of_the_stream_is_a_permutation(size, batch):
     assert size < 4 or len(set(map(tuple, epochs))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 1, 3, None])
 def test_stream_can_start_at_any_step(threads):
     source = ip.open_source("digits", split="train", limit=70)
@@ -202,6 +203,7 @@ def test_error_of_an_op_names_the_example():
         list(ip.eval_batches(ip.open_source("digits", split="test"), "onehot(5)", 400))
 
 
+@pytest.mark.slow
 def test_closed_stream_ends_its_threads():
     batches = ip.train_batches(Numbers(100), "", 10, seed=0, threads=3)
     next(batches)

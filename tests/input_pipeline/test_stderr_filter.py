@@ -35,6 +35,7 @@ def test_errors_are_written_where_the_context_fails(capfd):
     assert capfd.readouterr().err == ERRORS
 
 
+@pytest.mark.slow
 def test_nothing_is_redirected_without_stderr(monkeypatch):
     def closed(descriptor):
         raise OSError(9, "Bad file descriptor")

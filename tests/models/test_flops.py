@@ -166,6 +166,7 @@ def all_pairs(monkeypatch):
     monkeypatch.setattr(flops, "visible_pairs", lambda length, window: length**2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_pairs")
 @pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS, ids=str)
 def test_every_product_of_the_language_model_is_counted(fields):
@@ -188,6 +189,7 @@ def test_visible_pairs_equal_the_mask(length, window):
     assert visible_pairs(length, window) == mask.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, COMPOSED_LMS[0], COMPOSED_LMS[2]], ids=str)
 def test_masked_pairs_do_not_count(fields):
     """The cost of one pair is the second difference of a program's products over the length."""
@@ -202,6 +204,7 @@ def test_masked_pairs_do_not_count(fields):
         assert lm_flops(net.clone(window_pattern=pattern), ROW) == all_pairs - masked * pair
 
 
+@pytest.mark.slow
 def test_training_equals_the_formula_of_palm():
     """6·N + 12·L·H·D·T for each token (Appendix B). N excludes the embedding; causality halves the second term."""
     net, length = lm.Model(50257, preset="Transformer++-405M"), 2048
@@ -214,6 +217,7 @@ def test_training_equals_the_formula_of_palm():
     assert each == pytest.approx(6 * parameters + 12 * 24 * 1024 * length / 2, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_operations_are_counted_for_the_shape_of_the_example():
     image_net, row_net = small(compose="both"), small_lm(compose="both")
     assert forward_flops(image_net, an_image()) == vit_flops(image_net, IMAGE)

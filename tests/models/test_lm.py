@@ -61,6 +61,7 @@ class TestForward:
         pattern = windows("1:1" if preset in COMPOSED else "none", 2)
         self.check(net, params, pattern, heads=HEADS, **ORACLE[name])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "fields",
         [
@@ -263,6 +264,7 @@ class TestScan:
         net, params, tokens, expected = unrolled
         assert_trees_close(gradients(net.clone(remat=remat), params, tokens), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("pattern", "depth"),
         [
@@ -329,6 +331,7 @@ class TestDocuments:
         starts = sorted({0, *(i for i, token in enumerate(row) if token == 0)})
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "preset",
         ["Transformer-405M", "DCFormer++-405M", *map(exhaustive, (*PLAIN[1:], *COMPOSED[::2]))],
@@ -358,6 +361,7 @@ def checkpointed(jaxpr, inside=False):
                 yield from checkpointed(getattr(value, "jaxpr", value), inside or equation.primitive.name == "scan")
 
 
+@pytest.mark.slow
 def test_layers_outside_a_scan_keep_their_rematerialization():
     """A scan's body is safe from common-subexpression elimination; the unrolled rest needs a barrier."""
     net = lm.LM(11, width=16, depth=3, num_heads=2, window_pattern="1:1", scan=True, remat="full")
@@ -367,6 +371,7 @@ def test_layers_outside_a_scan_keep_their_rematerialization():
     assert found == {(True, False), (False, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "kept"), [("none", True), ("attention", False), ("full", False)])
 def test_recomputed_attention_keeps_nothing_as_large_as_the_scores(remat, kept):
     """The leaves of a vjp are the arrays that a forward pass keeps for the backward pass."""

@@ -177,6 +177,7 @@ def test_only_key_wise_weights_are_cached(fields, composed):
     assert [size[0] for size in sizes(DC, **fields, num_key_heads=1)] == [2 * 4] * 2
 
 
+@pytest.mark.slow
 def test_the_number_of_slots_follows_the_window_pattern():
     slots = lambda **fields: [size[2] for size in sizes(DC, **fields)]  # noqa: E731
     assert slots(window_pattern="none") == [CONTEXT] * 2

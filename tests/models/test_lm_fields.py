@@ -58,6 +58,7 @@ def exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "key_heads"),
     [
@@ -105,6 +106,7 @@ def test_tied_head_is_the_embedding_and_its_gradient_is_the_sum_of_both(preset):
     equal(gradient["embedding"]["embedding"], parts["embedding"]["embedding"] + parts["head"]["kernel"].T)
 
 
+@pytest.mark.slow
 def test_logits_are_the_head_on_the_last_hidden_states():
     (net, params), tokens = make_lm("DCPythia-2.8B"), make_tokens()
     result, out = jit(net.apply)({"params": params}, tokens)
@@ -196,6 +198,7 @@ def test_errors_name_the_invalid_field(fields, message):
         jax.eval_shape(net.init, jax.random.key(0), make_tokens())
 
 
+@pytest.mark.slow
 def test_rotary_models_accept_rows_longer_than_their_context():
     net = lm.Model(VOCAB, preset="DCFormer++-405M", context=4, width=32, depth=1, num_heads=4)
     shapes = {"params": param_shapes(net, make_tokens())}

@@ -38,6 +38,7 @@ def test_mixup_uses_one_weight_of_at_least_half_for_images_and_labels(seed):
         assert float(labels[i, (i - 1) % 5]) == pytest.approx(1 - share, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_mixup_weights_follow_the_beta_distribution():
     def share(key):
         return losses.mixup(key, jnp.ones((2, 1)), jnp.eye(2), 0.2)[1][0, 0]
@@ -57,6 +58,7 @@ def hidden_states():
     )
 
 
+@pytest.mark.slow
 def test_token_cross_entropy_equals_minus_the_log_of_the_softmax():
     hidden, kernel, targets = hidden_states()
     logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
@@ -82,6 +84,7 @@ def test_chunks_change_neither_token_cross_entropy_nor_its_gradients(chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), chunked, plain)
 
 
+@pytest.mark.slow
 def test_with_chunks_the_logits_of_a_whole_batch_never_exist():
     batch, length, vocab, chunk = 2, 512, 4096, 32
     hidden, kernel = jnp.zeros((batch, length, 16)), jnp.zeros((16, vocab))

@@ -94,6 +94,7 @@ def test_transformer_plus_plus_with_llamas_vocabulary_has_llamas_number_of_param
     assert count(trace(f"Transformer++-{size}", 32_000)[1]) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", COMPOSED)
 def test_composition_adds_the_parameters_of_appendix_e_and_qk_norm_two_head_dims_a_layer(preset):
     net, params = trace(preset)
@@ -108,6 +109,7 @@ def test_composition_adds_the_parameters_of_appendix_e_and_qk_norm_two_head_dims
     assert net.qk_norm == ("rmsnorm" if normed else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", ["Transformer-405M", "DCFormer++-405M", exhaustive("DCPythia-6.9B"), exhaustive("DCFormer-405M")]
 )
@@ -146,6 +148,7 @@ TABLE_10 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "added"), TABLE_9.values(), ids=TABLE_9)
 def test_every_ablation_of_table_9_traces_and_adds_its_own_parameters(fields, added):
     plain, composed = (trace(name, **more)[1] for name, more in (
@@ -154,6 +157,7 @@ def test_every_ablation_of_table_9_traces_and_adds_its_own_parameters(fields, ad
     assert count(composed) - count(plain) == 24 * added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["DCFormer++-405M", "DCPythia-6.9B"])
 @pytest.mark.parametrize("fields", TABLE_10.values(), ids=TABLE_10)
 def test_every_trade_off_of_table_10_traces(preset, fields):
@@ -168,6 +172,7 @@ def test_a_gradient_step_of_every_ablation_and_trade_off_traces(fields):
     check_gradient("DCFormer++-405M", **fields)
 
 
+@pytest.mark.slow
 def test_33b_with_7_1_has_four_layers_after_the_scanned_groups():
     _, params = trace("DCFormer++-33B", window_pattern="7:1")
     assert {f"decoderblock_{i}" for i in range(56, 60)} | {"group", "decoder_norm"} == params["Transformer"].keys()
@@ -175,6 +180,7 @@ def test_33b_with_7_1_has_four_layers_after_the_scanned_groups():
     assert count(params) == count(trace("DCFormer++-33B")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "scan", "std", "out_std"),
     [
@@ -219,6 +225,7 @@ def test_error_for_an_unknown_preset_lists_the_nearest(name, nearest):
         lm.Model(VOCAB, preset=name)
 
 
+@pytest.mark.slow
 def test_fields_override_the_preset_without_changing_it():
     assert lm.Model(VOCAB, preset="DCFormer-405M", rank=4, depth=3).depth == 3
     assert lm.Model(VOCAB, preset="DCFormer-405M").rank == 2

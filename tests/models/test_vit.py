@@ -42,6 +42,7 @@ def evaluate(net, params, *inputs, **options):
     return jit(functools.partial(net.apply, **options))({"params": params}, *inputs)
 
 
+@pytest.mark.slow
 def test_parameter_counts_of_the_paper_and_big_vision():
     recipe = dict(rep_size=True, posemb="sincos2d", pool_type="gap")
     assert count(variant="S/16", **recipe) == 22_122_472
@@ -107,6 +108,7 @@ def test_attention_module_equals_that_of_flax_with_the_same_parameters():
     np.testing.assert_allclose(evaluate(Attention(4), params, x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_key_wise_weights_come_from_the_keys_in_cross_attention():
     x_q, x_kv = (jax.random.normal(jax.random.key(i), (1, 4 - i, 16)) for i in (0, 1))
     module = Attention(4, compose="both")
@@ -198,6 +200,7 @@ def test_bfloat16_is_near_float32_with_parameters_and_logits_in_float32(params):
     assert {p.dtype for p in jax.tree.leaves(init)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     block = vit.Encoder1DBlock(lambda name: Attention(4, name=name), mlp_dim=8, deterministic=False)
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
@@ -291,6 +294,7 @@ class TestLoad:
     def file(self, tmp_path, params):
         return save_npz(tmp_path / "model.npz", {"params": params})
 
+    @pytest.mark.slow
     def test_big_vision_files_load_into_unrolled_and_scanned_models(self, file, params):
         loaded = vit.load(jax.tree.map(jnp.zeros_like, params), file, {})
         assert_trees_equal(loaded, params)
@@ -298,6 +302,7 @@ class TestLoad:
         loaded = vit.load(jax.tree.map(jnp.zeros_like, stacked), file, {"scan": True})
         assert_trees_equal(loaded, stacked)
 
+    @pytest.mark.slow
     def test_dont_load_keeps_the_initial_values(self, file, params):
         init = {**params, "head": {"kernel": jnp.zeros((16, 3)), "bias": jnp.zeros(3)}}
         with pytest.raises(CheckpointError, match=r"head/kernel \(checkpoint \(16, 7\), model \(16, 3\)\)"):
@@ -358,6 +363,7 @@ class TestTraining:
         params = random_params(param_shapes(net, images[:1]))
         return evaluate(net, params, images, train=True, rngs={"dropout": jax.random.key(1)})[1]
 
+    @pytest.mark.slow
     def test_stochastic_depth_grows_linearly_with_the_layer(self):
         encoder = self.blocks(stochastic_depth=0.6)["encoder"]
         dropped = [
@@ -382,6 +388,7 @@ class TestTraining:
         assert 0.3 < dropped.mean() < 0.7
         np.testing.assert_allclose(out["encoder"]["pre_ln"][~dropped], 2 * out["with_posemb"][~dropped], rtol=1e-5)
 
+    @pytest.mark.slow
     def test_bfloat16_is_used_in_every_block(self):
         net = vit.Model(None, **SMALL, compose="both", dtype_mm="bfloat16")
         (_, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)

@@ -301,6 +301,7 @@ def test_failure_caused_by_another_process_prints_the_message_of_that_one(monkey
     assert capsys.readouterr().err == "error: stopped with process 1: broken\n"
 
 
+@pytest.mark.slow
 def test_tpu_vm_is_detected_unless_jax_uses_another_platform(monkeypatch):
     from jax._src import cloud_tpu_init
 

@@ -45,6 +45,7 @@ def test_tpu_is_recognized_by_the_environment_of_its_machine(monkeypatch, variab
     assert runtime.has_tpu() == (variable is not None)
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_kept_by_default_and_in_the_folder_of_jaxs_settings(monkeypatch, tmp_path):
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

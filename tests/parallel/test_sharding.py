@@ -256,6 +256,7 @@ def test_process_transfers_the_rows_that_its_devices_hold():
         assert sent.sharding.shard_shape(sent.shape)[0] == 16 // sharding.batch_shards(mesh)
 
 
+@pytest.mark.slow
 def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(tmp_path, library_promotion):
     config, draw = configured("vit", **ATTENTION["groups"]), np.random.default_rng(0)
     first = setup.make_setup(config, evaluate=False)
@@ -287,6 +288,7 @@ def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in caplog.text
 
 
+@pytest.mark.slow
 def test_peak_speed_is_that_of_known_devices(monkeypatch):
     net, example = vit.Model(10, variant="S/16"), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     assert hooks.peak_examples_per_second(net, example, jax.devices()) is None  # CPUs

@@ -70,6 +70,7 @@ def test_name_of_no_slice_is_refused_with_the_existing_names(name):
     assert all(word in message for word in ("v5e", "v6e", *LARGEST, *FLAT, *SMALL, *map(str, LARGEST.values())))
 
 
+@pytest.mark.slow
 def test_largest_slices_exist():
     shapes = [(4 * a, 4 * b, 4 * c) for a in range(1, 7) for b in range(a, 7) for c in range(b, 7)]
     for family, most in LARGEST.items():

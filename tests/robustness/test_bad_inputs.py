@@ -64,6 +64,7 @@ def test_the_table_covers_every_kind_of_bad_input():
     assert min(map(len, TABLES.values())) >= 40
 
 
+@pytest.mark.slow
 def test_compilations_are_recorded(compiled):
     before = len(compiled)
     jax.jit(lambda x: jnp.sin(x) + 41)(jnp.ones(3)).block_until_ready()

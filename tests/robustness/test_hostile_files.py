@@ -95,6 +95,7 @@ class TestText:
         with refused(f"{name}:2:", "2,097,152 bytes", most_bytes=128 << 20):
             open_text(tmp_path / name)
 
+    @pytest.mark.slow
     def test_zstd_of_the_best_ratio_is_decompressed_piecewise(self, tmp_path):
         """Every block of four bytes unpacks to 128 KiB of one repeated byte, 6.5 GB in all."""
         pytest.importorskip("zstandard")
@@ -110,6 +111,7 @@ class TestText:
         with refused("a.jsonl.zst", "window", "33,554,432"):
             open_text(tmp_path / "a.jsonl.zst")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("kind", "line"), [("text", b'{"text": "some words"}\n'), ("spans", b'{"inputs": "a", "targets": "b"}\n')]
     )
@@ -242,6 +244,7 @@ class TestRecords:
             tfds.Source("pets", "train", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_free_memory_is_that_of_the_container_and_counts_the_file_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "CONTAINER", tmp_path)
     machine = memory.available()

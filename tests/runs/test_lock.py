@@ -141,6 +141,7 @@ def test_exactly_one_of_several_runs_gets_an_object_lock(store, monkeypatch, cap
     owner.release()
 
 
+@pytest.mark.slow
 def test_creation_whose_answer_was_lost_is_recognized(store, monkeypatch):
     """gcsfs repeats a request that the store has carried out; the store then answers that the object exists."""
     answers = []
@@ -183,6 +184,7 @@ def test_run_that_lost_its_object_lock_ends(store, monkeypatch, capsys, taken):
     assert store.objects.get(OBJECT) == (b"second\n" if taken else None)
 
 
+@pytest.mark.slow
 def test_store_that_refuses_is_one_error(store):
     store.refuse = lambda command, path: 403 if command == "POST" else None
     with pytest.raises(ConfigError, match=f"cannot write to workdir {WORKDIR}: Forbidden: ") as error:

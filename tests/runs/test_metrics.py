@@ -47,6 +47,7 @@ def test_damaged_line_is_named_and_kept(tmp_path, line):
     assert line in path.read_text()
 
 
+@pytest.mark.slow
 def test_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
     rows = metrics.JsonLines(tmp_path / "metrics.jsonl")
     rows.write(1, {"loss": 1.0})

@@ -178,6 +178,7 @@ def test_second_signal_ends_the_process_while_it_saves(second, status):
     assert err == ("interrupted\n" if second == signal.SIGINT else "killed by a second SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with preemption.Preemption() as listening:

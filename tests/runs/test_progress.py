@@ -65,6 +65,7 @@ def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys)
     ]
 
 
+@pytest.mark.slow
 def test_live_display_shows_steps_and_log_records_and_restores_the_handlers(terminal, capsys):
     logger, handler = logging.getLogger("dcvit"), logging.NullHandler()
     before = logger.level, logger.propagate

@@ -167,6 +167,7 @@ def test_url_of_another_store_is_refused(capsys, url):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install \"dcvit\[gcs\]\""):

@@ -172,6 +172,7 @@ def test_other_devices_are_reported():
     assert "devices.count (workdir: 4, now: 8)" in line
 
 
+@pytest.mark.slow
 def test_file_in_place_of_the_workdir_is_one_line(tmp_path, capsys):
     (tmp_path / "run").write_text("a file")
     assert run(tmp_path / "run") == 2

@@ -64,6 +64,7 @@ def test_its_tables_are_what_the_demos_printed(table):
         assert "| " + " | ".join(map(str, row.values())) + " |" in README
 
 
+@pytest.mark.slow
 def test_it_names_every_extra_that_a_user_installs():
     project = (ROOT / "pyproject.toml").read_text()
     extras = set(re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.MULTILINE))

@@ -33,6 +33,7 @@ def test_bundles_of_inner_loops_count_once_per_iteration():
     assert tpu_bundles.count(SCHEDULE) == 3 + 3 * 6
 
 
+@pytest.mark.slow
 def test_compiled_kernels_cover_every_named_model():
     models = {name for names in compile_kernels.shapes().values() for name in names}
     assert models == {*PRESETS, *(f"{kind}-{name}" for name in VARIANTS for kind in ("ViT", "DCViT"))}

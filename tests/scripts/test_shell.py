@@ -36,6 +36,7 @@ def test_help_of_a_launcher_is_its_first_comment(sandbox, script):
         assert f"# {line}".rstrip() in (SCRIPTS / script).read_text()
 
 
+@pytest.mark.slow
 def test_launch_commands_in_the_documentation_are_accepted(sandbox):
     text = (SCRIPTS.parent / "docs" / "pods.md").read_text().replace("\\\n", " ")
     commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]

@@ -95,6 +95,7 @@ def test_dry_run_of_a_queued_request(sandbox):
     assert sandbox.calls == []
 
 
+@pytest.mark.slow
 def test_printed_commands_do_the_same_in_a_shell(sandbox):
     awkward = """--config.pp=decode|keep("a b", 'c')  $HOME `x` \\"""
     command = ["run", *SLICE, *SIZE, *RUN]
@@ -167,6 +168,7 @@ def test_ready_slice_is_used_and_an_active_run_is_not_disturbed(sandbox):
     assert (sandbox.folder / "home0" / "dcvit" / "mark").exists(), "the code of an active run was replaced"
 
 
+@pytest.mark.slow
 def test_run_waits_for_a_queued_resource(sandbox):
     sandbox.set(queue="WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES PROVISIONING ACTIVE")
     status, _, err = sandbox.pod("create", *SLICE, *SIZE, "--queued", "--spot")
@@ -177,6 +179,7 @@ def test_run_waits_for_a_queued_resource(sandbox):
     assert err.splitlines() == [f"tpu_pod: pod: {state}" for state in states]
 
 
+@pytest.mark.slow
 def test_failed_request_ends_the_command(sandbox):
     sandbox.set(queue="PROVISIONING FAILED")
     status, _, err = sandbox.pod("create", *SLICE, *SIZE, "--queued")
@@ -253,6 +256,7 @@ def test_run_resumes_after_its_host_was_restarted(sandbox):
     assert len(sandbox.trainings()) == 2
 
 
+@pytest.mark.slow
 def test_failed_run_is_not_restarted(sandbox):
     sandbox.set(plan="3")
     status, out, _ = sandbox.pod("run", *SLICE, *SIZE, *RUN)
@@ -262,6 +266,7 @@ def test_failed_run_is_not_restarted(sandbox):
     assert sandbox.verbs == ["tpu-vm create"]
 
 
+@pytest.mark.slow
 def test_failed_installation_ends_the_command(sandbox):
     (sandbox.checkout / "scripts" / "setup.sh").write_text("exit 7")
     git(sandbox.checkout, "commit", "-qam", "broken")
@@ -285,6 +290,7 @@ def test_broken_connection_does_not_end_the_run(sandbox):
     assert len(sandbox.trainings()) == 1
 
 
+@pytest.mark.slow
 def test_follow_without_a_run_is_status_75(sandbox):
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
     assert sandbox.pod("install", *SLICE)[0] == 0
@@ -309,6 +315,7 @@ def test_only_committed_changes_are_installed(sandbox):
     assert (sandbox.folder / "home0" / "dcvit" / "scripts" / "setup.sh").read_text() == SETUP
 
 
+@pytest.mark.slow
 def test_delete_deletes_the_request_and_the_slice(sandbox):
     assert sandbox.pod("delete", *SLICE)[0] == 0
     assert sandbox.verbs == []
@@ -352,6 +359,7 @@ def test_bad_options_are_one_line(sandbox, words, message):
     assert sandbox.calls == []
 
 
+@pytest.mark.slow
 def test_missing_gcloud_is_one_line(sandbox):
     (sandbox.path / "gcloud").unlink()
     status, out, err = sandbox.pod("follow", *SLICE)

@@ -43,6 +43,7 @@ def run(monkeypatch, tmp_path):
     return lambda *args: evaluation.evaluate(opened, *args), len(jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_every_row_has_the_columns_of_all_evaluators(run):
     rows, leaves = run[0](), run[1]
     assert [row["evaluation"] for row in rows] == ["a/0", "a/1", "b/0", "b/1"]
@@ -52,6 +53,7 @@ def test_every_row_has_the_columns_of_all_evaluators(run):
     assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
 
 
+@pytest.mark.slow
 def test_a_file_with_other_columns_is_rejected_before_the_evaluation(run, monkeypatch, tmp_path):
     out = tmp_path / "results.csv"
     run[0](out)

@@ -105,6 +105,7 @@ class TestRecipe:
             target[last] = value
         assert json.loads(config.load(f"{I1K}:{arguments}").to_json()) == expected
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "count"),
         [
@@ -119,6 +120,7 @@ class TestRecipe:
         shapes = setup.param_shapes(net, jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32))
         assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("as_written", [False, True])
     def test_update_is_adam_with_schedule_and_decay_of_kernels_only(self, as_written, library_promotion):
         """The third update of every parameter against Adam written out in numpy, float64 but for bfloat16's mean."""
@@ -258,6 +260,7 @@ def test_missing_training_data_is_one_line_and_nothing_is_written(i1k, tmp_path,
     assert not workdir.exists()
 
 
+@pytest.mark.slow
 def test_optax_accepts_the_dtype_of_the_recipe():
     state = optax.scale_by_adam(mu_dtype="bfloat16").init(jnp.zeros(3))
     assert state.mu.dtype == jnp.bfloat16

@@ -77,6 +77,7 @@ ABLATIONS = {  # Tables 9 and 10: arguments of the config, and the fields of att
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ABLATIONS)
 def test_every_ablation_of_the_paper_is_an_argument(arguments):
     for preset in ("DCFormer++-405M", "DCPythia-6.9B"):
@@ -118,6 +119,7 @@ def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset)
     assert "give --tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_raw_text_needs_a_tokenizer():
     with pytest.raises(errors.ConfigError, match="kind=text needs tokenizer"):
         configs.load(f"{PILE}:kind=text,data=x")

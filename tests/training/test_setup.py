@@ -200,6 +200,7 @@ def test_every_optimizer_key_reaches_the_optimizer(monkeypatch):
     assert given["total_steps"] == 10
 
 
+@pytest.mark.slow
 def test_unavailable_metric_for_the_best_checkpoint_is_named():
     for best, message in [
         (("tset/top1", "max"), "no evaluation yields 'tset/top1'; did you mean 'test/top1'"),
@@ -211,6 +212,7 @@ def test_unavailable_metric_for_the_best_checkpoint_is_named():
         assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_missing_training_data_has_a_stand_in_for_compilation():
     words = ["input.data={'kind': 'folder', 'data_dir': '/nowhere'}", "num_classes=3", "input.pp="
              "decode|resize(8)|value_range(-1, 1)|onehot(3)", "pp_predict="]  # fmt: skip

@@ -38,6 +38,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(parts, mixup):
     assert not same(expected[0].params, state.params)
 
 
+@pytest.mark.slow
 def test_averaged_weights_follow_their_definition():
     _, state, batch, update = shared_step()
     expected = state.params
@@ -48,6 +49,7 @@ def test_averaged_weights_follow_their_definition():
     assert state.best is state.ema
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_equal_those_of_the_model_written_out():
     setup, state, batch, update = shared_step()
 
@@ -63,6 +65,7 @@ def test_loss_and_gradient_equal_those_of_the_model_written_out():
     assert float(metrics["lr"]) == 0  # the first step of the warm-up
 
 
+@pytest.mark.slow
 def test_sigmoid_loss_is_used_when_the_config_names_it():
     setup = small_setup(loss="sigmoid_xent")
     state, batch, update = make_step(setup)
@@ -119,6 +122,7 @@ def test_random_choices_depend_on_the_step_and_nothing_else(random):
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 def test_non_finite_step_changes_nothing_but_the_counts():
     _, state, batch, update = shared_step()
     state, _ = update(state, batch)  # the learning rate of the first step is zero
@@ -132,6 +136,7 @@ def test_non_finite_step_changes_nothing_but_the_counts():
     assert (finite.step, finite.nonfinite) == (3, 1)
 
 
+@pytest.mark.slow
 def test_non_finite_arrays_are_found_on_every_device():
     mesh = jax.make_mesh((8,), ("x",))
     tree = {name: np.zeros((16, 2), np.float32) for name in "abc"} | {"n": np.int32(3)}

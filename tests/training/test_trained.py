@@ -36,6 +36,7 @@ def nats(net, params, tokens):
     return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [7, 16])
 def test_perplexity_is_exact_for_every_batch_size(batch_size):
     net, params = small_model()
@@ -57,6 +58,7 @@ def test_perplexity_is_exact_for_every_batch_size(batch_size):
     assert row.keys() - {"evaluation"} == set(evaluator.columns)
 
 
+@pytest.mark.slow
 def test_only_the_target_span_counts(tmp_path):
     """The loss on the target span only, as in the paper's evaluation on Flan."""
     lines = [{"inputs": "1+1=", "targets": "2"}, {"inputs": "name: ", "targets": "Ada Lovelace"}]
@@ -106,12 +108,14 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
 
 
+@pytest.mark.slow
 def test_context_of_a_model_without_its_run_is_that_of_the_configured_data(tmp_path):
     overrides = [word.removeprefix("--config.") for word in WORDS]
     trained = open_trained(None, "lm_stdlib", tmp_path, overrides)
     assert trained.model.context == 24
 
 
+@pytest.mark.slow
 def test_tokenizer_is_that_of_the_training_data(tmp_path):
     corpora.train_tokenizer(tmp_path / "tokenizer.json")
     path = str(tmp_path / "tokenizer.json")

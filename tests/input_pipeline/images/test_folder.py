@@ -146,6 +146,7 @@ def test_class_with_too_few_images_to_split_is_named(root):
         open_folder(root / "train", val_fraction=0.5)
 
 
+@pytest.mark.slow
 def test_file_that_was_deleted_after_opening_is_named(root):
     source = open_folder(root)
     deleted = source.describe(2)

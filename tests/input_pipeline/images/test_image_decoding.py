@@ -110,6 +110,7 @@ def test_decompression_bomb_is_refused_before_it_is_decoded(name, spec):
         decode(ODD[name], spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", DECODERS)
 def test_random_damage_gives_pixels_or_an_input_error_of_one_line(spec):
     outcomes = set()
@@ -150,6 +151,7 @@ def test_image_with_thirty_two_bits_a_channel_is_refused():
         decode(data)
 
 
+@pytest.mark.slow
 def test_error_without_tensorflow_names_the_extra_to_install(monkeypatch):
     optional.tensorflow.cache_clear()
     monkeypatch.setitem(sys.modules, "tensorflow", None)

@@ -52,6 +52,7 @@ class TestExamples:
             assert "imagenet2012-train." in source.describe(119)
             assert source.describe(119).endswith("-00002-of-00003, record 39")
 
+    @pytest.mark.slow
     def test_batches_are_equal_for_both_formats_and_from_any_step(self, imagenet):
         streams = [
             list(itertools.islice(ip.train_batches(open_imagenet(root, "train[:95%]"), PP, 30, seed=7), 6))
@@ -66,6 +67,7 @@ class TestExamples:
             for key in got:
                 np.testing.assert_array_equal(got[key], expected[key])
 
+    @pytest.mark.slow
     def test_cached_and_plain_sources_give_the_same_batches(self, imagenet):
         root = imagenet[0]["tfrecord"]
         cached = open_imagenet(root, cache=True)

@@ -70,6 +70,7 @@ def test_unsuitable_input_of_an_op_is_an_error_of_one_line(spec, image, message)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_every_op_and_argument_is_documented():
     for name in ops.__all__:
         op = getattr(ops, name)

@@ -99,6 +99,7 @@ class TestTable:
         zero = np.pad(SMALL, ((1, 1), (1, 1), (0, 0)))
         assert windows == {zero[y : y + 2, x : x + 3].tobytes() for y in range(3) for x in range(3)}
 
+    @pytest.mark.slow
     def test_flip_lr_mirrors_half_of_the_time(self):
         flipped = [np.array_equal(apply("flip_lr", seed=s)["image"], SMALL[:, ::-1]) for s in range(400)]
         assert 150 < sum(flipped) < 250
@@ -178,6 +179,7 @@ class TestBigVision:
             expected = tf.cast(tf.image.resize(crop, (224, 224)), tf.uint8).numpy()
             np.testing.assert_array_equal(apply(spec, data, seed)["image"], expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [(375, 500), (500, 333), (60, 200)])
     def test_windows_have_the_distribution_of_tensorflows(self, tf, size):
         """Area, aspect ratio and center: means within 4 standard errors, standard deviations within 10 %."""

@@ -172,6 +172,7 @@ class TestValues:
 class TestBlends:
     """Ops that interpolate between a degenerate image and the image."""
 
+    @pytest.mark.slow
     def test_gray_equals_tensorflow_for_every_color(self, tf):
         for colors in np.arange(2**24, dtype="<u4").reshape(16, 1024, 1024):
             image = np.ascontiguousarray(colors[..., None].view(np.uint8)[..., :3])

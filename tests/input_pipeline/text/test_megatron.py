@@ -126,6 +126,7 @@ def test_damaged_pair_is_named(tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_rows_of_another_length_than_the_context_are_refused(tmp_path):
     prefix = corpora.write_megatron(tmp_path / "pile", np.ones((9, 2049), int).tolist())
     with pytest.raises(ip.InputError, match="rows of 2049 tokens, the config's context 1024 needs 1025"):

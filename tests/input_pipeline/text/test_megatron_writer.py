@@ -83,6 +83,7 @@ def test_existing_files_are_not_overwritten(tmp_path, suffix):
     assert (tmp_path / f"a{suffix}").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_full_disk_is_an_error_of_one_line(tmp_path):
     (tmp_path / "a.bin.new").symlink_to("/dev/full")
     with pytest.raises(ip.InputError, match=r"^cannot write .*a\.bin: No space left on device$"):

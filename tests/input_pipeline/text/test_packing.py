@@ -88,6 +88,7 @@ def test_every_kind_has_the_rows_of_plain_packing(kinds):
             source[len(source)]
 
 
+@pytest.mark.slow
 def test_batches_are_equal_for_every_kind_any_step_and_any_number_of_hosts(kinds):
     _, sources = kinds
     expected = list(itertools.islice(ip.train_batches(sources["txt"], "", 8, seed=3), 12))

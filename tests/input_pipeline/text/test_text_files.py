@@ -123,6 +123,7 @@ def test_error_about_large_files_names_the_tokenize_command(tmp_path, monkeypatc
         open_text(corpora.write(tmp_path / "a.txt", b"x" * 11))
 
 
+@pytest.mark.slow
 def test_progress_is_logged_if_tokenizing_takes_long(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     path = corpora.write(tmp_path / "a.txt", b"x" * 50)
