@@ -44,7 +44,7 @@ def markdown(rows: Sequence[Row]) -> list[str]:
         model = re.sub(r"^.*?=|,.*", "", row["config"])
         sizes = {"state": row["params"] + row["optimizer"], **row}
         cells = [model, row["topology"], f"{row['parameters']:,}"]
-        for key in ("state", "activations", "temporaries", "total"):  # the compiler does not state all for a misfit
+        for key in ("state", "activations", "temporaries", "total"):  # a program that does not fit has no size per part
             cells.append(f"{sizes[key]:.2f}" if key in sizes else "–")
         table.append(f"| {' | '.join(cells)} of {row['memory']:.1f} | {row['verdict']} |")
     return table

@@ -51,23 +51,18 @@ class Parser(argparse.ArgumentParser):
         Raises:
           ConfigError: an unknown or invalid option; the message suggests the nearest valid one.
         """
+        words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
         valid = [option for action in self._actions for option in action.option_strings]
-        for word in sys.argv[1:] if argv is None else argv:
+        for word in words:
             if word == "--":
                 break
             name = word.partition("=")[0]
-            if word.startswith("--") and name not in valid and not word.startswith("--config."):
+            if word.startswith("--") and name not in valid:
                 hint = "did you mean '--config.KEY=VALUE'?" if "." in name else nearest(name, valid)
                 raise ConfigError(f"unknown option {name}; {hint}")
-        args, rest = self.parse_known_args(argv)
-        overrides = []
-        while rest:
-            word = rest.pop(0)
-            if not word.startswith("--config."):
-                raise ConfigError(f"unknown option {word}; {nearest(word.partition('=')[0], valid)}")
-            if "=" not in word and rest:
-                word = f"{word}={rest.pop(0)}"
-            overrides.append(word.removeprefix("--config."))
+        args, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]}; {nearest(unknown[0].partition('=')[0], valid)}")
         return args, overrides
 
     def parse_without_config(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,6 +75,23 @@ class Parser(argparse.ArgumentParser):
         if overrides:
             raise ConfigError(f"{self.prog} takes no --config.{overrides[0]}")
         return args
+
+
+def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into its other words and the overrides, "--config.KEY=VALUE" or "--config.KEY VALUE"."""
+    words, overrides = list[str](), list[str]()
+    remaining = list(argv)
+    while remaining:
+        word = remaining.pop(0)
+        if word == "--":
+            return [*words, word, *remaining], overrides
+        if not word.startswith("--config."):
+            words.append(word)
+            continue
+        if "=" not in word and remaining and not remaining[0].startswith("--"):
+            word = f"{word}={remaining.pop(0)}"
+        overrides.append(word.removeprefix("--config."))
+    return words, overrides
 
 
 def path(text: str) -> Path:

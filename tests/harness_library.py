@@ -1,11 +1,8 @@
-"""The library lm_eval in tests: its settings, its dependency `datasets`, and small models behind it."""
+"""The library lm_eval in tests: its settings, and small models behind it."""
 
 import functools
-import importlib
 import os
-import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -31,28 +28,12 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def harness_library():
-    """Settings of the library, and the package `datasets` instead of the tests' module of this name."""
-    own = sys.modules.pop("datasets", None)
+    """Settings of the library."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (*harness_tasks.OFFLINE, "DISABLE_MULTIPROC"):  # the command sets them for its own process
             patch.setenv(name, "1")
-        sys.modules["datasets"] = _datasets_package()
         patch.setattr("dcvit.inference.harness.POSITIONS", 16)  # smaller than a row, and no divisor of its length
         yield
-    sys.modules.pop("datasets")
-    if own is not None:
-        sys.modules["datasets"] = own
-
-
-@functools.cache
-def _datasets_package():
-    """The package `datasets`, imported once: a second import of some of its modules would fail."""
-    path = sys.path[:]
-    sys.path[:] = [folder for folder in path if folder != str(Path(__file__).parent)]
-    try:
-        return importlib.import_module("datasets")
-    finally:
-        sys.path[:] = path
 
 
 @functools.cache

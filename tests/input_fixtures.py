@@ -3,7 +3,7 @@
 import shutil
 
 import corpora
-import datasets
+import image_datasets
 import pytest
 
 
@@ -13,7 +13,7 @@ def imagenet(tmp_path_factory):
     pytest.importorskip("tensorflow_datasets")
     roots = {file_format: tmp_path_factory.mktemp(file_format) for file_format in ("tfrecord", "array_record")}
     for file_format, root in roots.items():
-        examples = datasets.imagenet2012(root, file_format, n_train=120, n_val=10)
+        examples = image_datasets.imagenet2012(root, file_format, n_train=120, n_val=10)
     return roots, examples
 
 

@@ -129,7 +129,7 @@ class BestCheckpoint:
         self.step: int | None = None
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Take a row of metrics into account."""
+        """Remember the step of a row if its metric is the best so far."""
         value = row.get(self.metric) if self.metric and step else None
         if value is None or not math.isfinite(value):
             return

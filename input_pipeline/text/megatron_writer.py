@@ -16,7 +16,7 @@ from input_pipeline.text.megatron_format import CHUNK, DTYPES, HEADER, MAGIC, VE
 from input_pipeline.text.packing import check_tokens
 from input_pipeline.text.tokenizer import FileTokenizer, end_token, open_tokenizer
 
-SUFFIXES = (".bin", ".json", ".idx")  # in the order of completion: without the .idx, the files cannot be opened
+SUFFIXES = (".bin", ".json", ".idx")  # The .idx is renamed last, because readers open a pair by its .idx.
 
 # Called after each document with the bytes read, the bytes of all files, and the tokens written so far.
 OnProgress = Callable[[int, int, int], None]

@@ -3,7 +3,7 @@
 import itertools
 import pickle
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 
@@ -34,7 +34,7 @@ class Rows:
 @pytest.mark.parametrize("kind", ["digits", "folder"])
 def test_limit_selects_the_first_examples(kind, tmp_path):
     if kind == "folder":
-        datasets.image_folder(tmp_path / "pets", train=3, val=1)
+        image_datasets.image_folder(tmp_path / "pets", train=3, val=1)
     options = {"data_dir": str(tmp_path / "pets")} if kind == "folder" else {}
     complete, limited = ip.open_source(kind, **options), ip.open_source(kind, limit=5, **options)
     assert len(limited) == 5

@@ -63,10 +63,10 @@ def counted(of, net, example, tokens):
                 contracted = equation.params["dimension_numbers"][0][0]
                 total += 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             elif name == "conv_general_dilated":
-                kernel = equation.invars[1].aval.shape  # rows, columns, in, out
+                kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)
                 total += 2 * math.prod(out) * math.prod(kernel[:-1])
             elif name == "mul" and len(out) == 5 and out[-2:] == (tokens, tokens):  # a gate on B G H/G T S
-                total += 2 * math.prod(out)  # and the addition to the rest
+                total += 2 * math.prod(out)  # the product, and the sum that it is added to
             times = equation.params.get("length", 1) if name == "scan" else 1
             total += times * sum(map(walk, jaxprs_in_params(equation.params)))
         return total

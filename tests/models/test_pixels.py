@@ -1,6 +1,6 @@
 """Device side of preprocessing: the deferred op, and the same pixels as on the host."""
 
-import datasets
+import image_datasets
 import jax
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_invalid_value_range_raises(spec):
 
 @pytest.mark.parametrize("spec", ["value_range(-1, 1)", "value_range(0, 1)", "value_range(-3, 2, 10, 200)", ""])
 def test_device_and_host_compute_the_same_pixels(spec):
-    image = datasets.image_array(0)
+    image = image_datasets.image_array(0)
     whole = ip.Preprocess(spec)({"image": image}, np.random.default_rng(0))["image"]
     host, on_device = pixels.split(spec)
     half = ip.Preprocess(host)({"image": image}, np.random.default_rng(0))["image"]

@@ -5,7 +5,7 @@ import struct
 import tracemalloc
 import zlib
 
-import datasets
+import image_datasets
 import pytest
 
 from input_pipeline import InputError, tfrecord
@@ -59,15 +59,15 @@ def masked_jpeg():
     The marker FF 01 has no length. A reader that expects one takes the following marker for the length, skips that many
     bytes and finds the second frame header.
     """
-    masked = bytearray((b"\xff\xd8\xff\x01" + datasets.bomb_jpeg(65_000)[2:]).ljust(70_000, b"\0"))
+    masked = bytearray((b"\xff\xd8\xff\x01" + image_datasets.bomb_jpeg(65_000)[2:]).ljust(70_000, b"\0"))
     offset = 4 + int.from_bytes(masked[4:6], "big")
     masked[offset : offset + 19] = b"\xff\xc0\0\x11\x08\0\x08\0\x08\x03" + bytes(9)
     return bytes(masked)
 
 
 BOMBS = {
-    "png": datasets.bomb_png(SIDE),
-    "jpeg": datasets.bomb_jpeg(65_000),
+    "png": image_datasets.bomb_png(SIDE),
+    "jpeg": image_datasets.bomb_jpeg(65_000),
     "masked jpeg": masked_jpeg(),
     "gif": gif(SIDE, SIDE),
     "gif of a larger frame": gif(8, SIDE),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import corpora
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 from hostile_files import BOMBS, refused, write_tfrecord, zstd_frame
@@ -73,12 +73,12 @@ class TestImages:
             decode.jpeg_size(BOMBS["masked jpeg"])
 
     def test_largest_image_of_imagenet_is_accepted(self):
-        data = datasets.bomb_jpeg(1)
+        data = image_datasets.bomb_jpeg(1)
         offset = data.index(b"\xff\xc0") + 5
         assert decode.jpeg_size(data[:offset] + struct.pack(">HH", 9331, 6530) + data[offset + 4 :]) == (9331, 6530)
 
     def test_file_too_large_for_an_image_is_not_read(self, tmp_path):
-        datasets.image_folder(tmp_path, train=2, val=1)
+        image_datasets.image_folder(tmp_path, train=2, val=1)
         source = ip.open_source("folder", data_dir=str(tmp_path))
         os.truncate(source.describe(0), folder.MAX_FILE_BYTES + 1)  # a sparse file: it takes no space on the disk
         with refused("1,073,741,825 bytes", most_bytes=1 << 20):

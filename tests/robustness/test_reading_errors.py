@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -76,7 +76,7 @@ class TestErrors:
                 stream()
 
     def test_missing_file_is_not_skipped(self, tmp_path):
-        datasets.image_folder(tmp_path, train=4, val=1)
+        image_datasets.image_folder(tmp_path, train=4, val=1)
         source = ip.open_source("folder", data_dir=str(tmp_path))
         missing = source.describe(7)
         Path(missing).unlink()
@@ -104,7 +104,7 @@ class TestErrors:
 
         monkeypatch.setattr(Image.Image, "convert", fail)
         with pytest.raises(MemoryError):
-            decode.decode(datasets.jpeg(0), precise=True)
+            decode.decode(image_datasets.jpeg(0), precise=True)
 
 
 class TestActiveReads:

@@ -300,7 +300,7 @@ def text(data: Callable[[Workspace], dict[str, Any]], *changes: Word) -> Argv:
 
 
 def text_file(name: str, content: str | bytes, **options: Any) -> Callable[[Workspace], dict[str, Any]]:
-    """Data in a file of text."""
+    """Return a function that writes a text file and returns the options of a data source that reads it."""
     fields = {"kind": "text", "context": 16, **options}
     return lambda ws: {**fields, "path": str(ws.write(name, content))}
 

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-import datasets
+import image_datasets
 import jax
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def command(config, workdir, *overrides):
 def pets(tmp_path_factory):
     """Three classes of images: 24 to train, 12 to evaluate."""
     root = tmp_path_factory.mktemp("pets")
-    datasets.image_folder(root)
+    image_datasets.image_folder(root)
     return root
 
 

@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 
-import datasets
+import image_datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,9 +173,9 @@ def data_dir(request, tmp_path_factory):
     """Prepare every evaluation set in one format; return the folder."""
     pytest.importorskip("tensorflow_datasets")
     root = tmp_path_factory.mktemp(request.param)
-    datasets.imagenet2012(root, request.param, n_train=400, n_val=10)
+    image_datasets.imagenet2012(root, request.param, n_train=400, n_val=10)
     for name in SETS:
-        getattr(datasets, name)(root, request.param)
+        getattr(image_datasets, name)(root, request.param)
     return root
 
 
@@ -224,7 +224,7 @@ def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_pat
         assert float(row["images_per_second"]) > 0
         assert int(row["parameters"]) == rows[0]["num_params"]
     image = tmp_path / "a.jpg"
-    image.write_bytes(datasets.jpeg(3))
+    image.write_bytes(image_datasets.jpeg(3))
     assert run(predict.main, ["--workdir", str(uninterrupted), str(image), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["label"].startswith("n")
 

@@ -16,7 +16,7 @@ inputs, key-wise weights are rounded to bfloat16 and packed in pairs, and matrix
 other values are float32. For float32 inputs all values are float32, and products are not rounded.
 
 Compiled with jax 0.10.2 and libtpu 0.0.42, scripts/tpu_bundles.py counts these bundles (about cycles) for one image of
-196 tokens, H = 6, D = 64, bfloat16. v5e: forward 6,003 and gradients 15,072; without composition 2,816 and 4,436.
+196 tokens, H = 6, D = 64, bfloat16. v5e: forward 6,012 and gradients 15,072; without composition 2,816 and 4,436.
 v6e: 5,462 and 12,864; without composition 2,329 and 3,511. docs/performance.md explains these numbers.
 """
 

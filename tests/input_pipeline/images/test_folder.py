@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 
@@ -16,7 +16,7 @@ from input_pipeline.images import folder
 def shared_root(tmp_path_factory):
     """A folder with the splits train (8 images a class) and val (4) that no test changes."""
     root = tmp_path_factory.mktemp("folder") / "pets"
-    datasets.image_folder(root)
+    image_datasets.image_folder(root)
     return root
 
 

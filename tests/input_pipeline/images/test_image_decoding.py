@@ -2,7 +2,7 @@
 
 import sys
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,8 +11,8 @@ import input_pipeline as ip
 from input_pipeline import optional
 from input_pipeline.images import decode as decoding
 
-ODD = datasets.odd_images()
-PIXELS = datasets.image_array(0)
+ODD = image_datasets.odd_images()
+PIXELS = image_datasets.image_array(0)
 READ = {name for name in ODD if not name.startswith(("empty", "truncated", "bomb", "text"))}
 CROP = "decode_jpeg_and_inception_crop"
 DECODERS = ["decode", "decode(precise=True)", CROP, f"{CROP}(exif=True)"]
@@ -50,7 +50,7 @@ def test_colors_are_kept_and_transparency_and_later_frames_are_dropped(name, mea
 def test_upper_eight_of_sixteen_bits_are_kept():
     np.testing.assert_array_equal(decode(ODD["gray16.png"]), np.repeat(PIXELS[..., :1], 3, axis=2))
     assert decode(ODD["gray16.png"], "decode(1)").shape == (60, 80, 1)
-    deep = datasets.encoded(Image.fromarray(np.full((4, 5), 0x12FF, np.uint16)), "PNG")
+    deep = image_datasets.encoded(Image.fromarray(np.full((4, 5), 0x12FF, np.uint16)), "PNG")
     assert set(decode(deep, "decode(1)").ravel()) == {0x12}
 
 
@@ -64,7 +64,7 @@ def test_gray_image_has_one_channel_or_three_equal_channels():
 def test_exif_orientation_is_applied_only_on_request(orientation, precise):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = datasets.jpeg(0, 60, 80, exif=exif)
+    data = image_datasets.jpeg(0, 60, 80, exif=exif)
     stored = decode(data, f"decode(precise={precise})")
     assert stored.shape == (60, 80, 3)
     shown = {2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1], 5: stored.transpose(1, 0, 2),
@@ -77,7 +77,7 @@ def test_exif_orientation_is_applied_only_on_request(orientation, precise):
 
 
 def test_damaged_exif_block_is_ignored():
-    data = datasets.jpeg(0, exif=b"Exif\0\0" + b"\xff" * 40)
+    data = image_datasets.jpeg(0, exif=b"Exif\0\0" + b"\xff" * 40)
     np.testing.assert_array_equal(decode(data, "decode(exif=True)"), decode(data))
 
 
@@ -96,7 +96,7 @@ def test_truncated_file_is_refused(spec):
 
 
 def test_crop_of_a_truncated_file_is_decoded_only_above_the_cut():
-    truncated, complete = ODD["truncated.jpg"], datasets.jpeg(0)
+    truncated, complete = ODD["truncated.jpg"], image_datasets.jpeg(0)
     above = (0, 0, 8, 80)
     np.testing.assert_array_equal(decoding.decode_crop(truncated, above), decoding.decode_crop(complete, above))
     with pytest.raises(ip.InputError, match="damaged or cut off"):
@@ -132,13 +132,13 @@ def test_random_damage_gives_pixels_or_an_input_error_of_one_line(spec):
 )
 @pytest.mark.parametrize("size", [(8, 9), (60, 80), (1000, 3)])
 def test_size_is_read_from_the_frame_header(size, options):
-    data = datasets.jpeg(0, *size, **options)
+    data = image_datasets.jpeg(0, *size, **options)
     assert decoding.jpeg_size(data) == size
     assert decoding.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # padding before a marker
 
 
 def test_jpeg_without_frame_header_is_refused():
-    data = datasets.jpeg(0)
+    data = image_datasets.jpeg(0)
     frame = data.index(b"\xff\xc0")
     for cut in range(2, frame + 9):
         with pytest.raises(ip.InputError, match="no JPEG header"):
@@ -146,7 +146,7 @@ def test_jpeg_without_frame_header_is_refused():
 
 
 def test_image_with_thirty_two_bits_a_channel_is_refused():
-    data = datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
+    data = image_datasets.encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
     with pytest.raises(ip.InputError, match="32 bits a channel"):
         decode(data)
 

@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 
@@ -79,7 +79,7 @@ class TestExamples:
 
     def test_multiple_labels_become_a_multi_hot_vector(self, tmp_path):
         pytest.importorskip("tensorflow_datasets")
-        examples = datasets.imagenet2012_real(tmp_path, n=9)["validation"]
+        examples = image_datasets.imagenet2012_real(tmp_path, n=9)["validation"]
         source = ip.open_source("tfds", name="imagenet2012_real", split="validation", data_dir=str(tmp_path))
         pp = 'onehot(1000, key="real_label")|keep("labels")'
         (batch,) = ip.eval_batches(source, pp, 9)
@@ -94,7 +94,7 @@ class TestNames:
 
     def test_only_config_of_a_dataset_need_not_be_named(self, tmp_path):
         pytest.importorskip("tensorflow_datasets")
-        datasets.imagenet_v2(tmp_path, n=4)
+        image_datasets.imagenet_v2(tmp_path, n=4)
         for name in ("imagenet_v2", "imagenet_v2/matched-frequency", "imagenet_v2:3.0.0"):
             assert len(ip.open_source("tfds", name=name, split="test", data_dir=str(tmp_path))) == 4
 

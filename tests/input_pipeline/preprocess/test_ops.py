@@ -3,7 +3,7 @@
 import itertools
 import math
 
-import datasets
+import image_datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,7 +12,7 @@ import input_pipeline as ip
 from input_pipeline.images import decode
 
 SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
-PHOTO = datasets.image_array(1, 75, 100)
+PHOTO = image_datasets.image_array(1, 75, 100)
 
 
 def apply(spec, image=SMALL, seed=0, **example):
@@ -134,7 +134,7 @@ class TestBigVision:
     @pytest.mark.parametrize("mode", ["RGB", "L"])
     @pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 30}, {"progressive": True}])
     def test_decode_equals_tensorflow(self, tf, mode, options):
-        data = datasets.jpeg(3, 75, 101, mode, **options)
+        data = image_datasets.jpeg(3, 75, 101, mode, **options)
         expected = tf.io.decode_image(data, channels=3, expand_animations=False).numpy()
         np.testing.assert_array_equal(apply("decode", data)["image"], expected)
         accurate = tf.io.decode_jpeg(data, channels=3, dct_method="INTEGER_ACCURATE").numpy()
@@ -142,7 +142,7 @@ class TestBigVision:
 
     @pytest.mark.parametrize("window", [(0, 0, 75, 101), (13, 22, 40, 31), (70, 90, 5, 11), (8, 16, 16, 16)])
     def test_decode_crop_equals_tensorflow(self, tf, window):
-        data = datasets.jpeg(3, 75, 101)
+        data = image_datasets.jpeg(3, 75, 101)
         top, left, height, width = window
         complete = decode.decode(data)[top : top + height, left : left + width]
         crop = decode.decode_crop(data, window)
@@ -162,7 +162,7 @@ class TestBigVision:
         np.testing.assert_array_equal(got, expected)
 
     def test_evaluation_preprocessing_equals_tensorflow(self, tf):
-        data = datasets.jpeg(5, 375, 500)
+        data = image_datasets.jpeg(5, 375, 500)
         image = tf.io.decode_image(data, channels=3, expand_animations=False)
         image = tf.cast(tf.image.resize(image, (256, 341), method="area"), tf.uint8)
         image = tf.image.crop_to_bounding_box(image, 16, 58, 224, 224)
@@ -171,7 +171,7 @@ class TestBigVision:
         np.testing.assert_array_equal(got, image.numpy())
 
     def test_training_crop_of_a_given_window_equals_tensorflow(self, tf):
-        data = datasets.jpeg(5, 375, 500)
+        data = image_datasets.jpeg(5, 375, 500)
         spec = "decode_jpeg_and_inception_crop(224)"
         for seed in range(5):
             window = decode.sample_window((375, 500), (0.05, 1), (0.75, 1.33), np.random.default_rng(seed))
@@ -220,7 +220,7 @@ class TestWindows:
 
     def test_inception_crop_of_pixels_and_of_a_lossless_file_are_equal(self):
         pytest.importorskip("tensorflow")
-        data = datasets.encoded(Image.fromarray(PHOTO), "PNG")
+        data = image_datasets.encoded(Image.fromarray(PHOTO), "PNG")
         for seed in range(5):
             one = apply("inception_crop(32)", PHOTO, seed)["image"]
             other = apply("decode_jpeg_and_inception_crop(32)", data, seed)["image"]
