@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.numerics import statistics_dtype
@@ -39,10 +39,15 @@ def masked_softmax(
 
     The weight of a masked key is exactly 0, also in a row where every key is masked.
     """
-    if mask is None:
-        return jax.nn.softmax(scores, axis=axis)
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), axis=axis)
-    return jnp.where(mask, weights, 0)
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    # The shift cancels, so it needs no gradient. That of `max` would be 0/0 where XLA computes the scores twice and rounds
+    # them differently: then no score equals the maximum.
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True)))
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
 
 
 def attention(
