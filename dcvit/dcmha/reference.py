@@ -41,8 +41,8 @@ def masked_softmax(
     """
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    # The shift cancels, so it needs no gradient. That of `max` would be 0/0 where XLA computes the scores twice and rounds
-    # them differently: then no score equals the maximum.
+    # The shift cancels, so it needs no gradient. That of `max` would be 0/0 where XLA computes the scores twice and
+    # rounds them differently: then no score equals the maximum.
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True)))
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
