@@ -134,7 +134,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     for key in config:
         if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, known_keys())}")
-    config = ConfigDict(_defaults() | config.to_dict())
+    config = ConfigDict(defaults() | config.to_dict())
     for override in overrides:
         try:
             _override(config, override)
@@ -146,7 +146,8 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config.lock()
 
 
-def _defaults() -> dict[str, Any]:
+def defaults() -> dict[str, Any]:
+    """Return the default of every key."""
     return {name: key.default for name, key in KEYS.items()}
 
 
@@ -160,7 +161,7 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
-        config = ConfigDict(_defaults() | found)
+        config = ConfigDict(defaults() | found)
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     check_types(config)

@@ -137,7 +137,7 @@ class Checkpointer:
 
     def about(self, step: int) -> dict[str, Any]:
         """Return the description of the run that was saved with a step."""
-        return self._restore(step, {"about": ocp.args.JsonRestore()})["about"]
+        return steps.about(self.folder / str(step))
 
     def restore(self, step: int, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Restore items of a step that `latest` has verified, with the structure, dtypes and shardings of `items`.

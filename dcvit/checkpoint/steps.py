@@ -6,15 +6,19 @@ there a checkpoint is complete once the object `commit_success.txt` exists.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dcvit.checkpoint import checksums
 from dcvit.checkpoint.files import Folder, remove
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, first_line
 
 FOLDER = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
+ABOUT = "about"  # item with the description of the run
 COMMITTED = "commit_success.txt"
 WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
 DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
@@ -44,7 +48,27 @@ def step_folder(path: Folder) -> Folder:
 def complete_steps(folder: Folder) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in ascending order."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if path.name.isdigit() and _is_complete(path))
+    return sorted(int(path.name) for path in paths if is_step(path.name) and _is_complete(path))
+
+
+def is_step(name: str) -> bool:
+    """Return True if a folder has the name of a step: ASCII digits without leading zeros."""
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
+
+
+def about(path: Folder) -> dict[str, Any]:
+    """Return the description of the run that a checkpoint was saved with, `step` included.
+
+    Raises:
+      CheckpointError: the description is missing or damaged.
+    """
+    file = path / ABOUT / "metadata"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        found["step"] + 0
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        raise CheckpointError(f"cannot read {file}: {first_line(e)}") from None
+    return found
 
 
 def _is_complete(path: Folder) -> bool:
@@ -70,7 +94,7 @@ def remove_step(path: Folder) -> None:
 def remove_incomplete(folder: Folder) -> None:
     """Remove checkpoints that were not completed, or not completely removed."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
-        uncommitted = not isinstance(path, Path) and path.name.isdigit() and not (path / COMMITTED).exists()
+        uncommitted = not isinstance(path, Path) and is_step(path.name) and not (path / COMMITTED).exists()
         if TEMPORARY in path.name or uncommitted:
             remove(path)
 
@@ -88,9 +112,15 @@ def set_aside(path: Folder) -> Folder:
 
 
 def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the damaged files of a checkpoint, see `checksums.problems`."""
+    """Return the damaged files of a checkpoint, see `checksums.problems`; also if its folder is named for another step.
+
+    Then the folder was renamed, exchanged with another one, or linked.
+    """
     ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
-    return checksums.problems(path, only=only, share=share, ignored=ignored)
+    found = checksums.problems(path, only=only and (*only, ABOUT), share=share, ignored=ignored)
+    if not found and is_step(path.name) and (step := about(path)["step"]) != int(path.name):
+        found = [f"{ABOUT}/metadata belongs to step {step}"]
+    return found
 
 
 def damage_message(path: Folder, found: Sequence[str]) -> str:
@@ -132,7 +162,7 @@ def latest_intact(
 
 def earlier_checkpoint_hint(path: Folder) -> str:
     """Return the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
-    if not path.name.isdigit():
+    if not is_step(path.name):
         return ""
     for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):
         if not problems(path.parent / str(step)):

@@ -15,12 +15,14 @@ import numpy as np
 
 from dcvit import config as configs
 from dcvit.checkpoint.files import Folder, replace
-from dcvit.errors import ConfigError, first_line, nearest
+from dcvit.checkpoint.steps import FOLDER, about, saved_steps
+from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
 from dcvit.runs import metrics
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
 
 Record = dict[str, Any]  # a JSON object
+ACCEPTED = "accepted.json"  # names given to --accept, by which checkpoints may differ from config.json and data.json
 SHARED_SECONDS = 20  # a network file system shows the files of other processes with a delay
 SAMPLES = 16  # examples whose content identifies the data
 MAX_CHARACTERS = 60  # of a value in a message
@@ -95,14 +97,36 @@ def existing(workdir: Folder) -> Record:
     return found
 
 
+def accepted(workdir: Folder) -> list[str]:
+    """Return the names given to `--accept` since the run in a workdir was started.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    return list(_read(workdir / ACCEPTED)["accept"]) if (workdir / ACCEPTED).is_file() else []
+
+
+def check_checkpoint(path: Folder) -> None:
+    """Raise CheckpointError if `path` is a workdir whose latest checkpoint was saved by another run."""
+    saved = saved_steps(path)
+    if not saved or not (path / "config.json").is_file():
+        return
+    run, checkpoint = existing(path), path / FOLDER / str(saved[-1])
+    found = _run_differences(about(checkpoint), run["config"], run.get("data"))
+    accept = accepted(path)
+    refused = [f"{key} ({values})" for key, values in found.items() if not _is_accepted(key, accept)]
+    if refused:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of the run in {path}: {'; '.join(refused)}")
+
+
 def check_same_run(
-    workdir: Folder, existing: Record, config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
+    folder: Folder, existing: Mapping[str, Any], config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
 ) -> list[str]:
-    """Check that the config and the data equal those of the run in the workdir.
+    """Check that the config and the data equal those of the run in a workdir, or of a checkpoint.
 
     Args:
-      workdir: the run's folder, named in errors.
-      existing: "config" and "data" of the run in the workdir; a missing entry is not compared.
+      folder: the workdir or the checkpoint, named in errors.
+      existing: "config" and "data" of the workdir or the checkpoint; a missing entry is not compared.
       config: the config.
       data: see `data_identity`.
       accept: config keys, "data", or keys inside them, that may differ.
@@ -113,29 +137,42 @@ def check_same_run(
     Raises:
       ConfigError: there are other differences; the message lists them all.
     """
-    found: dict[str, str] = {}
-    if "config" in existing:
-        keys = {*existing["config"], *config}
-        free = {key for key in keys if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
-        for key in sorted(keys - free):
-            found |= _differences(f"config.{key}", existing["config"].get(key), config.get(key))
-    if "data" in existing:
-        found |= _differences("data", existing["data"], data)
-    names = {key: key.removeprefix("config.") for key in found}
-    accepted = [key for key, name in names.items() if any(name == a or name.startswith(f"{a}.") for a in accept)]
-    refused = {key: values for key, values in found.items() if key not in accepted}
+    found = _run_differences(existing, config, data)
+    refused = {key: values for key, values in found.items() if not _is_accepted(key, accept)}
     if refused:
         kind = "on other data" if all(key.startswith("data") for key in refused) else "of another config"
         different = "; ".join(f"{key} ({values})" for key, values in refused.items())
-        flags = " ".join(f"--accept {names[key]}" for key in refused)
-        raise ConfigError(f"{workdir} holds a run {kind}: {different}. To resume it anyway: {flags}")
-    return [f"{key} ({found[key]})" for key in accepted]
+        flags = " ".join(f"--accept {key.removeprefix('config.')}" for key in refused)
+        raise ConfigError(f"{folder} holds a run {kind}: {different}. To resume it anyway: {flags}")
+    return [f"{key} ({found[key]})" for key in found]
 
 
-def record(workdir: Folder, config: Mapping[str, Any], data: Record) -> None:
-    """Write `config.json` and `data.json`."""
-    for name, content in (("data.json", data), ("config.json", dict(config))):
-        replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
+def _run_differences(saved: Mapping[str, Any], config: Mapping[str, Any], data: Record | None) -> dict[str, str]:
+    """Return a description of each difference of the config and the data, by "config.KEY" or "data.KEY"."""
+    found: dict[str, str] = {}
+    if "config" in saved:
+        before = saved["config"]
+        defaults = json.loads(json.dumps(configs.defaults()))  # of keys that an older version did not have
+        keys = {*before, *config}
+        free = {key for key in keys if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
+        for key in sorted(keys - free):
+            found |= _differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
+    if "data" in saved and data is not None:
+        found |= _differences("data", saved["data"], data)
+    return found
+
+
+def _is_accepted(key: str, accept: Sequence[str]) -> bool:
+    name = key.removeprefix("config.")
+    return any(name == a or name.startswith(f"{a}.") for a in accept)
+
+
+def record(workdir: Folder, config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()) -> None:
+    """Write `config.json` and `data.json`, and the accepted names to `accepted.json` if there are any."""
+    files = {"data.json": data, "config.json": dict(config), ACCEPTED: {"accept": list(accept)}}
+    for name, content in files.items():
+        if name != ACCEPTED or accept:
+            replace(workdir / name, json.dumps(content, indent=2 if name == "config.json" else None) + "\n")
 
 
 def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -169,7 +206,7 @@ def _differences(name: str, saved: object, current: object) -> dict[str, str]:
         for key in sorted({*saved, *current}):
             found |= _differences(f"{name}.{key}", saved.get(key), current.get(key))
         return found
-    return {} if saved == current else {name: f"workdir: {_short(saved)}, now: {_short(current)}"}
+    return {} if saved == current else {name: f"saved: {_short(saved)}, now: {_short(current)}"}
 
 
 def _short(value: object) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.files import Folder
 from dcvit.checkpoint.steps import saved_steps
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, workdir
 from dcvit.runs.lock import WorkdirLock
@@ -57,6 +57,8 @@ class Run:
         """Return the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
         if self.start:
             items = self.checkpointer.restore(self.start, self.shapes.items())
+            if (step := int(items["rest"]["step"])) != self.start:
+                raise CheckpointError(f"{self.checkpointer.folder / str(self.start)} holds the state of step {step}")
             return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
         def fresh(loaded: Params) -> TrainState:
@@ -107,18 +109,23 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
         start, resumed = _find_start(setup, folder, checkpointer, shapes)
-        missing = {key: value for key, value in resumed.items() if key in ("config", "data") and key not in existing}
-        accepted += workdir.check_same_run(folder, missing, setup.record, data, accept)
+        before = workdir.accepted(folder)
+        if start:
+            name = checkpointer.folder / str(start)
+            accepted += workdir.check_same_run(name, resumed, setup.record, data, [*accept, *before])
         for name in metrics.FILES:
             metrics.read(folder / name)  # raises if the file is damaged
         about = {
             "config": setup.record, "data": data, "software": workdir.software(), "devices": workdir.devices(),
         }  # fmt: skip
-        for line in [*(f"accepted: {line}" for line in accepted), *workdir.resume_warnings(resumed, about)]:
+        for line in [
+            *(f"accepted: {line}" for line in dict.fromkeys(accepted)),
+            *workdir.resume_warnings(resumed, about),
+        ]:
             if multihost.is_first():
                 LOG.warning(line)
         if multihost.is_first():
-            workdir.record(folder, setup.record, data)
+            workdir.record(folder, setup.record, data, sorted({*accept, *before}))
         multihost.wait_for_all("workdir claimed")
         workdir.check_shared(folder)
         writer = None

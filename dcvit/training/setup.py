@@ -15,6 +15,7 @@ import json
 import logging
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -28,6 +29,7 @@ from dcvit.config import UNITS, Options, duration, is_duration, load
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
+from dcvit.runs.workdir import check_checkpoint
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData, check_data, open_source, read_input
 from dcvit.training.tasks import Task, check_loss, task_class
@@ -336,6 +338,7 @@ def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Param
     check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
 
     def load_initial(shapes: Params) -> Params:
+        check_checkpoint(Path(config.model_init).expanduser())
         loaded = load_params(shapes, config.model_init, fields, **options)
         params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
         return params

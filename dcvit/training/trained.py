@@ -21,6 +21,7 @@ from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import ConfigError
 from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
+from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -135,6 +136,7 @@ def open_trained(
         found = run
     folder = checkpoint or workdir
     assert folder is not None
+    check_checkpoint(folder)
     return TrainedModel(task_class(found).complete(found, run), folder)
 
 

@@ -54,13 +54,13 @@ def test_run_of_another_config_is_refused_with_all_differences_before_anything_c
     err = capsys.readouterr().err
     assert f"{folder} holds a run of another config: " in err
     for difference in (
-        "config.seed (workdir: 0, now: 1)",
-        "config.input.batch_size (workdir: 64, now: 72)",
-        "config.input.data.limit (workdir: None, now: 400)",
-        "data.examples (workdir: 1437, now: 400)",
-        "config.model.width (workdir: 32, now: 16)",
-        "config.optax_name (workdir: 'scale_by_adam', now: 'scale_by_lion')",
-        "config.total_steps (workdir: 60, now: 8)",
+        "config.seed (saved: 0, now: 1)",
+        "config.input.batch_size (saved: 64, now: 72)",
+        "config.input.data.limit (saved: None, now: 400)",
+        "data.examples (saved: 1437, now: 400)",
+        "config.model.width (saved: 32, now: 16)",
+        "config.optax_name (saved: 'scale_by_adam', now: 'scale_by_lion')",
+        "config.total_steps (saved: 60, now: 8)",
     ):
         assert difference in err
         assert f"--accept {difference.partition(' ')[0].removeprefix('config.')}" in err.partition("To resume")[2]
@@ -70,7 +70,7 @@ def test_run_of_another_config_is_refused_with_all_differences_before_anything_c
 
 def test_run_on_other_data_is_named_as_such(folder, capsys):
     assert run(folder, "--accept", "input", **{"input.data.limit": 400}) == 2
-    assert "holds a run on other data: data.examples (workdir: 1437, now: 400)" in capsys.readouterr().err
+    assert "holds a run on other data: data.examples (saved: 1437, now: 400)" in capsys.readouterr().err
 
 
 def test_checkpoint_identifies_the_run_if_its_files_are_missing(folder, capsys):
@@ -78,8 +78,8 @@ def test_checkpoint_identifies_the_run_if_its_files_are_missing(folder, capsys):
     (folder / "data.json").unlink()
     assert run(folder, seed=1, **{"input.data.limit": 400}) == 2
     err = capsys.readouterr().err
-    assert "config.seed (workdir: 0, now: 1)" in err
-    assert "data.examples (workdir: 1437, now: 400)" in err
+    assert "config.seed (saved: 0, now: 1)" in err
+    assert "data.examples (saved: 1437, now: 400)" in err
     assert run(folder) == 0
     assert (folder / "config.json").is_file()
 
@@ -100,7 +100,7 @@ def test_accepted_difference_is_reported_and_recorded(folder, capsys):
     assert run(folder, *accept, total_steps=62, seed=1) == 2
     assert "config.total_steps" not in capsys.readouterr().err
     assert run(folder, *accept, total_steps=62) == 0
-    assert "accepted: config.total_steps (workdir: 60, now: 62)" in capsys.readouterr().err
+    assert "accepted: config.total_steps (saved: 60, now: 62)" in capsys.readouterr().err
     assert saved_steps(folder)[-1] == 62
     assert configs.read_json(folder / "config.json").total_steps == 62
     assert run(folder, total_steps=62) == 0
@@ -145,9 +145,7 @@ def test_keys_without_effect_on_a_step_may_change(tmp_path):
     config = {"seed": 0, "log_steps": 50, "ckpt_keep": 1, "mesh": [], "evals": {}}
     other = {"seed": 0, "log_epochs": 1, "ckpt_keep": 2, "mesh": [["fsdp", -1]], "evals": {"a": {}}}
     assert workdir.check_same_run(tmp_path, {"config": config}, other, {}) == []
-    with pytest.raises(
-        ConfigError, match=r"config\.seed \(workdir: 0, now: None\)\. To resume it anyway: --accept seed"
-    ):
+    with pytest.raises(ConfigError, match=r"config\.seed \(saved: 0, now: None\)\. To resume it anyway: --accept seed"):
         workdir.check_same_run(tmp_path, {"config": config}, {}, {})
 
 
@@ -159,7 +157,7 @@ def test_resuming_with_other_software_is_reported_and_reaches_the_same_result(fo
         patched.setattr(cli, "LOGGERS", ())  # caplog listens at the root
         assert run(folder) == 0
     assert "resuming with other software; the result is not bitwise reproducible: " in caplog.text
-    assert "software.jax (workdir: " in caplog.text
+    assert "software.jax (saved: " in caplog.text
     assert "other devices" not in caplog.text
     assert same(load_params(digits_workdir), load_params(folder))
 
@@ -169,7 +167,7 @@ def test_other_devices_are_reported():
     assert workdir.resume_warnings({}, here) == workdir.resume_warnings(here, here) == []
     (line,) = workdir.resume_warnings({**here, "devices": {"kind": "cpu", "count": 4}}, here)
     assert "resuming with other devices; " in line
-    assert "devices.count (workdir: 4, now: 8)" in line
+    assert "devices.count (saved: 4, now: 8)" in line
 
 
 @pytest.mark.slow

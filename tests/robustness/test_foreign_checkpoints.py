@@ -1,0 +1,114 @@
+"""A checkpoint is bound to its step and its run: one that was renamed, exchanged, linked or copied is never used."""
+
+import json
+import shutil
+
+import pytest
+from trained_workdirs import DIGITS
+
+from dcvit import cli, evaluate, predict, train
+from dcvit.checkpoint.steps import complete_steps
+from dcvit.runs import workdir
+
+pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
+
+
+def resume(folder, *words, **overrides):
+    options = [f"--config.{key}={value}" for key, value in {**DIGITS, "total_steps": 62, **overrides}.items()]
+    return cli.run(
+        train.main, ["--config", "vit_digits", "--workdir", str(folder), "--accept", "total_steps", *options, *words]
+    )
+
+
+def evaluated(folder):
+    return cli.run(evaluate.main, ["--workdir", str(folder)])
+
+
+@pytest.fixture
+def folder(digits_workdir, tmp_path):
+    """A copy of a run with checkpoints of the steps 30 and 60."""
+    return shutil.copytree(digits_workdir, tmp_path / "run")
+
+
+@pytest.fixture
+def other(digits_workdir, tmp_path):
+    """A copy of the run that claims to have had another seed, with valid checksums."""
+    from dcvit.checkpoint import checksums
+
+    root = shutil.copytree(digits_workdir, tmp_path / "other")
+    about = root / "checkpoints" / "60" / "about" / "metadata"
+    content = json.loads(about.read_text())
+    content["config"]["seed"] = 1
+    about.write_text(json.dumps(content))
+    (root / "checkpoints" / "60" / checksums.NAME).unlink()
+    checksums.write(root / "checkpoints" / "60")
+    return root
+
+
+def exchange(checkpoints):
+    (checkpoints / "30").rename(checkpoints / "x")
+    (checkpoints / "60").rename(checkpoints / "30")
+    (checkpoints / "x").rename(checkpoints / "60")
+
+
+def rename(checkpoints):
+    (checkpoints / "60").rename(checkpoints / "61")
+
+
+def link(checkpoints):
+    shutil.rmtree(checkpoints / "60")
+    (checkpoints / "60").symlink_to("30")
+
+
+@pytest.mark.parametrize("change", [exchange, rename, link])
+def test_checkpoint_under_the_name_of_another_step_is_damaged(folder, capsys, change):
+    change(folder / "checkpoints")
+    step = complete_steps(folder / "checkpoints")[-1]
+    for command in (evaluated, resume):
+        capsys.readouterr()
+        assert command(folder) == 2
+        err = capsys.readouterr().err
+        assert f"checkpoint {folder}/checkpoints/{step} is damaged: about/metadata belongs to step " in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_checkpoint_of_another_run_is_refused(folder, other, capsys, linked):
+    path = folder / "checkpoints" / "60"
+    shutil.rmtree(path)
+    if linked:
+        path.symlink_to(other / "checkpoints" / "60")
+    else:
+        shutil.copytree(other / "checkpoints" / "60", path)
+    image = folder.parent / "a.png"
+    image.write_bytes(b"")
+    for command in (evaluated, resume, lambda folder: cli.run(predict.main, ["--workdir", str(folder), str(image)])):
+        capsys.readouterr()
+        assert command(folder) == 2
+        err = capsys.readouterr().err
+        assert f"{path} " in err
+        assert "config.seed (saved: 1, now: 0)" in err
+        assert err.count("\n") == 1
+
+
+def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):
+    """The description of a checkpoint may state its step correctly although its arrays are of another one."""
+    from dcvit.checkpoint import steps
+
+    rename(folder / "checkpoints")
+    saved = steps.about
+    monkeypatch.setattr(steps, "about", lambda path: saved(path) | {"step": 61})
+    assert resume(folder) == 2
+    assert f"{folder}/checkpoints/61 holds the state of step 60" in capsys.readouterr().err
+
+
+def test_differences_that_were_accepted_once_are_accepted_later(folder):
+    assert resume(folder, "--accept", "lr", lr=0.02, total_steps=60) == 0
+    assert json.loads((folder / workdir.ACCEPTED).read_text()) == {"accept": ["lr", "total_steps"]}
+    assert evaluated(folder) == 0  # the checkpoint was saved before the change
+
+
+@pytest.mark.parametrize("name", ["²", "007", "٣", "60.5", "-1"])
+def test_folder_whose_name_is_no_step_is_ignored(folder, name):
+    (folder / "checkpoints" / name).mkdir()
+    assert complete_steps(folder / "checkpoints") == [30, 60]
