@@ -11,11 +11,12 @@ import contextlib
 import csv
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +28,18 @@ from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError,
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
+READER_GONE = 141  # exit status that a shell reports for SIGPIPE
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
 Main = Callable[[Sequence[str] | None], int]
+
+
+class _Console(Console):
+    """A console that raises BrokenPipeError as `print` does, instead of ending the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the current BrokenPipeError again."""
+        raise
 
 
 class Parser(argparse.ArgumentParser):
@@ -152,11 +162,54 @@ def log_to_stderr() -> Iterator[None]:
             logger.propagate = propagate
 
 
+class _ClosableStream:
+    """A standard stream whose reader may go away: from then on, output is discarded instead of raising an error."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or discard it."""
+        try:
+            self._stream.write(text)
+        except BrokenPipeError:
+            discard(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, or discard its buffer."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            discard(self._stream)
+
+
+def discard(stream: Any) -> None:
+    """Connect a stream to the null device, so that neither later output nor the flush at exit raises an error."""
+    with open(os.devnull, "w") as null:  # noqa: PTH123 - opens no path of a user
+        os.dup2(null.fileno(), stream.fileno())
+
+
+@contextlib.contextmanager
+def continue_without_reader() -> Iterator[None]:
+    """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and cast(TextIO, _ClosableStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def run(main: Main, argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     An expected error is printed as one line on stderr and gives status 2. Ctrl-C gives status 130. Any other exception
-    is a bug and propagates, except in a run of several processes, where the other processes are informed first.
+    is a bug and propagates, except in a run of several processes, where the other processes are informed first. If the
+    reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently with status 141.
     """
     with log_to_stderr():
         return _status(main, argv)
@@ -165,7 +218,13 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
 def _status(main: Main, argv: Sequence[str] | None) -> int:
     """Call `main` and convert its exceptions to exit statuses."""
     try:
-        return main(argv)
+        status = main(argv)
+        if sys.stdout:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        discard(sys.stdout)
+        message, status = "the reader of the output has gone away", READER_GONE
     except EXPECTED as e:
         message, status = str(e), 2
         print(f"error: {message}", file=sys.stderr)
@@ -212,7 +271,7 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
     """Print a table for reading, transposed if the terminal is too narrow."""
     names = list(rows[0]) if rows else []
     lines = [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    console, table = Console(), _table(title, names, lines)
+    console, table = _Console(), _table(title, names, lines)
     if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
         transposed = list(zip(names, *lines, strict=True))
         table = _table(title, transposed[0], transposed[1:])

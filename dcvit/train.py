@@ -1,7 +1,8 @@
 """Training: `python -m dcvit.train --config CONFIG[:argument=value,…] --workdir DIR [--config.KEY=VALUE …]`.
 
 Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM, everything is saved; 124
-ended by the watchdog; 130 Ctrl-C; 143 a second SIGTERM; 1 a bug, or another process of the run failed.
+ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 a second SIGTERM;
+1 a bug, or another process of the run failed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.configure()
     config = configs.load(args.config, overrides)
     multihost.initialize(args)
-    with Preemption() as preemption:
+    with cli.continue_without_reader(), Preemption() as preemption:
         print(
             f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}"
         )

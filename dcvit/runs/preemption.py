@@ -1,7 +1,8 @@
-"""Stop signals: one SIGTERM saves the run and ends the process with status 75, in any state of the main thread.
+"""Stop signals: SIGTERM or Ctrl-C saves the run and ends the process, in any state of the main thread.
 
-The run is also saved during a compilation, an evaluation, or while it waits for data. A second SIGTERM, at least
-`REPEAT_SECONDS` after the first, or Ctrl-C ends the process at once.
+The run is also saved during a compilation, an evaluation, or while it waits for data. The exit status is 75 after
+SIGTERM and 130 after Ctrl-C (SIGINT). A second signal, at least `REPEAT_SECONDS` after the first one, ends the process
+at once.
 
 Python executes signal handlers in the main thread, which cannot do so while it compiles. Therefore a thread reads the
 socket to which the interpreter writes the number of each signal, and another thread saves.
@@ -24,7 +25,10 @@ from dcvit.parallel import multihost
 
 SAVED = 75  # exit status EX_TEMPFAIL of sysexits.h: the same command resumes the run
 INTERRUPTED, KILLED = 130, 143  # exit statuses that a shell reports for SIGINT and SIGTERM
-REPEAT_SECONDS = 2  # SIGTERMs at a shorter distance count as one: `timeout` sends it to its child and to the group
+STOPPED = {signal.SIGTERM: SAVED, signal.SIGINT: INTERRUPTED}  # exit status once the run is saved
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+# Signals at a shorter distance count as one: `timeout` sends a signal to its child and to the group.
+REPEAT_SECONDS = {signal.SIGTERM: 2.0, signal.SIGINT: 0.2}
 POLL_SECONDS = 0.5  # interval at which one of several processes checks if another received a signal
 
 
@@ -34,6 +38,7 @@ class Preemption:
     def __init__(self) -> None:
         self.save: Callable[[], str] | None = None  # saves the run and returns a message for the user
         self.ended = threading.Event()
+        self.signal = signal.SIGTERM  # the first signal; SIGTERM if another process received it
         self.stopper: threading.Thread | None = None  # saves and ends the process, once a stop has started
         self.starting = threading.Lock()  # held while a stop starts, or is ruled out
 
@@ -86,17 +91,19 @@ class Preemption:
         self.writer.close()
 
     def _listen(self) -> None:
-        first = math.inf  # time of the first SIGTERM
+        first = math.inf  # time of the first signal
         while self.stopper or not self.ended.is_set():
             ready, _, _ = select.select([self.reader], [], [], POLL_SECONDS)
             for number in self.reader.recv(64) if ready else b"":
-                if number == signal.SIGINT:
-                    self._exit_at_once("interrupted", INTERRUPTED)
-                elif number == signal.SIGTERM:
-                    if time.monotonic() > first + REPEAT_SECONDS:
-                        self._exit_at_once("killed by a second SIGTERM", KILLED)
-                    first = min(first, time.monotonic())
+                if number not in STOPPED:
+                    continue
+                received, now = signal.Signals(number), time.monotonic()
+                if first == math.inf:
+                    self.signal, first = received, now
                     multihost.request_stop()
+                elif now > first + REPEAT_SECONDS[received]:
+                    status = INTERRUPTED if received == signal.SIGINT else KILLED
+                    self._exit_at_once(f"ended by {NAMES[received]} before the run was saved", status)
             if not self.stopper and (first < math.inf or multihost.stop_requested()):
                 with self.starting:
                     if not self.ended.is_set():
@@ -104,7 +111,9 @@ class Preemption:
                         self.stopper.start()
 
     def _stop(self) -> None:
-        say("SIGTERM: saving and stopping")
+        name = NAMES[self.signal]
+        again = "; press Ctrl-C again to end without saving" if self.signal == signal.SIGINT else ""
+        say(f"{name}: saving and stopping{again}")
         try:
             save = self.save
             ready = all(multihost.gather("ready", save is not None))  # False while a process opens its data
@@ -114,8 +123,8 @@ class Preemption:
             if multihost.is_single_process():
                 multihost.exit_process(2)
             multihost.fail(first_line(e), 2)
-        say(f"stopped by SIGTERM: {message}; re-run the same command to resume")
-        multihost.exit_process(SAVED)
+        say(f"stopped by {name}: {message}; re-run the same command to resume")
+        multihost.exit_process(STOPPED[self.signal])
 
     def _exit_at_once(self, message: str, status: int) -> None:
         say(message)

@@ -1,4 +1,4 @@
-"""Stop signals: SIGTERM saves and exits with 75 in any state of the main thread; a second one or Ctrl-C ends at once.
+"""Stop signals: SIGTERM and Ctrl-C save in any state of the main thread; a second signal ends the process at once.
 
 The tests wait for events, not for times: the processes print lines when they reach a state.
 """
@@ -25,7 +25,7 @@ TIMEOUT = 300  # of one process
 STICK = """
 import ctypes, sys, threading, time
 from dcvit.runs import preemption
-preemption.REPEAT_SECONDS = float(sys.argv[1])
+preemption.REPEAT_SECONDS = dict.fromkeys(preemption.REPEAT_SECONDS, float(sys.argv[1]))
 moment, then, argv = sys.argv[2], sys.argv[3], sys.argv[4:]
 saving, returned, ended = threading.Event(), threading.Event(), threading.Event()
 def stick(*_, **__):
@@ -112,7 +112,7 @@ sys.exit(cli.run(train.main, argv))
 
 
 def start(code, moment, then, *argv, repeat_seconds=600.0):
-    """Start a process in which SIGTERMs count as one within some seconds; return it once its main thread is stuck."""
+    """Start a process in which signals count as one within some seconds; return it once its main thread is stuck."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(repeat_seconds), moment, then, *argv],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -135,12 +135,12 @@ def words(workdir, **overrides):
     return ["--config", "vit_digits", "--workdir", str(workdir), *(f"--config.{k}={v}" for k, v in options.items())]
 
 
-def stop(process):
-    """Send SIGTERM twice, as `timeout` does (to the process and to its group); return what is printed on stderr."""
+def stop(process, number=signal.SIGTERM, status=preemption.SAVED):
+    """Send a signal twice, as `timeout` does (to the process and to its group); return what is printed on stderr."""
     for _ in range(2):
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == preemption.SAVED, err
+    assert process.returncode == status, err
     assert "Traceback" not in err
     return err
 
@@ -156,6 +156,15 @@ def test_stop_is_completed_in_any_state_of_the_main_thread(then):
 
 
 @pytest.mark.slow
+def test_ctrl_c_saves_and_says_what_is_saved():
+    err = stop(start(LISTENING, "ending", "stays"), signal.SIGINT, 130)
+    assert err.splitlines() == [
+        "Ctrl-C: saving and stopping; press Ctrl-C again to end without saving",
+        "stopped by Ctrl-C: step 3 is saved; re-run the same command to resume",
+    ]
+
+
+@pytest.mark.slow
 def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     """Ctrl-C, or a signal to the group, also ends the process that reads the pipe, such as `tee`."""
     process = start(LISTENING, "ending", "stays")
@@ -166,16 +175,23 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_second_signal_ends_the_process_while_it_saves(second, status):
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGTERM, signal.SIGINT, 130),
+        (signal.SIGINT, signal.SIGINT, 130),
+    ],
+)
+def test_second_signal_ends_the_process_while_it_saves(first, second, status):
     process = start(LISTENING, "never saved", "stays", repeat_seconds=0.1)
-    process.send_signal(signal.SIGTERM)
-    read_until(process.stderr, "SIGTERM: saving and stopping", process)
+    process.send_signal(first)
+    read_until(process.stderr, f"{preemption.NAMES[first]}: saving and stopping", process)
     time.sleep(0.5)  # longer than `REPEAT_SECONDS`
     process.send_signal(second)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, err
-    assert err == ("interrupted\n" if second == signal.SIGINT else "killed by a second SIGTERM\n")
+    assert err == f"ended by {preemption.NAMES[second]} before the run was saved\n"
 
 
 @pytest.mark.slow
@@ -215,16 +231,15 @@ def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, mom
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("second", "status"), [(None, 130), (signal.SIGTERM, 143)])
-def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, second, status):
-    """Ctrl-C, or a second SIGTERM while the save does not end, as on a disk that does not respond."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, number, status):
+    """A second signal arrives while the save does not end, as on a disk that does not respond."""
     workdir, code = tmp_path / "run", TRAINING.replace("return stop(self)", "time.sleep(600)")
     process = start(code, "waiting for data", "stays", *words(workdir, ckpt_steps=1), repeat_seconds=0.1)
-    process.send_signal(second or signal.SIGINT)
-    if second:
-        read_until(process.stderr, "SIGTERM: saving and stopping", process)
-        time.sleep(0.5)  # longer than `REPEAT_SECONDS`
-        process.send_signal(second)
+    process.send_signal(number)
+    read_until(process.stderr, f"{preemption.NAMES[number]}: saving and stopping", process)
+    time.sleep(0.5)  # longer than `REPEAT_SECONDS`
+    process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, err
     assert Checkpointer(workdir).latest() in (3, 4)

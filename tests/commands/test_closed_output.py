@@ -1,0 +1,61 @@
+"""A reader of the output that goes away: training continues, and the other commands end silently."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from trained_workdirs import TINY
+
+from dcvit import cli
+from dcvit.checkpoint.steps import saved_steps
+from dcvit.runs import metrics
+
+TIMEOUT = 300
+ENV = {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def start(*words, **streams):
+    return subprocess.Popen([sys.executable, "-m", "dcvit", *words], env=ENV, text=True, **streams)
+
+
+def python(code, env=ENV):
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_training_continues_without_reader(tmp_path, both):
+    words = [f"--config.{key}={value}" for key, value in TINY.items()]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if both else subprocess.PIPE}
+    with start("train", "--config", "vit_digits", "--workdir", str(tmp_path), *words, **streams) as process:
+        assert process.stdout.readline().startswith("dcvit train: vit_digits")
+        process.stdout.close()
+        err = "" if both else process.stderr.read()
+        assert (process.wait(TIMEOUT), err) == (0, "")
+    assert saved_steps(tmp_path)[-1] == TINY["total_steps"]
+    assert metrics.read(tmp_path / "metrics.jsonl")[-1]["step"] == TINY["total_steps"]
+
+
+@pytest.mark.parametrize("form", cli.FORMATS)
+def test_other_commands_end_silently_without_reader(form):
+    """More rows than a pipe holds, of which `head -1` reads the first."""
+    code = (
+        "import sys; from dcvit import cli\n"
+        f"def main(argv):\n  cli.show([{{'name': 'a' * 20, 'value': i}} for i in range(9999)], {form!r}); return 0\n"
+        "sys.exit(cli.run(main, []))"
+    )
+    with python(code) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.READER_GONE)
+
+
+def test_output_that_is_only_flushed_at_exit_ends_silently():
+    code = "import sys, time; from dcvit import cli\ndef main(argv):\n  print('a'); sys.stdin.read(); return 0\n"
+    environment = {key: value for key, value in ENV.items() if key != "PYTHONUNBUFFERED"}
+    with python(code + "sys.exit(cli.run(main, []))", env=environment) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.READER_GONE)
