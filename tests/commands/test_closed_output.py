@@ -1,6 +1,5 @@
 """A reader of the output that goes away: training continues, and the other commands end silently."""
 
-import os
 import subprocess
 import sys
 
@@ -12,16 +11,15 @@ from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
 
 TIMEOUT = 300
-ENV = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def start(*words, **streams):
-    return subprocess.Popen([sys.executable, "-m", "dcvit", *words], env=ENV, text=True, **streams)
+    return subprocess.Popen([sys.executable, "-u", "-m", "dcvit", *words], text=True, **streams)
 
 
-def python(code, env=ENV):
+def python(code):
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **streams)
+    return subprocess.Popen([sys.executable, "-c", code], text=True, **streams)
 
 
 @pytest.mark.slow
@@ -54,8 +52,7 @@ def test_other_commands_end_silently_without_reader(form):
 
 def test_output_that_is_only_flushed_at_exit_ends_silently():
     code = "import sys, time; from dcvit import cli\ndef main(argv):\n  print('a'); sys.stdin.read(); return 0\n"
-    environment = {key: value for key, value in ENV.items() if key != "PYTHONUNBUFFERED"}
-    with python(code + "sys.exit(cli.run(main, []))", env=environment) as process:
+    with python(code + "sys.exit(cli.run(main, []))") as process:
         process.stdout.close()
         process.stdin.close()
         assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.READER_GONE)
