@@ -1,5 +1,6 @@
 """A reader of the output that goes away: training continues, and the other commands end silently."""
 
+import os
 import subprocess
 import sys
 
@@ -18,8 +19,9 @@ def start(*words, **streams):
 
 
 def python(code):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}  # it hides short writes
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, "-c", code], text=True, **streams)
+    return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **streams)
 
 
 @pytest.mark.slow
