@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import dcvit
 from dcvit import cli
 from dcvit.errors import ConfigError, nearest
 
@@ -28,13 +29,33 @@ def dispatch(argv: Sequence[str] | None) -> int:
       ConfigError: there is no such command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: dcvit COMMAND [options]\n")
-        print("\n".join(f"  {name:10}{description}" for name, description in COMMANDS.items()))
+    if words[:1] == ["help"] and words[1:] not in ([], ["config"]):
+        words = [words[1], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_keys() if words[1:] == ["config"] else _usage())
         return 0 if words else 2
+    if words[0] == "--version":
+        print(f"dcvit {dcvit.__version__}")
+        return 0
     if words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
     return int(importlib.import_module(f"dcvit.{words[0]}").main(words[1:]))
+
+
+def _usage() -> str:
+    commands = [f"  {name:10}{description}" for name, description in COMMANDS.items()]
+    helps = ["  help COMMAND   options and examples of a command", "  help config    all keys of a config"]
+    return "\n".join(["usage: dcvit [--version] COMMAND [options]", "", *commands, "", *helps])
+
+
+def _keys() -> str:
+    """Return the type, the default and the meaning of every config key."""
+    from dcvit import config
+
+    lines = ["Keys of a config; --config.KEY=VALUE sets one on the command line.", ""]
+    for name, kind, default, text in config.describe_keys():
+        lines += [f"{name}: {kind}" + (f" = {default}" if default else ""), f"    {text}"]
+    return "\n".join(lines)
 
 
 def main() -> int:

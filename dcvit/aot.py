@@ -52,7 +52,11 @@ def markdown(rows: Sequence[Row]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(prog="dcvit aot", description="Compile the training step of a config for a TPU slice.")
+    parser = cli.Parser(
+        prog="dcvit aot",
+        description="Compile the training step of a config for a TPU slice.",
+        examples=["dcvit aot --config vit_i1k --topology v5e:4x4"],
+    )
     parser.add_argument("--config", help="config file or bare name, with :argument=value,…")
     parser.add_argument("--topology", help="a TPU slice such as v5e:4x4 or v5p:4x4x8")
     parser.add_argument("--all", action="store_true", help="compile everything that the package's configs recommend")

@@ -45,8 +45,31 @@ class _Console(Console):
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
-    def __init__(self, prog: str | None = None, description: str | None = None, conflict_handler: str = "error"):
-        super().__init__(prog, description=description, conflict_handler=conflict_handler, allow_abbrev=False)
+    def __init__(
+        self, prog: str | None = None, description: str | None = None, examples: Sequence[str] = (),
+        conflict_handler: str = "error",
+    ):  # fmt: skip
+        """Prepare the parser; `examples` are command lines that the help shows."""
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog, None, description, conflict_handler=conflict_handler, allow_abbrev=False, formatter_class=formatter
+        )
+        self.examples = examples
+
+    def format_help(self) -> str:
+        """Return the help: options, examples, and for commands that take a config its overrides and the names."""
+        lines = [super().format_help()]
+        if any(action.dest == "config" for action in self._actions):
+            from dcvit import config
+
+            names = ", ".join(path.stem for path in config.shipped())
+            lines += [
+                "--config.KEY=VALUE overrides a key of the config; `dcvit help config` lists all keys.",
+                f"Configs of the package: {names}.\n",
+            ]
+        if self.examples:
+            lines += ["examples:", *(f"  {line}" for line in self.examples), ""]
+        return "\n".join(lines)
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError` instead of printing the usage and exiting."""
@@ -68,12 +91,24 @@ class Parser(argparse.ArgumentParser):
                 break
             name = word.partition("=")[0]
             if word.startswith("--") and name not in valid:
-                hint = "did you mean '--config.KEY=VALUE'?" if "." in name else nearest(name, valid)
-                raise ConfigError(f"unknown option {name}; {hint}")
-        args, unknown = self.parse_known_intermixed_args(words)
+                raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
+        # argparse does not accept "--" in intermixed words.
+        parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
+        args, unknown = parse(words)
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]}; {nearest(unknown[0].partition('=')[0], valid)}")
         return args, overrides
+
+    def _hint(self, name: str, valid: Sequence[str]) -> str:
+        """Return the end of the message about an unknown option: the valid one, or the key that it may stand for."""
+        if "." in name:
+            return "did you mean '--config.KEY=VALUE'?"
+        if "--config" in valid:
+            from dcvit import config
+
+            if name.removeprefix("--") in config.known_keys():
+                return f"did you mean '--config.{name.removeprefix('--')}=VALUE'?"
+        return nearest(name, valid)
 
     def parse_without_config(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse the words of a command that takes no config.

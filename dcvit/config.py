@@ -8,6 +8,7 @@ Loading the file runs its code. A config may hold the keys of `KEYS`, and the du
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 import inspect
 import json
@@ -44,7 +45,7 @@ DURATIONS = {
 }
 KEYS = {
     "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),
-    "input": Key(dict, {}, "Training data; see `INPUT_KEYS`."),
+    "input": Key(dict, {}, "Training data: an object with the keys of the section `input`."),
     "num_classes": Key(
         int | None, 0, "Outputs of an image model. 0: no head. None: as many as the training data has classes."
     ),
@@ -133,7 +134,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     config = _run(path, _parse_arguments(arguments))
     for key in config:
         if key not in KEYS and not is_duration(key, DURATIONS):
-            raise ConfigError(f"{path}: unknown key 'config.{key}'; {nearest(key, known_keys())}")
+            raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
     config = ConfigDict(defaults() | config.to_dict())
     for override in overrides:
         try:
@@ -175,7 +176,7 @@ def _find(name: str) -> Path:
         if not path.is_file():
             raise ConfigError(f"no config file {name}")
         return path
-    known = {path.stem: path for path in _shipped()}
+    known = {path.stem: path for path in shipped()}
     if name not in known:
         raise ConfigError(f"no config named {name!r}; {nearest(name, known)}")
     return known[name]
@@ -216,12 +217,12 @@ def recommended() -> list[tuple[str, str]]:
     """
     return [
         (f"{path.stem}:{arguments}", topology)
-        for path in _shipped()
+        for path in shipped()
         for arguments, topology in getattr(_module(path), "pods", dict)().items()
     ]
 
 
-def _shipped() -> list[Path]:
+def shipped() -> list[Path]:
     """Return the config files of the package."""
     folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
     return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
@@ -275,10 +276,10 @@ def _override(config: ConfigDict, override: str) -> None:
     for i, part in enumerate(parents):
         if part not in target or not isinstance(target[part], ConfigDict):
             known = [k for k in target if isinstance(target[k], ConfigDict)]
-            raise ConfigError(f"unknown key 'config.{'.'.join(parents[: i + 1])}'; {nearest(part, known)}")
+            raise ConfigError(unknown_key(f"config.{'.'.join(parents[: i + 1])}", part, known))
         target = target[part]
     if target is config and last not in config and not is_duration(last, DURATIONS):
-        raise ConfigError(f"unknown key 'config.{last}'; {nearest(last, known_keys())}")
+        raise ConfigError(unknown_key(f"config.{last}", last, known_keys()))
     prefix, _, unit = last.rpartition("_")
     timed = bool(prefix) and unit in UNITS  # a number, as `duration` checks
     value = _like(None if timed else target.get(last), text, f"config.{path}")
@@ -287,6 +288,29 @@ def _override(config: ConfigDict, override: str) -> None:
             del target[other]
     with target.ignore_type():
         target[last] = value
+
+
+def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
+    """Return a message about an unknown key: the most similar one, or where all keys are listed.
+
+    Args:
+      name: the complete name, such as "config.model".
+      key: the part of it that is not known.
+      known: the valid names in its place.
+    """
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    return f"unknown key {name!r}; " + (
+        f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
+    )
+
+
+def describe_keys() -> list[tuple[str, str, str, str]]:
+    """Return (key, type, default, meaning) of every key of a config, with durations first."""
+    units = "|".join(UNITS)
+    rows = [(f"{name}_({units})", "number", "", text) for name, text in DURATIONS.items()]
+    for prefix, keys in (("", KEYS), ("input.", INPUT_KEYS)):
+        rows += [(f"{prefix}{name}", type_name(key.type), repr(key.default), key.doc) for name, key in keys.items()]
+    return rows
 
 
 def known_keys() -> list[str]:

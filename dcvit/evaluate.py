@@ -16,7 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     from dcvit.parallel import multihost
 
-    parser = cli.Parser(prog="dcvit evaluate", description="Run the evaluators of a config on a checkpoint.")
+    parser = cli.Parser(
+        prog="dcvit evaluate",
+        description="Run the evaluators of a config on a checkpoint.",
+        examples=[
+            "dcvit evaluate --workdir runs/digits",
+            "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --out results.csv",
+        ],
+    )
     cli.add_model_options(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     multihost.add_options(parser)

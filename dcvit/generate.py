@@ -28,7 +28,10 @@ def write(text: str) -> None:
 def make_parser() -> cli.Parser:
     """Build the parser of the command's options."""
     parser = cli.Parser(
-        prog="dcvit generate", description="Continue text with a trained language model.", conflict_handler="resolve"
+        prog="dcvit generate",
+        description="Continue text with a trained language model.",
+        examples=['dcvit generate --workdir runs/text --prompt "def main(" --tokens 100'],
+        conflict_handler="resolve",
     )
     cli.add_model_options(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="format of the output")

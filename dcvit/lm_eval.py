@@ -17,7 +17,11 @@ from dcvit.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(prog="dcvit lm_eval", description="Run tasks of lm-evaluation-harness on a language model.")
+    parser = cli.Parser(
+        prog="dcvit lm_eval",
+        description="Run tasks of lm-evaluation-harness on a language model.",
+        examples=["dcvit lm_eval --workdir runs/text --tasks lambada_openai,piqa"],
+    )
     cli.add_model_options(parser)
     parser.add_argument("--tasks", required=True, help="comma-separated names of tasks, groups or tags")
     parser.add_argument("--num_fewshot", type=int, help="examples before each question; by default the tasks decide")

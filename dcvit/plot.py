@@ -11,7 +11,11 @@ from dcvit import cli
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(prog="dcvit plot", description="Draw the training curves of one or more runs.")
+    parser = cli.Parser(
+        prog="dcvit plot",
+        description="Draw the training curves of one or more runs.",
+        examples=["dcvit plot runs/a runs/b --out curves.png"],
+    )
     parser.add_argument("workdirs", nargs="+", type=cli.folder, help="folders of training runs")
     parser.add_argument("--out", type=cli.path, default=Path("curves.png"), help="picture: .png, .pdf or .svg")
     args = parser.parse_without_config(argv)

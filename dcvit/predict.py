@@ -15,7 +15,14 @@ from dcvit.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(prog="dcvit predict", description="Classify image files with a trained model.")
+    parser = cli.Parser(
+        prog="dcvit predict",
+        description="Classify image files with a trained model.",
+        examples=[
+            "dcvit predict --workdir runs/digits image.png folder/",
+            "dcvit predict --workdir runs/digits folder/ --topk 1 --format csv",
+        ],
+    )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
     parser.add_argument("--topk", type=int, default=5, help="number of classes to show for each image")
     cli.add_model_options(parser)

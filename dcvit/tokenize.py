@@ -22,7 +22,11 @@ from input_pipeline.text.tokenizer import END_OF_TEXT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the module's docstring describes it."""
-    parser = cli.Parser(prog="dcvit tokenize", description="Convert text files to files of tokens.")
+    parser = cli.Parser(
+        prog="dcvit tokenize",
+        description="Convert text files to files of tokens.",
+        examples=["dcvit tokenize --data text/ --tokenizer tokenizer.json --out tokens/all"],
+    )
     parser.add_argument(
         "--data", type=cli.path, required=True, help="file, folder or glob of .txt, .jsonl or .jsonl.zst files"
     )

@@ -16,7 +16,14 @@ from dcvit.parallel import multihost
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
-    parser = cli.Parser(prog="dcvit train", description="Train a model from a config.")
+    parser = cli.Parser(
+        prog="dcvit train",
+        description="Train a model from a config.",
+        examples=[
+            "dcvit train --config vit_digits --workdir runs/digits",
+            "dcvit train --config vit_i1k:variant=ViT-S/16 --workdir gs://bucket/run --config.lr=0.0005",
+        ],
+    )
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     parser.add_argument(
         "--workdir", required=True, type=cli.folder, help="folder, or gs:// URL, for all files of the run"

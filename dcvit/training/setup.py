@@ -232,10 +232,7 @@ def make_optimizer(
     """
     known = [name for name in dir(optax) if name.startswith("scale_by_") or name == "trace"]
     if config.optax_name not in known:
-        close = difflib.get_close_matches(config.optax_name, known, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"config.optax_name={config.optax_name!r} is not a scale_by_… or trace of optax; nearest: {close[0]}"
-        )
+        raise ConfigError(_unknown_transformation(config.optax_name, known))
     check_call(getattr(optax, config.optax_name), config.optax.to_dict(), "config.optax")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
@@ -294,6 +291,20 @@ def make_evaluators(
         if task and source:
             task.check_evaluator(evaluators[name], source, what)
     return evaluators
+
+
+def _unknown_transformation(name: str, known: Sequence[str]) -> str:
+    """Return the message about an unknown `config.optax_name`, which may be the name of a complete optimizer."""
+    if name == "sgd":
+        return "config.optax_name='sgd' is an optimizer; use the transformation 'trace' with --config.optax.decay=0.9"
+    for short in (name, name.removesuffix("w")):
+        if f"scale_by_{short}" in known:
+            return (
+                f"config.optax_name={name!r} is an optimizer; use the transformation 'scale_by_{short}', with the "
+                "learning rate in config.lr and the weight decay in config.wd"
+            )
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"config.optax_name={name!r} is not a scale_by_… or trace of optax; nearest: {close[0]}"
 
 
 def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict: Predict, mesh: Mesh) -> Any:

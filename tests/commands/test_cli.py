@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from dcvit import cli
+import dcvit
+from dcvit import cli, config
 from dcvit.__main__ import COMMANDS, dispatch
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError
 
@@ -35,7 +36,35 @@ def test_help_of_the_commands_does_not_import_jax():
 def test_help_lists_the_commands(capsys):
     assert cli.run(dispatch, ["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed == list(COMMANDS)
+    assert listed == [*COMMANDS, "help", "help"]
+
+
+def test_version_and_help_of_one_command(capsys):
+    assert cli.run(dispatch, ["--version"]) == 0
+    assert capsys.readouterr().out == f"dcvit {dcvit.__version__}\n"
+    for words in (["help", "train"], ["train", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.run(dispatch, words)
+        out = capsys.readouterr().out
+        assert "usage: dcvit train" in out
+        assert "Configs of the package: lm_pile, lm_stdlib, transfer, vit_digits" in out
+        assert "  dcvit train --config vit_digits --workdir runs/digits\n" in out
+
+
+def test_help_lists_every_config_key_with_type_default_and_meaning(capsys):
+    assert cli.run(dispatch, ["help", "config"]) == 0
+    out = capsys.readouterr().out
+    for key in (*config.KEYS, *(f"input.{key}" for key in config.INPUT_KEYS), *config.DURATIONS):
+        assert f"\n{key}" in out
+    assert "\nlabel_smoothing: float = 0.0\n    " in out
+
+
+def test_option_that_is_a_config_key_is_explained():
+    parser = cli.Parser(prog="dcvit test")
+    parser.add_argument("--config")
+    for words in (["--lr", "0.1"], ["--lr=0.1"]):
+        with pytest.raises(ConfigError, match=r"unknown option --lr; did you mean '--config.lr=VALUE'\?"):
+            parser.parse(words)
 
 
 def test_an_unknown_command_is_an_error_that_suggests_the_nearest_one(capsys):

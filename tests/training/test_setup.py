@@ -28,6 +28,8 @@ BAD = {
     "patch and image": ({"model.patch_size": (3, 3)}, "patch_size=(3, 3) does not divide the image, 8x8"),
     "unknown model": ({"model_name": "vitt"}, "did you mean 'vit'"),
     "unknown loss": ({"loss": "softmax"}, "did you mean 'softmax_xent'"),
+    "complete optimizer": ({"optax_name": "adamw"}, "use the transformation 'scale_by_adam', with the learning rate"),
+    "stochastic gradient descent": ({"optax_name": "sgd"}, "use the transformation 'trace' with --config.optax.decay"),
     "unknown optimizer": ({"optax_name": "scale_by_adamm"}, "nearest: scale_by_adam"),
     "optimizer argument": ({"optax.beta1": 0.9}, "config.optax has no option 'beta1'"),
     "unknown schedule": ({"schedule.decay_type": "cosin"}, "decay_type='cosin'"),
