@@ -103,17 +103,28 @@ def accepted(workdir: Folder) -> list[str]:
     Raises:
       ConfigError: the file is damaged.
     """
-    return list(_read(workdir / ACCEPTED)["accept"]) if (workdir / ACCEPTED).is_file() else []
+    path = workdir / ACCEPTED
+    names = _read(path).get("accept") if path.is_file() else []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"cannot read {path}: expected an object with the list `accept` of names")
+    return names
 
 
 def check_checkpoint(path: Folder) -> None:
-    """Raise CheckpointError if `path` is a workdir whose latest checkpoint was saved by another run."""
+    """Raise CheckpointError if `path` is a workdir whose latest checkpoint was saved by another run.
+
+    A checkpoint whose description is damaged passes: verifying its checksums reports it with all damaged files.
+    """
     saved = saved_steps(path)
     if not saved or not (path / "config.json").is_file():
         return
-    run, checkpoint = existing(path), path / FOLDER / str(saved[-1])
-    found = _run_differences(about(checkpoint), run["config"], run.get("data"))
-    accept = accepted(path)
+    checkpoint = path / FOLDER / str(saved[-1])
+    try:
+        description = about(checkpoint)
+    except CheckpointError:
+        return
+    run, accept = existing(path), accepted(path)
+    found = _run_differences(description, run["config"], run.get("data"))
     refused = [f"{key} ({values})" for key, values in found.items() if not _is_accepted(key, accept)]
     if refused:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of the run in {path}: {'; '.join(refused)}")

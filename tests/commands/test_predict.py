@@ -77,6 +77,7 @@ def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, ca
     shutil.copytree(workdir, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "loss": "sigmoid_xent"}))
+    (copy / "accepted.json").write_text('{"accept": ["loss"]}')
     first = next(iter(images))
     rows = [
         json.loads(call(capsys, predict.main, "--workdir", w, first, "--topk", "10", "--format", "json")[1])
@@ -126,12 +127,15 @@ def damaged(workdir, tmp_path, what):
         (copy / "config.json").unlink()
     elif what == "broken config":
         (copy / "config.json").write_text("{")
-    elif what == "another model":
+    elif what in ("another model", "accepted model"):
         config = json.loads((copy / "config.json").read_text())
         config["model"]["width"] = 48
         (copy / "config.json").write_text(json.dumps(config))
+        if what == "accepted model":
+            (copy / "accepted.json").write_text('{"accept": ["model"]}')
     elif what == "classes":
         (copy / "data.json").write_text('{"class_names": 3}')
+        (copy / "accepted.json").write_text('{"accept": ["data"]}')
     elif what == "no value_range":
         config = json.loads((copy / "config.json").read_text())
         config["pp_predict"] = "decode(1)|resize_pillow(8)"
@@ -149,7 +153,8 @@ def damaged(workdir, tmp_path, what):
         ("no checkpoint", "no checkpoint in"),
         ("no config", "cannot read .*config.json"),
         ("broken config", "cannot read .*config.json"),
-        ("another model", r"of another shape: .*checkpoint \(.*model \("),
+        ("another model", r"is not a checkpoint of the run in .*: config.model.width \(saved: 32, now: 48\)"),
+        ("accepted model", r"of another shape: .*checkpoint \(.*model \("),
         ("emptied checkpoint", "is damaged: SHA256SUMS is truncated"),
     ],
 )

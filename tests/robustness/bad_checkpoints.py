@@ -71,8 +71,9 @@ DAMAGED = {
     "data.json that is a number": bad(after(overwrite("data.json", "3"), resume()), "JSON object"),
     "data.json damaged and predicted": bad(after(overwrite("data.json", "{"), predict(SEVEN)), "data.json"),
     "data.json of other classes": bad(
-        after(overwrite("data.json", '{"class_names": ["a", "b"]}'), predict(SEVEN)), "2 classes", "10"
+        after(overwrite("data.json", '{"class_names": ["a", "b"]}'), predict(SEVEN)), "data.class_names", "['a', 'b']"
     ),
+    "accepted.json damaged": bad(after(overwrite("accepted.json", '{"accept": 3}'), resume()), "accepted.json"),
 }
 
 FOREIGN = {
