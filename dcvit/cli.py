@@ -12,6 +12,7 @@ import csv
 import json
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,6 +229,13 @@ def discard(stream: Any) -> None:
         os.dup2(null.fileno(), stream.fileno())
 
 
+def _reader_is_gone() -> bool:
+    """Return True if stdout is a pipe or socket that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 @contextlib.contextmanager
 def continue_without_reader() -> Iterator[None]:
     """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
@@ -257,12 +265,13 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         if sys.stdout:
             sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        discard(sys.stdout)
-        message, status = "the reader of the output has gone away", READER_GONE
     except EXPECTED as e:
         message, status = str(e), 2
-        print(f"error: {message}", file=sys.stderr)
+        if isinstance(e, BrokenPipeError) and _reader_is_gone():  # not the pipe or socket of a library
+            discard(sys.stdout)
+            status = READER_GONE
+        else:
+            print(f"error: {message}", file=sys.stderr)
     except KeyboardInterrupt:
         message, status = "interrupted", 130
         print(message, file=sys.stderr)

@@ -50,7 +50,8 @@ def replace(path: Folder, text: str) -> None:
         return
     fresh = path.with_name(path.name + ".new")
     try:
-        with fresh.open("w") as file:
+        fresh.unlink(missing_ok=True)  # of a killed process; a link would lead to another file, and a pipe would block
+        with fresh.open("x") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure could leave an empty file
@@ -59,6 +60,15 @@ def replace(path: Folder, text: str) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise OSError(e.errno, os.strerror(e.errno or 0), str(path)) from None
+
+
+def file_identity(file: Path | int) -> tuple[int, int] | None:
+    """Return the device and the inode of a path or an open file; None if there is no such file."""
+    try:
+        found = os.stat(file)  # noqa: PTH116 - also of an open file
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def remove(path: Folder) -> None:

@@ -15,7 +15,7 @@ from time import sleep
 
 import filelock
 
-from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.files import Folder, file_identity
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel import multihost
 
@@ -40,11 +40,21 @@ class WorkdirLock:
           ConfigError: another process, which the message names, holds the lock, or the workdir cannot be written.
         """
         owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+        self.path = workdir / LOCK
         self.lock: filelock.BaseFileLock | _ObjectLock
-        if isinstance(workdir, Path):
+        if isinstance(self.path, Path) and isinstance(workdir, Path):
             self.lock = _lock_file(workdir, owner)
+            self.identity = file_identity(self.path)
         else:
             self.lock = _ObjectLock(str(workdir), f"{owner}, {uuid.uuid4()}", RENEW_SECONDS)
+
+    def check(self) -> None:
+        """Raise ConfigError if the file `.lock` was removed or replaced, so that another run could lock the workdir.
+
+        An object store needs no check: the run ends as soon as it cannot renew its lock.
+        """
+        if isinstance(self.path, Path) and file_identity(self.path) != self.identity:
+            raise ConfigError(f"{self.path} was removed or replaced during the run: another run may use the workdir")
 
     def __enter__(self) -> WorkdirLock:
         return self
@@ -56,6 +66,8 @@ class WorkdirLock:
 def _lock_file(workdir: Path, owner: str) -> filelock.BaseFileLock:
     """Lock the file `.lock` with flock(2), which the system releases when the process ends for any reason."""
     path = workdir / LOCK
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a symbolic link, which a run does not write to; remove it")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from dcvit.checkpoint.files import Folder, replace
+from dcvit.checkpoint.files import Folder, file_identity, replace
 from dcvit.errors import MetricsError
 
 FILES = ("metrics.jsonl", "timing.jsonl")
@@ -67,9 +67,15 @@ class JsonLines:
         self.last_step = step
 
     def flush(self) -> None:
-        """Return when all rows are on the disk or in the store."""
-        if self.file:
+        """Return when all rows are on the disk or in the store.
+
+        Raises:
+          MetricsError: the file was removed or replaced, or its folder was moved, since it was opened.
+        """
+        if self.file and isinstance(self.path, Path):
             os.fsync(self.file.fileno())
+            if file_identity(self.path) != file_identity(self.file.fileno()):
+                raise MetricsError(f"{self.path} was removed or replaced during the run; its rows are lost")
         elif self.text != self.uploaded:
             replace(self.path, self.text)
             self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS

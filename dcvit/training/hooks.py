@@ -247,8 +247,7 @@ class CheckpointHook(Hook):
                 )
             position = {"seed": data.seed, "next example": result.step * data.batch_size}
             about = {**run.about, "position": position, "row": result.numbers, "seconds": run.seconds}
-            if run.writer:
-                run.writer.flush()
+            run.flush()
             run.checkpointer.save(result.step, result.state.items(), about, best=self.best.step)
 
 

@@ -43,10 +43,22 @@ class Run:
     watchdog: Watchdog
     progress: RunProgress
     writer: metrics.MetricWriter | None  # None in all processes but the first
+    lock: WorkdirLock | None  # the same
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.started -= self.resumed.get("seconds", 0)
+
+    def flush(self) -> None:
+        """Return when all metrics are on the disk or in the store.
+
+        Raises:
+          ConfigError, MetricsError: the workdir or its files were removed or replaced during the run.
+        """
+        if self.lock:
+            self.lock.check()
+        if self.writer:
+            self.writer.flush()
 
     @property
     def seconds(self) -> float:
@@ -104,8 +116,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     with contextlib.ExitStack() as stack:
         existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
         accepted = workdir.check_same_run(folder, existing, setup.record, data, accept)
-        if multihost.is_first():
-            stack.enter_context(WorkdirLock(folder))
+        lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
         start, resumed = _find_start(setup, folder, checkpointer, shapes)
@@ -135,7 +146,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
         stack.callback(watchdog.close)
         progress = stack.enter_context(RunProgress(folder.name, setup.total_steps, start, setup.task.rate))
-        yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer)
+        yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer, lock)
 
 
 def _find_start(

@@ -1,0 +1,90 @@
+"""A workdir, or a file in it, that is removed, moved or replaced during a run stops the run with one line."""
+
+import shutil
+
+import pytest
+
+from dcvit.checkpoint.steps import saved_steps
+from dcvit.runs import lock
+from dcvit.training import hooks
+
+pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
+
+
+def remove(workdir):
+    shutil.rmtree(workdir)
+
+
+def rename(workdir):
+    workdir.rename(workdir.with_name("moved"))
+
+
+def relink(workdir):
+    """The workdir becomes a link to a copy of itself, as after a move to a larger disk."""
+    shutil.copytree(workdir, workdir.with_name("copy"))
+    workdir.rename(workdir.with_name("moved"))
+    workdir.symlink_to("copy")
+
+
+def remove_metrics(workdir):
+    (workdir / "metrics.jsonl").unlink()
+
+
+def replace_metrics(workdir):
+    text = (workdir / "metrics.jsonl").read_text()
+    (workdir / "metrics.jsonl").rename(workdir / "other")
+    (workdir / "metrics.jsonl").write_text(text)
+
+
+def remove_lock(workdir):
+    (workdir / lock.LOCK).unlink()
+
+
+def lock_again(workdir):
+    """What a second run does after the lock was removed."""
+    (workdir / lock.LOCK).unlink()
+    lock.WorkdirLock(workdir)
+
+
+@pytest.mark.parametrize(
+    ("change", "file"),
+    [
+        (remove, ".lock"),
+        (rename, ".lock"),
+        (relink, ".lock"),
+        (remove_metrics, "metrics.jsonl"),
+        (replace_metrics, "metrics.jsonl"),
+        (remove_lock, ".lock"),
+        (lock_again, ".lock"),
+    ],
+)
+def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, capsys, monkeypatch, change, file):
+    started = []
+
+    def before_step(self, step):
+        started.append(step)
+        if step == 3:
+            change(tmp_path / "run")
+
+    monkeypatch.setattr(hooks.MetricsHook, "before_step", before_step)
+    status, workdir = digits_run(ckpt_steps=4)
+    assert (status, started) == (2, [1, 2, 3, 4])
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {workdir / file} was removed or replaced during the run")
+    assert err.count("\n") == 1
+    assert saved_steps(workdir) == []
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl.new", "config.json.new"])
+def test_links_in_a_workdir_never_change_their_targets(digits_run, tmp_path, capsys, name):
+    target = tmp_path / "valuable"
+    target.write_text("content")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    status, workdir = digits_run()
+    assert target.read_text() == "content"
+    if name == ".lock":
+        assert (status, capsys.readouterr().err.count("is a symbolic link")) == (2, 1)
+    else:
+        assert status == 0
+        assert not (workdir / name).exists()
