@@ -26,6 +26,7 @@ from rich.text import Text
 from dcvit.checkpoint import files
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, first_line, nearest
+from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
@@ -149,7 +150,10 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError("an empty path")
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
-    return Path(text).expanduser()
+    try:
+        return expand(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def folder(text: str) -> Folder:

@@ -23,6 +23,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from dcvit.errors import ConfigError, first_line, has_type, nearest, type_name
+from input_pipeline.files import expand
 
 UNITS = ("steps", "epochs", "examples", "percent")
 PACKAGE = Path(__file__).parent
@@ -172,7 +173,7 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
 def _find(name: str) -> Path:
     """Return the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
-        path = Path(name).expanduser()
+        path = expand(name)
         if not path.is_file():
             raise ConfigError(f"no config file {name}")
         return path

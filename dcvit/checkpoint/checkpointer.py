@@ -25,6 +25,7 @@ from dcvit.checkpoint.files import Folder, absolute, remove
 from dcvit.checkpoint.params import check_tree, read_npz, shapes_of
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
+from input_pipeline.files import expand
 
 ITEMS = ("params", "ema", "rest")
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -237,7 +238,7 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
-    path = Path(source).expanduser() if isinstance(source, str) else source
+    path = expand(source) if isinstance(source, str) else source
     if path.is_file():
         loaded = read_npz(path)
         return jax.device_put(loaded, shardings(loaded)) if shardings else loaded

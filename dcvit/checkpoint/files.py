@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from etils import epath
 
+from input_pipeline.files import expand
+
 Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object store
 
 
@@ -21,7 +23,7 @@ def folder(text: str) -> Folder:
       ValueError: the URL is of another store, or gcsfs is not installed.
     """
     if "://" not in text:
-        return Path(text).expanduser()
+        return expand(text)
     if not text.startswith("gs://"):
         raise ValueError(f"{text}: expected a folder, or a URL that begins with gs://")
     if importlib.util.find_spec("gcsfs") is None:

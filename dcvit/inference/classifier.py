@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, InputError
 from input_pipeline import Preprocess
+from input_pipeline.files import read_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 BATCH = 64  # images that are classified at once
@@ -147,7 +148,7 @@ def read_images(
     shape: tuple[int, ...] | None = None
     for file in files:
         try:
-            image = preprocess({"image": file.read_bytes()}, np.random.default_rng(0))["image"]
+            image = preprocess({"image": read_regular(file)}, np.random.default_rng(0))["image"]
         except (InputError, OSError) as e:
             failed.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
             continue

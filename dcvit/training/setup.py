@@ -15,7 +15,6 @@ import json
 import logging
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -33,6 +32,7 @@ from dcvit.runs.workdir import check_checkpoint
 from dcvit.training import optim
 from dcvit.training.inputs import TrainingData, check_data, open_source, read_input
 from dcvit.training.tasks import Task, check_loss, task_class
+from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
@@ -349,7 +349,7 @@ def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Param
     check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
 
     def load_initial(shapes: Params) -> Params:
-        check_checkpoint(Path(config.model_init).expanduser())
+        check_checkpoint(expand(config.model_init))
         loaded = load_params(shapes, config.model_init, fields, **options)
         params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
         return params

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
+from input_pipeline.files import expand, read_regular
 from input_pipeline.source import Example
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -39,14 +40,14 @@ class Source:
           MissingDataError: a folder does not exist.
           InputError: a class has no images or is missing in the training data, or the fraction is invalid.
         """
-        root = Path(data_dir).expanduser()
+        root = expand(data_dir)
         folder = root if val_fraction is not None else root / split
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise InputError(f"val_fraction={val_fraction} should be between 0 and 1")
         if val_fraction is not None and split not in ("train", "val"):
             raise InputError(f"no split {split!r} of {root} with val_fraction; {nearest(split, ('train', 'val'))}")
         if classes_from is not None:
-            class_folder = Path(classes_from).expanduser()
+            class_folder = expand(classes_from)
         else:
             class_folder = root / "train" if val_fraction is None and (root / "train").is_dir() else folder
         self.class_names = tuple(_class_folders(class_folder))
@@ -73,11 +74,7 @@ class Source:
 
     def __getitem__(self, index: int) -> Example:
         try:
-            with Path(self.files[index]).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_FILE_BYTES:
-                    raise InputError(f"the file has {size:,} bytes; an image has at most {MAX_FILE_BYTES:,}")
-                return {"image": file.read(), "label": self.labels[index]}
+            return {"image": read_regular(self.files[index], MAX_FILE_BYTES), "label": self.labels[index]}
         except OSError as e:
             raise ReadingError(e.strerror) from None
 

@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
+from input_pipeline.files import expand
 from input_pipeline.optional import require
 from input_pipeline.source import Example
 from input_pipeline.tfrecord import RecordFile, open_records
@@ -55,7 +55,7 @@ class Source:
         """
         tfds = require("tensorflow_datasets")
         root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-        folder = find_dataset(name, root if "://" in root else str(Path(root).expanduser()))
+        folder = find_dataset(name, root if "://" in root else str(expand(root)))
         try:
             _check_features(folder)
             info = tfds.builder_from_directory(folder).info

@@ -15,6 +15,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
+from input_pipeline.files import expand
 from input_pipeline.optional import require
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
     """
     if "://" in path:
         raise InputError(f"{path}: only local files are supported")
-    place = Path(path).expanduser()
+    place = expand(path)
     expected = f"with {contains!r} in their names" if contains else f"ending in {', '.join(suffixes)}"
 
     def matches(file: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple, TypedDict, cast
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
+from input_pipeline.files import expand
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -51,7 +52,7 @@ def find_prefix(path: str) -> str:
     """
     if "://" in path:
         raise InputError(f"{path}: only local files are supported")
-    expanded = str(Path(path).expanduser())
+    expanded = str(expand(path))
     if Path(expanded).is_dir():
         inside = sorted(Path(expanded).glob("*.bin"))
         if len(inside) != 1:

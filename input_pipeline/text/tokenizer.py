@@ -7,13 +7,13 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
+from input_pipeline.files import expand
 from input_pipeline.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -62,7 +62,7 @@ class FileTokenizer:
           MissingDataError: the file does not exist.
           InputError: the file is invalid or has no such special token.
         """
-        file = Path(path).expanduser()
+        file = expand(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it")
