@@ -12,7 +12,7 @@ import jax
 
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.steps import step_folder
+from dcvit.checkpoint.steps import is_step, step_folder
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import shardings
@@ -63,7 +63,7 @@ def evaluate(trained: TrainedModel, out: Path | None = None) -> list[Row]:
 def _step(checkpoint: Folder) -> int | None:
     """Return the training step of a checkpoint folder, which is the folder's name."""
     name = step_folder(checkpoint).name
-    return int(name) if name.isdigit() else None
+    return int(name) if is_step(name) else None
 
 
 def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]] = ()) -> None:

@@ -102,7 +102,7 @@ class TestForward:
 
 
 class TestReach:
-    """Which tokens affect which logits, by gradients: exactly 0 if there is no effect."""
+    """Reach of the tokens, by gradients: that of a logit is exactly 0 for a token that does not affect it."""
 
     def reach(self, net):
         """Return a function from parameters to the effect of each token (axis 1) on the logits of each position."""

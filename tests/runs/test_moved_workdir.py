@@ -41,7 +41,7 @@ def remove_lock(workdir):
 
 
 def lock_again(workdir):
-    """What a second run does after the lock was removed."""
+    """Remove the lock, and lock the workdir as a second run does."""
     (workdir / lock.LOCK).unlink()
     lock.WorkdirLock(workdir)
 
