@@ -19,6 +19,10 @@ from dcvit.errors import CheckpointError, first_line
 FOLDER = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
 ABOUT = "about"  # item with the description of the run
+ABOUT_TYPES: dict[str, type] = {
+    "step": int, "config": dict, "data": dict, "software": dict, "devices": dict, "row": dict, "metrics_rows": int,
+    "metrics_checksum": str, "seconds": float,
+}  # fmt: skip
 COMMITTED = "commit_success.txt"
 WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
 DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
@@ -65,9 +69,13 @@ def about(path: Folder) -> dict[str, Any]:
     file = path / ABOUT / "metadata"
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        found["step"] + 0
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"cannot read {file}: {first_line(e)}") from None
+    if not isinstance(found, dict) or "step" not in found:
+        raise CheckpointError(f"cannot read {file}: expected a JSON object with a step")
+    for name, kind in ABOUT_TYPES.items():
+        if name in found and not isinstance(found[name], kind):
+            raise CheckpointError(f"cannot read {file}: {name!r} is of type {type(found[name]).__name__}")
     return found
 
 

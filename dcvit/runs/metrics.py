@@ -1,7 +1,8 @@
 """Metrics of a run: `metrics.jsonl`, `timing.jsonl`, and TensorBoard if it is installed.
 
 `metrics.jsonl` has one row for each logged step. It contains only functions of the config and the data, so two runs of
-one config write the same file; wall times are in `timing.jsonl`.
+one config write the same file; wall times are in `timing.jsonl`. The field `crc32` of a row is the checksum of the row
+and of all rows before it, so that a changed or removed row is found.
 """
 
 from __future__ import annotations
@@ -9,22 +10,34 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import math
 import os
+import re
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
 from dcvit.checkpoint.files import Folder, file_identity, replace
-from dcvit.errors import MetricsError
+from dcvit.errors import MetricsError, first_line
 
 FILES = ("metrics.jsonl", "timing.jsonl")
+LOG = logging.getLogger(__name__)
 UPLOAD_SECONDS = 30  # between uploads of a file to an object store
+SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')  # a row with its checksum
+
+
+class Row(NamedTuple):
+    """A row of a metrics file."""
+
+    values: dict[str, Any]  # with its `step`
+    checksum: str  # of this row and the rows before it
 
 
 class JsonLines:
-    """File with one JSON object per line. Each has a `step`, and steps increase.
+    """File with one JSON object per line. Each has a `step`, steps increase, and the last field is a checksum.
 
     Nothing can be appended to an object in a store. There the whole file is uploaded, at most every `UPLOAD_SECONDS`.
     """
@@ -37,9 +50,10 @@ class JsonLines:
           resume_step: the step of the checkpoint that a run resumes from; later rows are removed. None removes all.
         """
         self.path = path
-        self.rows = [row for row in read(path) if resume_step is not None and row["step"] <= resume_step]
-        self.last_step: int = self.rows[-1]["step"] if self.rows else -1
-        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        self.resumed = [row for row in _read(path) if resume_step is not None and row.values["step"] <= resume_step]
+        self.last_step: int = self.resumed[-1].values["step"] if self.resumed else -1
+        self.count, self.checksum = len(self.resumed), self.resumed[-1].checksum if self.resumed else ""
+        text = "".join(_line(json.dumps(values), checksum) for values, checksum in self.resumed)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
         self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
@@ -53,7 +67,9 @@ class JsonLines:
         if step <= self.last_step:
             return
         valid = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"step": step, **valid}) + "\n"
+        row = json.dumps({"step": step, **valid})
+        checksum = _checksum(row, self.checksum)
+        line = _line(row, checksum)
         if self.file:
             try:
                 self.file.write(line)
@@ -64,7 +80,20 @@ class JsonLines:
             self.text += line
             if time.monotonic() > self.due:
                 self.flush()
-        self.last_step = step
+        self.last_step, self.count, self.checksum = step, self.count + 1, checksum
+
+    def position(self) -> dict[str, Any]:
+        """Return the number of rows and the checksum of the last one, which a checkpoint records."""
+        return {"metrics_rows": self.count, "metrics_checksum": self.checksum}
+
+    def missing(self, about: Mapping[str, Any]) -> str | None:
+        """Return a message if the file, when it was opened, lacked rows that it had at the `position` in `about`."""
+        rows, found = about.get("metrics_rows", 0), self.resumed
+        if len(found) < rows:
+            return f"{self.path}: {rows - len(found)} of the {rows} rows before the checkpoint are missing"
+        if rows and found[rows - 1].checksum != about["metrics_checksum"]:
+            return f"{self.path}: the rows before the checkpoint are not those that the run has written"
+        return None
 
     def flush(self) -> None:
         """Return when all rows are on the disk or in the store.
@@ -90,21 +119,62 @@ class JsonLines:
 
 
 def read(path: Folder) -> list[dict[str, Any]]:
-    """Read the rows of a file; a missing file has none. A truncated last line, left by a kill, is ignored.
+    """Read the rows of a file, without their checksums; a missing file has none.
+
+    A truncated last line, left by a kill, is ignored. Rows without checksums, as older versions wrote them, are read
+    if the whole file has none.
 
     Raises:
-      MetricsError: any other line that is not a JSON object with a step.
+      MetricsError: any other line that is not a JSON object of numbers with an increasing step, or was changed.
     """
-    rows = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return [row.values for row in _read(path)]
+
+
+def _read(path: Folder) -> list[Row]:
+    rows: list[Row] = []
+    *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    if SEALED.match(rest):  # more than the beginning of a row
+        lines.append(rest)
+    sealed = False
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            row["step"] + 0
-        except (ValueError, TypeError, KeyError, IndexError):
-            raise MetricsError(f"{path}:{number} is damaged: expected a JSON object with a step") from None
-        rows.append(row)
+            found = SEALED.fullmatch(line)
+            if sealed and not found:
+                raise ValueError("no checksum")
+            sealed = sealed or bool(found)
+            text = (found[1] + b"}" if found else line).decode()
+            values = _parse(text, rows[-1].values["step"] if rows else -1)
+            checksum = _checksum(text if found else json.dumps(values), rows[-1].checksum if rows else "")
+            if found and found[2].decode() != checksum:
+                raise ValueError("its checksum differs: it was changed, or a line before it was removed")
+        except (ValueError, RecursionError) as e:
+            raise MetricsError(
+                f"{path}:{number} is damaged ({first_line(e)}); remove this line and all after it to go on without them"
+            ) from None
+        rows.append(Row(values, checksum))
     return rows
+
+
+def _parse(text: str, previous_step: int) -> dict[str, Any]:
+    """Return the fields of a row. Raise ValueError if they are not numbers with a step after `previous_step`."""
+    values = json.loads(text)
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        raise ValueError("expected a JSON object with a step")
+    for name, value in values.items():
+        if not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+            raise ValueError(f"expected a finite number or null for {name!r}")
+    if values["step"] <= previous_step:
+        raise ValueError(f"step {values['step']} after step {previous_step}")
+    return values
+
+
+def _checksum(row: str, previous: str) -> str:
+    """Return the CRC-32 of a row and of the checksum of the row before it, as 8 hexadecimal digits."""
+    return f"{zlib.crc32((previous + row).encode()):08x}"
+
+
+def _line(row: str, checksum: str) -> str:
+    return f'{row[:-1]}, "crc32": "{checksum}"}}\n'
 
 
 @runtime_checkable
@@ -128,9 +198,17 @@ class MetricWriter:
     steps twice; it is used for local workdirs only.
     """
 
-    def __init__(self, workdir: Folder, *, resume_step: int | None = None, tensorboard: bool = True):
-        """Open the files of a workdir; see `JsonLines` for `resume_step`."""
-        self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resume_step) for name in FILES)
+    def __init__(self, workdir: Folder, *, resumed: Mapping[str, Any], tensorboard: bool = True):
+        """Open the files of a workdir, and report rows that are missing.
+
+        Args:
+          workdir: the run's folder.
+          resumed: the description of the checkpoint that a run resumes from; empty for a new run.
+          tensorboard: if False, TensorBoard is not used.
+        """
+        self.metrics, self.timing = (JsonLines(workdir / name, resume_step=resumed.get("step")) for name in FILES)
+        if missing := self.metrics.missing(resumed):
+            LOG.warning(missing)
         self.tensorboard = _tensorboard(workdir) if tensorboard and isinstance(workdir, Path) else None
 
     def write(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float] | None = None) -> None:

@@ -167,10 +167,9 @@ class MetricsHook(Hook):
     def catch_up(self, state: TrainState) -> None:
         """Record the row of the checkpoint's step if the run stopped before it could; recall the best step."""
         run, start = self.run, self.run.start
-        history = run.writer.metrics.rows if run.writer and self.best.metric else []
+        history = [row.values for row in run.writer.metrics.resumed] if run.writer and self.best.metric else []
         for row in multihost.gather("history", history)[0]:
-            if row["step"] <= start:
-                self.best.update(row["step"], row)
+            self.best.update(row["step"], row)
         last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
         evaluators, logs = self._due(start)
         if last < start and (evaluators or logs):
@@ -246,8 +245,9 @@ class CheckpointHook(Hook):
                     f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
                 )
             position = {"seed": data.seed, "next example": result.step * data.batch_size}
-            about = {**run.about, "position": position, "row": result.numbers, "seconds": run.seconds}
             run.flush()
+            rows = run.writer.metrics.position() if run.writer else {}
+            about = {**run.about, "position": position, "row": result.numbers, "seconds": run.seconds, **rows}
             run.checkpointer.save(result.step, result.state.items(), about, best=self.best.step)
 
 

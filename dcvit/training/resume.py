@@ -141,7 +141,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         workdir.check_shared(folder)
         writer = None
         if multihost.is_first():
-            writer = metrics.MetricWriter(folder, resume_step=start or None, tensorboard=setup.options.tensorboard)
+            writer = metrics.MetricWriter(folder, resumed=resumed, tensorboard=setup.options.tensorboard)
             stack.callback(writer.close)
         watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
         stack.callback(watchdog.close)

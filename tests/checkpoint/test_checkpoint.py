@@ -250,3 +250,25 @@ def test_file_is_replaced_atomically(tmp_path):
     with pytest.raises(OSError, match=r"config\.json"):
         files.replace(path, "new")
     assert path.read_text() == "old"
+
+
+ABOUT_ERRORS = {
+    "[]": "expected a JSON object with a step",
+    "7": "expected a JSON object with a step",
+    "{}": "expected a JSON object with a step",
+    '{"step": "7"}': "'step' is of type str",
+    '{"step": 7, "row": []}': "'row' is of type list",
+    '{"step": 7, "config": "x"}': "'config' is of type str",
+    '{"step": 7, "seconds": null}': "'seconds' is of type NoneType",
+    '{"step": 7': "Expecting",
+    "[" * 100_000: "recursion",
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), ABOUT_ERRORS.items(), ids=range(len(ABOUT_ERRORS)))
+def test_description_of_another_form_is_refused_in_one_line(tmp_path, text, reason):
+    (tmp_path / "about").mkdir()
+    (tmp_path / "about" / "metadata").write_text(text)
+    with pytest.raises(CheckpointError, match=f"cannot read {tmp_path}/about/metadata: .*{reason}") as raised:
+        steps.about(tmp_path)
+    assert "\n" not in str(raised.value)

@@ -1,4 +1,6 @@
-"""Metrics files of a run: one row per step, also after a kill."""
+"""Metrics files of a run: one row per step, also after a kill, and no silent change of a row."""
+
+import json
 
 import pytest
 
@@ -15,10 +17,10 @@ def test_steps_are_written_once_and_rows_after_the_resumed_step_are_removed(tmp_
     assert [r["step"] for r in metrics.read(path)] == [0, 2, 4, 6]
     resumed = metrics.JsonLines(path, resume_step=4)
     assert resumed.last_step == 4
-    resumed.write(4, {"x": "twice"})
-    resumed.write(6, {"x": "new"})
+    resumed.write(4, {"x": 40})
+    resumed.write(6, {"x": 60})
     resumed.close()
-    assert metrics.read(path) == [*({"step": s, "x": s} for s in (0, 2, 4)), {"step": 6, "x": "new"}]
+    assert metrics.read(path) == [*({"step": s, "x": s} for s in (0, 2, 4)), {"step": 6, "x": 60}]
     metrics.JsonLines(path).close()
     assert metrics.read(path) == []
 
@@ -35,16 +37,102 @@ def test_line_truncated_by_a_kill_is_ignored(tmp_path):
     path.write_text('{"step": 0}\n{"step": 2, "lo')
     assert metrics.read(path) == [{"step": 0}]
     metrics.JsonLines(path, resume_step=2).close()
-    assert path.read_text() == '{"step": 0}\n'
+    assert metrics.read(path) == [{"step": 0}]
 
 
-@pytest.mark.parametrize("line", ["\0\0\0", "[1]", "{}", '{"step": "x"}', "3"])
+DAMAGED = {
+    "zeros": "\0\0\0",
+    "list": "[1]",
+    "no step": "{}",
+    "step of another type": '{"step": "x"}',
+    "number": "3",
+    "nested": "[" * 100_000,
+    "byte order mark": '\ufeff{"step": 1}',
+    "not a number": '{"step": 1, "loss": NaN}',
+    "infinite": '{"step": 1, "loss": 1e999}',
+    "long number": '{"step": ' + "1" * 5000 + "}",
+    "text": '{"step": 1, "loss": "low"}',
+    "descending step": '{"step": 0}',
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_line_is_named_and_kept(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
-    with pytest.raises(errors.MetricsError, match=r"metrics\.jsonl:2 is damaged"):
+    with pytest.raises(errors.MetricsError, match=r"metrics\.jsonl:2 is damaged \(.*\); remove this line") as raised:
         metrics.JsonLines(path, resume_step=2)
+    assert "\n" not in str(raised.value)
     assert line in path.read_text()
+
+
+@pytest.fixture
+def four_rows(tmp_path):
+    rows = metrics.JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(4):
+        rows.write(step, {"loss": 1 / (step + 1), "count": step})
+    rows.close()
+    return tmp_path / "metrics.jsonl", rows.position()
+
+
+def test_each_flipped_bit_is_found_when_reading_or_resuming(four_rows):
+    path, position = four_rows
+    content = path.read_bytes()
+    unnoticed = []
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            resumed = metrics.JsonLines(path, resume_step=3)
+        except errors.MetricsError:
+            continue
+        resumed.close()
+        if resumed.missing(position) is None:
+            unnoticed.append((bit, bytes(damaged)))
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3), (1, 2, 3), (0, 0, 1, 2, 3), (0, 2, 1, 3)])
+def test_removed_repeated_and_exchanged_lines_are_found(four_rows, order):
+    path, _ = four_rows
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[i] for i in order))
+    with pytest.raises(errors.MetricsError, match=r"metrics\.jsonl:\d is damaged"):
+        metrics.read(path)
+
+
+def test_rows_missing_at_the_end_are_reported_on_resuming(four_rows):
+    path, position = four_rows
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]))
+    resumed = metrics.JsonLines(path, resume_step=3)
+    assert resumed.missing(position) == f"{path}: 2 of the 4 rows before the checkpoint are missing"
+    resumed.write(4, {"loss": 0.1})
+    resumed.close()
+    assert [row["step"] for row in metrics.read(path)] == [0, 1, 4]
+
+
+def test_rows_of_another_run_are_reported_on_resuming(four_rows):
+    path, position = four_rows
+    other = metrics.JsonLines(path)
+    for step in range(4):
+        other.write(step, {"loss": 2.0, "count": step})
+    other.close()
+    resumed = metrics.JsonLines(path, resume_step=3)
+    resumed.close()
+    assert "not those that the run has written" in resumed.missing(position)
+
+
+def test_file_of_an_older_version_gets_checksums_on_resuming(four_rows):
+    path, position = four_rows
+    sealed = path.read_text()
+    rows = metrics.read(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert metrics.read(path) == rows
+    resumed = metrics.JsonLines(path, resume_step=3)
+    resumed.close()
+    assert (path.read_text(), resumed.missing(position)) == (sealed, None)
 
 
 @pytest.mark.slow
