@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dcvit.checkpoint import checksums, steps
+from dcvit.checkpoint import checksums, orbax_patches, steps
 from dcvit.checkpoint.commit import CommittedObjects, RenamedFolder
 from dcvit.checkpoint.files import Folder, absolute, remove
 from dcvit.checkpoint.params import check_tree, read_npz, shapes_of
@@ -198,6 +198,7 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 
 def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
+    orbax_patches.stop_leak()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

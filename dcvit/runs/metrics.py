@@ -27,12 +27,13 @@ FILES = ("metrics.jsonl", "timing.jsonl")
 LOG = logging.getLogger(__name__)
 UPLOAD_SECONDS = 30  # between uploads of a file to an object store
 SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')  # a row with its checksum
+Values = dict[str, Any]  # fields of a row: finite numbers and None, by name
 
 
 class Row(NamedTuple):
     """A row of a metrics file."""
 
-    values: dict[str, Any]  # with its `step`
+    values: Values  # with its `step`
     checksum: str  # of this row and the rows before it
 
 
@@ -82,7 +83,7 @@ class JsonLines:
                 self.flush()
         self.last_step, self.count, self.checksum = step, self.count + 1, checksum
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Values:
         """Return the number of rows and the checksum of the last one, which a checkpoint records."""
         return {"metrics_rows": self.count, "metrics_checksum": self.checksum}
 
@@ -118,7 +119,7 @@ class JsonLines:
                 self.file.close()
 
 
-def read(path: Folder) -> list[dict[str, Any]]:
+def read(path: Folder) -> list[Values]:
     """Read the rows of a file, without their checksums; a missing file has none.
 
     A truncated last line, left by a kill, is ignored. Rows without checksums, as older versions wrote them, are read
@@ -155,7 +156,7 @@ def _read(path: Folder) -> list[Row]:
     return rows
 
 
-def _parse(text: str, previous_step: int) -> dict[str, Any]:
+def _parse(text: str, previous_step: int) -> Values:
     """Return the fields of a row. Raise ValueError if they are not numbers with a step after `previous_step`."""
     values = json.loads(text)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
