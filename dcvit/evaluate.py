@@ -1,7 +1,8 @@
-"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--format FORMAT] [--out FILE]`.
+"""Evaluation: `python -m dcvit.evaluate --workdir DIR [--checkpoint CHECKPOINT] [--out FILE] [--report FILE]`.
 
 Runs every evaluator of a config on a checkpoint; by default the workdir's own config and its latest checkpoint.
-`--out` appends the rows to a CSV file, which can collect the results of several models.
+`--out` appends the rows to a CSV file, which can collect the results of several models. `--report` writes an HTML page
+about a classifier: accuracy, calibration, confusions, classes, and the most confident mistakes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=[
             "dcvit evaluate --workdir runs/digits",
             "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --out results.csv",
+            "dcvit evaluate --workdir runs/digits --report report.html",
         ],
     )
     cli.add_model_options(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
+    parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runtime.configure()
     multihost.initialize(args)
-    rows = evaluate(open_trained(args.workdir, args.config, args.checkpoint, overrides), args.out)
+    rows = evaluate(open_trained(args.workdir, args.config, args.checkpoint, overrides), args.out, args.report)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():
         append_csv(args.out, list(rows[0]), rows)

@@ -18,6 +18,7 @@ LAYERS = [
     [f"dcvit.{command}" for command in COMMANDS],
     ["dcvit.cli"],
     ["dcvit.training"],
+    ["dcvit.report"],
     ["dcvit.evaluators", "dcvit.inference"],
     ["dcvit.runs"],
     ["dcvit.models"],

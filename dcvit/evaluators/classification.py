@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -27,6 +27,23 @@ from dcvit.models import Params, losses, pixels
 ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is 0
 
 
+class Observer(Protocol):
+    """Receiver of the outcome of every example, such as `dcvit.report.outcomes.Outcomes`."""
+
+    def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
+        """Return further arrays for `add`, computed on the devices.
+
+        Args:
+          batch: the preprocessed batch.
+          logits: B C, with excluded classes at `ABSENT_LOGIT`.
+          scores: `counted` (False for padding and examples without labels), `prediction`, and whether it is correct,
+            `top1`; each of shape B.
+        """
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Receive `scores` and the selected arrays of a batch; batches come in the order of the data."""
+
+
 class Evaluator:
     """Count an example as correct if any of its labels is hit. Examples without labels are skipped, as in ReaL.
 
@@ -37,6 +54,7 @@ class Evaluator:
     columns = IMAGE_COLUMNS
     metrics = ("top1", "top5", "loss", "n")
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+    observer: Observer | None = None  # set before the first run, which compiles its `select`
 
     def __init__(
         self,
@@ -73,6 +91,7 @@ class Evaluator:
         self.cached: list[Batch] | None = [] if cache else None
         self.images_per_second = 0.0  # of the last run, without compilation
         self.host_pp, to_numbers = pixels.split(pp)
+        self.loss = loss
         loss_fn = getattr(losses, loss)
 
         def score(params: Params, batch: DeviceBatch, present: jax.Array) -> DeviceBatch:
@@ -80,12 +99,14 @@ class Evaluator:
             labels = batch["labels"]
             best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]
             hits = jnp.take_along_axis(labels, best, axis=-1) > 0
-            return {
+            scores = {
                 "counted": (batch["_mask"] > 0) & jnp.any(labels > 0, axis=-1),
+                "prediction": best[:, 0],
                 "top1": hits[:, 0],
                 "top5": jnp.any(hits, axis=-1),
                 "loss": loss_fn(logits, labels),
             }
+            return scores | (self.observer.select(batch, logits, scores) if self.observer else {})
 
         self.score = TimedFunction(score, mesh, batch_size)
 
@@ -103,6 +124,8 @@ class Evaluator:
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
+            if self.observer:
+                self.observer.add(scores)
         self.images_per_second = self.score.rate()
         return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
 

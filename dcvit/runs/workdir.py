@@ -164,13 +164,16 @@ def _run_differences(saved: Mapping[str, Any], config: Mapping[str, Any], data: 
     if "config" in saved:
         before = saved["config"]
         defaults = json.loads(json.dumps(configs.defaults()))  # of keys that an older version did not have
-        keys = {*before, *config}
-        free = {key for key in keys if key in FREE_KEYS or key.startswith(FREE_PREFIXES)}
-        for key in sorted(keys - free):
+        for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= _differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
     if "data" in saved and data is not None:
         found |= _differences("data", saved["data"], data)
     return found
+
+
+def is_free(key: str) -> bool:
+    """Return True for a config key that does not change the result of a step, so that a resumed run may change it."""
+    return key in FREE_KEYS or key.startswith(FREE_PREFIXES)
 
 
 def _is_accepted(key: str, accept: Sequence[str]) -> bool:

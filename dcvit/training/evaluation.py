@@ -1,46 +1,59 @@
-"""Evaluation of a checkpoint: rows of results, and the CSV file that collects them."""
+"""Evaluation of a checkpoint: rows of results, the CSV file that collects them, and the report."""
 
 from __future__ import annotations
 
 import csv
 import functools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
+import dcvit
+from dcvit import report as reports
 from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.files import Folder, replace
 from dcvit.checkpoint.steps import is_step, step_folder
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import shardings
+from dcvit.report.outcomes import Outcomes
+from dcvit.report.page import Evaluation, render
 from dcvit.training.trained import TrainedModel
 
+LOG = logging.getLogger(__name__)
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
 Row = dict[str, object]
 
 
-def evaluate(trained: TrainedModel, out: Path | None = None) -> list[Row]:
+def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> list[Row]:
     """Run every evaluator of a trained model.
 
     Args:
       trained: the model and its checkpoint.
       out: the CSV file for the rows. Its columns are checked before the evaluation; the rows are not written.
+      report: the HTML file for a report of the classification evaluators; an existing one is replaced. The path is
+        checked before the evaluation.
 
     Returns:
       The rows of all evaluators with the same keys: `COLUMNS` and the columns of the evaluators. `step` is None for a
       checkpoint without a step, and so is a value that an evaluator does not have.
 
     Raises:
-      ConfigError: the config has no evaluator whose data is present, or `out` has other columns.
+      ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be
+        written or has no classification evaluator.
       CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
       InputError: the data is unusable.
     """
+    if report and multihost.is_first():
+        reports.check_path(report)
     mesh, strategy, evaluators = trained.evaluators()
     if not evaluators:
         raise ConfigError("config.evals has no evaluator whose data is present")
+    observed = reports.observe(evaluators) if report else {}
     multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
     columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
     if out and multihost.is_first():
@@ -57,7 +70,35 @@ def evaluate(trained: TrainedModel, out: Path | None = None) -> list[Row]:
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
         rows += [shared | row for row in evaluator.rows(name, evaluator.run(params), trained.model)]
+    if report and multihost.is_first():
+        replace(report, _report(trained, evaluators, observed, rows))
+        LOG.info("report: %s", report)
     return [{key: row.get(key) for key in columns} for row in rows]
+
+
+def _report(
+    trained: TrainedModel, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
+) -> str:
+    """Return the report of the observed evaluators as HTML."""
+    by_name = {row["evaluation"]: row for row in rows}
+    evaluations = []
+    for name, outcomes in observed.items():
+        source = evaluators[name].source
+        names = source.class_names or ()
+        names = [*names, *map(str, range(len(names), trained.num_outputs))]
+        options = trained.evaluator_options(name)
+        evaluations.append(Evaluation(name, by_name[name], outcomes, names, source.describe, options))
+    row, checkpoint = by_name[evaluations[0].name], trained.checkpoint
+    folder = checkpoint if checkpoint.is_file() else step_folder(checkpoint)
+    facts = {
+        "Checkpoint": str(folder),
+        "Parameters": f"{row['parameters']:,}",
+        "Operations": "unknown" if row["gflops"] is None else f"{row['gflops']} GFLOPs for an image",
+        "Image size": str(row["image_size"]),
+        "Software": f"dcvit {dcvit.__version__}, jax {jax.__version__}",
+    }
+    title = trained.label if row["step"] is None else f"{trained.label}, step {row['step']:,}"
+    return render(title, facts, trained.settings(), rows, evaluations)
 
 
 def _step(checkpoint: Folder) -> int | None:

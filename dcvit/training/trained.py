@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import ConfigError
 from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
-from dcvit.runs.workdir import check_checkpoint
+from dcvit.runs.workdir import check_checkpoint, is_free
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -48,6 +49,16 @@ class TrainedModel:
     def model(self) -> nn.Module:
         """The linen module."""
         return make_model(self._config)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the config keys that determine the parameters, without those that have their default."""
+        config, defaults = json.loads(self._config.to_json()), json.loads(json.dumps(configs.defaults()))
+        return {key: value for key, value in config.items() if not is_free(key) and value != defaults.get(key)}
+
+    def evaluator_options(self, name: str) -> dict[str, Any]:
+        """Return the options of an evaluator in the config."""
+        found: dict[str, Any] = json.loads(self._config.evals[name].to_json())
+        return found
 
     def params(self, example: jax.ShapeDtypeStruct) -> Params:
         """Load the parameters, for model inputs like `example`.

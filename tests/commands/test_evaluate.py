@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 from trained_workdirs import DIGITS
@@ -87,3 +88,23 @@ def test_few_shot_evaluation_has_a_row_for_each_number_of_shots(digits_workdir, 
     assert [one["evaluation"], many["evaluation"]] == ["few/1shot", "few/25shot"]
     assert 0.2 < one["top1"] < many["top1"]
     assert (many["n"], many["loss"], many["top5"]) == (360, None, None)
+
+
+def test_report_has_the_printed_numbers(digits_workdir, tmp_path, call):
+    path = tmp_path / "report.html"
+    path.write_text("an earlier report")
+    status, out, err = call("--workdir", digits_workdir, "--format", "json", "--report", path)
+    assert (status, err) == (0, f"report: {path}\n")
+    (row,) = json.loads(out)
+    assert call("--workdir", digits_workdir, "--format", "json")[1].rpartition(",")[0] == out.rpartition(",")[0]
+    text = path.read_text()
+    tiles = dict(re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', text))
+    assert tiles["Accuracy"] == f"{row['top1']:.2%}".replace("%", " %")
+    assert tiles["Top-5 accuracy"] == f"{row['top5']:.2%}".replace("%", " %")
+    assert (tiles["Loss"], tiles["Images"]) == (f"{row['loss']:.4f}", f"{row['n']:,}")
+    correct = sum(int(count) for count in re.findall(r'<td class="hit[^>]*>(\d+)<', text))
+    assert correct / row["n"] == row["top1"]
+    assert len(re.findall("<img", text)) == min(24, row["n"] - correct)
+    for fact in (f"{digits_workdir}/checkpoints/{row['step']}", f"{row['parameters']:,}", "model.width", "digits"):
+        assert fact in text
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]

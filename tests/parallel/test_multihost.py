@@ -155,16 +155,27 @@ def test_one_process_resumes_the_run_of_two_to_the_same_result(two, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_evaluate_like_one(two):
-    argv = ["evaluate", "--workdir", str(two), "--format", "json"]
-    rows = []
+def test_two_processes_evaluate_like_one(two, tmp_path):
+    """The first process writes the report, also of images that other processes read."""
+    rows, reports = [], []
     for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        report = str(folder / "{process}.html")
+        argv = ["evaluate", "--workdir", str(two), "--format", "json", "--report", report]
         with Group(count, 8 // count, *argv) as group:
             printed = group.finish()
         assert group.statuses == [0] * count, printed
         out = printed[0][0]
         rows.append(json.JSONDecoder().raw_decode(out, out.index("[\n  {"))[0])
         assert all("evaluation" not in other for other, _ in printed[1:])
+        assert [path.name for path in folder.iterdir()] == ["0.html"]
+        reports.append((folder / "0.html").read_text())
+    matrices = [text.split("Confusion matrix")[2].split("</table>")[0] for text in reports]
+    assert matrices[0] == matrices[1]
+    pictures = [set(re.findall(r'<img [^>]*src="([^"]+)"', text)) for text in reports]
+    assert len(pictures[0]) == 24
+    assert len(pictures[0] & pictures[1]) >= 22  # mistakes of nearly equal confidence may be ranked differently
     for one, other in zip(*rows, strict=True):
         assert one.pop("images_per_second")
         assert other.pop("images_per_second")

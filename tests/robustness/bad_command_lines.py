@@ -11,6 +11,7 @@ from workspace import (
     file,
     generate,
     json_lines,
+    lm_run,
     misspelt,
     new,
     predict,
@@ -51,6 +52,19 @@ EVALUATE = {
     "evaluate in an unknown format": bad(evaluate("--format", "xml"), "--format", "'xml'"),
     "evaluate a workdir in an unknown store": bad(command("evaluate", "--workdir", "zzz://bucket/w"), "zzz://bucket/w"),
     "table in a missing folder": bad(evaluate("--out", "no/such/table.csv"), "no/such/table.csv"),
+    "report in a missing folder": bad(
+        evaluate("--report", "no/such/report.html"), "--report", "no/such/report.html", "No such file"
+    ),
+    "report as another kind of file": bad(evaluate("--report", "report.pdf"), "report.pdf", ".html"),
+    "report over a folder": bad(
+        evaluate("--report", lambda ws: ws.write("r.html/a", "").parent), "r.html", "is a folder"
+    ),
+    "report of a language model": bad(
+        command("evaluate", "--workdir", lm_run, "--report", lambda ws: ws.folder / "r.html"),
+        "--report",
+        "classifier",
+        "perplexity",
+    ),
     "table of other columns": bad(evaluate("--out", file("t.csv", "a,b\n1,2\n")), "t.csv", "a,b"),
 }
 

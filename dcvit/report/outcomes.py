@@ -1,0 +1,111 @@
+"""Outcomes of a classifier's evaluation: counts, calibration and the most confident mistakes, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.evaluators import DeviceBatch
+
+BINS = 15  # of confidence, of equal width, as in Guo et al. (2017)
+MISTAKES = 24  # kept with their images
+
+
+class Mistake(NamedTuple):
+    """An example whose predicted class is none of its labels.
+
+    Fields:
+      example: its number in the data source.
+      labels: its classes.
+      prediction: the predicted class.
+      confidence: the probability of the predicted class.
+      image: height × width × channels as sent to the device: uint8, or float if the preprocessing ends in floats.
+    """
+
+    example: int
+    labels: tuple[int, ...]
+    prediction: int
+    confidence: float
+    image: np.ndarray
+
+
+class Outcomes:
+    """An observer of the classification evaluator.
+
+    The memory is bounded by the number of different pairs of label and prediction, not by the number of images.
+
+    Attributes:
+      n: counted examples, which have a label and are not padding.
+      correct: those whose predicted class is one of their labels.
+      several: those that have several labels.
+      not_finite: those whose confidence is NaN.
+      pairs: number of examples by (label, prediction), of the examples with one label.
+      bin_examples, bin_correct, bin_confidence: for each of `BINS` bins of confidence, the numbers of examples and of
+        correct ones, and the sum of confidences. Bin i is the interval (i/BINS, (i+1)/BINS].
+      mistakes: up to `MISTAKES` mistakes, by falling confidence.
+    """
+
+    def __init__(self, sigmoid: bool):
+        """`sigmoid`: the confidence is the sigmoid of a logit, instead of a probability of the softmax."""
+        self.sigmoid = sigmoid
+        self.n, self.correct, self.several, self.not_finite, self.rows = 0, 0, 0, 0, 0
+        self.pairs: Counter[tuple[int, int]] = Counter()
+        self.bin_examples, self.bin_correct = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
+        self.bin_confidence = np.zeros(BINS)
+        self.mistakes: list[Mistake] = []
+
+    def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
+        """Return what `add` needs of a batch; runs on the devices, and only the images of mistakes leave them."""
+        labels = batch["labels"] > 0
+        probabilities = (jax.nn.sigmoid if self.sigmoid else jax.nn.softmax)(logits.astype(jnp.float32))
+        confidence = jnp.take_along_axis(probabilities, scores["prediction"][:, None], axis=-1)[:, 0]
+        wrong = scores["counted"] & ~scores["top1"] & jnp.isfinite(confidence)
+        rank, rows = jax.lax.top_k(jnp.where(wrong, confidence, -1.0), min(MISTAKES, len(confidence)))
+        return {
+            "label": jnp.argmax(labels, axis=-1),
+            "several": jnp.sum(labels, axis=-1) > 1,
+            "confidence": confidence,
+            "mistake": rank >= 0,
+            "mistake_row": rows,
+            "mistake_labels": labels[rows],
+            "mistake_image": batch["image"][rows],
+        }
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Add a batch: the scores of the evaluator and the result of `select`, on the host."""
+        counted = found["counted"]
+        self.n += int(counted.sum())
+        self.correct += int((counted & found["top1"]).sum())
+        self.several += int((counted & found["several"]).sum())
+        single = counted & ~found["several"]
+        pairs = np.stack([found["label"][single], found["prediction"][single]], axis=-1)
+        for (label, prediction), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
+            self.pairs[int(label), int(prediction)] += int(number)
+        finite = counted & np.isfinite(found["confidence"])
+        self.not_finite += int((counted & ~finite).sum())
+        self._add_confidence(found["confidence"][finite].astype(np.float64), found["top1"][finite])
+        self._add_mistakes(found)
+        self.rows += len(counted)
+
+    def _add_confidence(self, confidence: np.ndarray, correct: np.ndarray) -> None:
+        """Add examples to the bins; a confidence of 0, which a sigmoid can have, is in the first bin."""
+        at = np.maximum(np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="left") - 1, 0)
+        self.bin_examples += np.bincount(at, minlength=BINS)
+        self.bin_correct += np.bincount(at[correct], minlength=BINS)
+        self.bin_confidence += np.bincount(at, confidence, minlength=BINS)
+
+    def _add_mistakes(self, found: Mapping[str, np.ndarray]) -> None:
+        """Keep the most confident mistakes; of equal ones the first."""
+        for i in np.flatnonzero(found["mistake"]):
+            row = int(found["mistake_row"][i])
+            labels = tuple(map(int, np.flatnonzero(found["mistake_labels"][i])))
+            image = found["mistake_image"][i].copy()  # a view would keep the images of the whole batch
+            prediction, confidence = int(found["prediction"][row]), float(found["confidence"][row])
+            self.mistakes.append(Mistake(self.rows + row, labels, prediction, confidence, image))
+        self.mistakes.sort(key=lambda mistake: (-mistake.confidence, mistake.example))
+        del self.mistakes[MISTAKES:]

@@ -1,0 +1,138 @@
+"""Numbers of the report: equal to numpy, scipy and scikit-learn, with padding, ties, several labels and NaN."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from report_examples import TableSource, one_device_or_all, predict
+from scipy.stats import binomtest
+from sklearn import metrics
+
+import input_pipeline
+from dcvit.evaluators.classification import Evaluator
+from dcvit.report import measures
+from dcvit.report.outcomes import BINS, MISTAKES, Outcomes
+
+N, CLASSES = 200, 7
+RNG = np.random.default_rng(3)
+LABELS = [[int(c)] for c in RNG.integers(CLASSES - 1, size=N)]  # class 6 has no example
+LABELS[5], LABELS[6], LABELS[7], LABELS[199] = [], [1, 2], [0, 3, 5], []
+TABLE = RNG.normal(size=(N, CLASSES)).astype(np.float32) * 2
+TABLE[np.arange(N), [label[0] if label else 0 for label in LABELS]] += 1
+TABLE[20:60] = np.round(TABLE[20:60])  # the largest logit occurs several times
+TABLE[100:110] = np.eye(CLASSES)[6] * 6  # mistakes of equal confidence
+TABLE[:, 4] -= 20  # never predicted
+
+
+def observed(devices=1, batch=32, loss="softmax_xent", table=TABLE, monkeypatch=None):
+    monkeypatch.setattr(input_pipeline, "open_source", lambda **_: TableSource(LABELS))
+    pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
+    evaluator = Evaluator(predict, one_device_or_all(devices), data={}, pp=pp, batch_size=batch, loss=loss)
+    evaluator.observer = outcomes = Outcomes(sigmoid=loss == "sigmoid_xent")
+    return evaluator.run({"table": jnp.asarray(table)}), outcomes
+
+
+class Expected:
+    """The same from the whole table in float64."""
+
+    def __init__(self, sigmoid):
+        table = TABLE.astype(np.float64)
+        each = 1 / (1 + np.exp(-table)) if sigmoid else np.exp(table) / np.exp(table).sum(axis=1, keepdims=True)
+        self.prediction = table.argmax(axis=1)
+        self.confidence = each[np.arange(N), self.prediction]
+        self.counted = np.array([len(label) > 0 for label in LABELS])
+        self.correct = np.array([p in label for p, label in zip(self.prediction, LABELS, strict=True)])
+        single = np.array([len(label) == 1 for label in LABELS])
+        self.label = np.array([label[0] for label in LABELS if len(label) == 1])
+        self.single_prediction = self.prediction[single]
+
+    def calibration_error(self):
+        total = 0.0
+        for i in range(BINS):
+            inside = self.counted & (i / BINS < self.confidence) & (self.confidence <= (i + 1) / BINS)
+            if inside.any():
+                gap = abs(self.correct[inside].mean() - self.confidence[inside].mean())
+                total += inside.sum() / self.counted.sum() * gap
+        return total
+
+
+@pytest.mark.parametrize(("devices", "batch", "loss"), [
+    (1, 32, "softmax_xent"), (8, 32, "softmax_xent"), (8, 24, "sigmoid_xent"), (1, 7, "softmax_xent"),
+    (1, 256, "softmax_xent"),
+])  # fmt: skip
+def test_numbers_equal_those_of_independent_libraries(monkeypatch, devices, batch, loss):
+    """The last batch is padded; rows of padding and rows without labels do not count."""
+    printed, got = observed(devices, batch, loss, monkeypatch=monkeypatch)
+    expected = Expected(loss == "sigmoid_xent")
+    assert (got.n, got.several) == (expected.counted.sum(), 2) == (N - 2, 2)
+    assert got.correct == (expected.correct & expected.counted).sum()
+    assert printed["top1"] == got.correct / got.n
+    assert measures.calibration_error(got) == pytest.approx(expected.calibration_error(), abs=1e-6)
+    matrix = metrics.confusion_matrix(expected.label, expected.single_prediction, labels=range(CLASSES))
+    assert got.pairs == {(i, j): matrix[i, j] for i in range(CLASSES) for j in range(CLASSES) if matrix[i, j]}
+    precision, recall, f1, support = metrics.precision_recall_fscore_support(
+        expected.label, expected.single_prediction, labels=range(CLASSES), zero_division=np.nan
+    )
+    for row in measures.class_measures(got.pairs):
+        c = row.number
+        assert row.examples == support[c]
+        assert row.predictions == (expected.single_prediction == c).sum()
+        assert row.f1 == pytest.approx(f1[c])
+        for ours, theirs in ((row.recall, recall[c]), (row.precision, precision[c])):
+            assert ours == (None if np.isnan(theirs) else pytest.approx(theirs))
+    assert measures.class_measures(got.pairs)[6].recall is None
+    assert measures.class_measures(got.pairs)[4].precision is None
+    balanced = np.nanmean(recall)
+    assert measures.mean_recall(measures.class_measures(got.pairs)) == pytest.approx(balanced)
+
+
+@pytest.mark.parametrize("batch", [7, 32, 256])
+def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, batch):
+    """Of equal confidences, the first examples are kept, for any batch size."""
+    _, got = observed(8, batch, monkeypatch=monkeypatch)
+    expected = Expected(False)
+    wrong = [i for i in range(N) if expected.counted[i] and not expected.correct[i]]
+    ranked = sorted(wrong, key=lambda i: (-round(expected.confidence[i], 6), i))[:MISTAKES]
+    assert [mistake.example for mistake in got.mistakes] == ranked
+    assert set(range(100, 110)) < set(ranked)
+    for mistake in got.mistakes:
+        assert mistake.labels == tuple(LABELS[mistake.example])
+        assert mistake.prediction == expected.prediction[mistake.example]
+        assert mistake.confidence == pytest.approx(expected.confidence[mistake.example], rel=1e-5)
+        assert (mistake.image == mistake.example).all()
+        assert mistake.image.base is None  # holds no batch
+
+
+def test_confidences_that_are_not_finite_are_counted_apart(monkeypatch):
+    table = TABLE.copy()
+    table[10:15] = np.nan
+    printed, got = observed(table=table, monkeypatch=monkeypatch)
+    assert (got.not_finite, got.n, got.bin_examples.sum()) == (5, N - 2, N - 7)
+    assert printed["top1"] == got.correct / got.n
+    assert not {mistake.example for mistake in got.mistakes} & set(range(10, 15))
+    assert np.isfinite(measures.calibration_error(got))
+
+
+def test_the_upper_edge_of_a_bin_belongs_to_it():
+    outcomes = Outcomes(sigmoid=True)
+    confidence = np.array([0, 1 / BINS, 2 / BINS, np.nextafter(2 / BINS, 1), 1])
+    outcomes._add_confidence(confidence, np.array([True, False, True, True, False]))
+    assert outcomes.bin_examples.tolist() == [2, 1, 1, *[0] * (BINS - 4), 1]
+    assert outcomes.bin_correct.tolist() == [1, 1, 1, *[0] * (BINS - 3)]
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (0, 360), (350, 360), (360, 360), (39_876, 50_000)])
+def test_wilson_interval_equals_that_of_scipy(successes, n):
+    expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    assert measures.wilson(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_an_evaluation_without_examples_has_no_numbers():
+    outcomes = Outcomes(sigmoid=False)
+    assert measures.wilson(0, 0) == (0, 1)
+    assert measures.calibration_error(outcomes) == 0
+    assert measures.mean_recall(measures.class_measures(outcomes.pairs)) is None
+
+
+def test_frequent_confusions_are_ordered_by_number_and_then_by_class():
+    pairs = {(0, 0): 9, (2, 1): 3, (1, 2): 3, (0, 1): 5}
+    assert measures.frequent_confusions(pairs) == [(0, 1, 5), (1, 2, 3), (2, 1, 3)]

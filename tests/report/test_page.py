@@ -1,0 +1,144 @@
+"""The page: complete, escaped, in one file of a bounded size, and refused early if it cannot be written."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from report_examples import HOSTILE, evaluation, page
+
+from dcvit import report
+from dcvit.errors import ConfigError
+from dcvit.report import html
+from dcvit.report.page import shorten
+
+
+class Reader(HTMLParser):
+    """The elements of a page as (name, attributes), and its text without style and script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.text, self.open = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        self.open.append(name)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+    def named(self, name):
+        return [attributes for found, attributes in self.elements if found == name]
+
+
+def test_hostile_names_are_text():
+    text = page(evaluation(len(HOSTILE), names=HOSTILE, name=HOSTILE[0]))
+    found = Reader(text)
+    assert text.isascii()
+    assert len(found.named("script")) == len(found.named("style")) == 1
+    assert {image["src"].partition(",")[0] for image in found.named("img")} == {"data:image/png;base64"}
+    assert not [key for _, attributes in found.elements for key in attributes if key.startswith("on")]
+    for name in HOSTILE:
+        shown = re.sub("[\ud800-\udfff]", "\ufffd", shorten(name))
+        assert shown in found.text, name
+
+
+def test_a_page_makes_no_request():
+    text = page(evaluation(10), evaluation(30, name="other"))
+    found = Reader(text)
+    links = [a[key] for _, a in found.elements for key in ("src", "href", "action", "data") if key in a]
+    assert {link.partition(",")[0].partition("-")[0] for link in links} <= {
+        "data:image/png;base64",
+        "data:",
+        "#evaluation",
+    }
+    assert not re.search(r"https?:|url\(|@import", text)
+    policies = [a["content"] for a in found.named("meta") if "http-equiv" in a]
+    assert len(policies) == 1
+    assert policies[0].startswith("default-src 'none'; img-src data:")
+
+
+def test_few_classes_have_a_matrix_and_many_a_list():
+    few, many = page(evaluation(10)), page(evaluation(40))
+    assert "Confusion matrix" in few
+    assert "Most frequent confusions" not in few
+    assert "Confusion matrix" not in many
+    assert "Most frequent confusions" in many
+    assert "Top-5" not in page(evaluation(5))
+
+
+def test_the_matrix_holds_the_counts():
+    made = evaluation(10)
+    matrix = page(made).split("Confusion matrix</h3>")[1].split("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>([\d,]+)</td>", row) for row in matrix.split("<tr>")[2:]]
+    counts = {(i, j): int(cell) for i, row in enumerate(rows) for j, cell in enumerate(row) if cell != "0"}
+    assert counts == made.outcomes.pairs
+
+
+def test_a_page_of_eight_imagenet_evaluations_is_a_few_megabytes():
+    """Noise, which these images are, makes the largest JPEG files."""
+    made = evaluation(1000, images=20_000, size=224)
+    text = page(made)
+    assert 8 * len(text) < 12e6
+    assert len(re.findall("<img", text)) == 24
+    assert text.count("<tr") < 1100
+    assert len(page(evaluation(20_000, images=60_000)).split("<tr")) < 1100
+
+
+def test_pictures_have_the_pixels_of_the_image():
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    for image, expected in (
+        (pixels, pixels),
+        (pixels[..., :1], pixels[..., :1]),
+        (np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8, 1), np.rint(np.linspace(0, 255, 64)).reshape(8, 8, 1)),
+        (np.full((8, 8, 1), np.nan, np.float32), np.zeros((8, 8, 1))),
+    ):
+        shown = decoded(html.picture(image, "x").get("src"))
+        np.testing.assert_array_equal(shown.reshape(expected.shape), expected)
+    assert decoded(html.picture(np.zeros((900, 300, 3), np.uint8), "x").get("src")).shape == (224, 75, 3)
+
+
+def decoded(source):
+    """The pixels of a data URL."""
+    import base64
+    import io
+
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
+
+
+def test_notes_say_how_confidence_and_several_labels_are_treated():
+    made = evaluation(10, sigmoid=True, dtype=np.float32)
+    made.outcomes.several, made.outcomes.not_finite = 3, 2
+    text = Reader(page(made)).text
+    for note in (
+        "sigmoid of the logit", "need not add up to 1", "3 images have several labels", "do not count here",
+        "2 images without a finite confidence", "scaled to the range from black to white",
+    ):  # fmt: skip
+        assert note in text
+
+
+def test_a_perfect_classifier_has_no_mistakes():
+    assert "There is none" in page(evaluation(10, accuracy=1.1))
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("report.txt", "ending in .html"), ("config.json", "ending in .html"), ("folder.html", "is a folder"),
+    ("missing/report.html", "cannot write to the folder .*missing: No such file"),
+    ("file.html/report.html", "cannot write to the folder .*file.html: Not a directory"),
+])  # fmt: skip
+def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, message):
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file.html").write_text("old")
+    with pytest.raises(ConfigError, match=message):
+        report.check_path(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.html", "folder.html"]
+
+
+def test_an_existing_report_may_be_replaced(tmp_path):
+    (tmp_path / "report.html").write_text("old")
+    report.check_path(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == "old"

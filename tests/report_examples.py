@@ -1,0 +1,77 @@
+"""Evaluations for tests of the report: a classifier whose logits are a table, and pages of made-up results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.report.outcomes import Outcomes
+from dcvit.report.page import Evaluation, render
+
+HOSTILE = (
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&amp;&lt;", "</title></style>", "\u202egnp.exe",
+    "\udcff\udc80", "line\nbreak\ttab", "very long name " * 20, "\U0001f600 caf\u00e9", "javascript:alert(1)",
+)  # fmt: skip
+
+
+class TableSource:
+    """Examples whose image is their number, with the given labels."""
+
+    class_names = None
+
+    def __init__(self, labels):
+        self.labels = [np.atleast_1d(np.array(label, int)) for label in labels]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"image": np.full((2, 2, 1), index, np.uint8), "label": self.labels[index]}
+
+    def describe(self, index):
+        return f"example {index}"
+
+    def nbytes(self):
+        return len(self)
+
+
+def predict(params, images):
+    """Look up the logits of example i in a table."""
+    return params["table"][images[:, 0, 0, 0].astype(jnp.int32)], {}
+
+
+def evaluation(classes, images=400, size=8, names=None, sigmoid=False, dtype=np.uint8, accuracy=0.7, name="test"):
+    """A made-up result: random labels, and predictions and confidences that are often right."""
+    rng = np.random.default_rng(0)
+    outcomes = Outcomes(sigmoid)
+    for _ in range(4):
+        label = rng.integers(classes, size=images // 4)
+        hit = rng.random(len(label)) < accuracy
+        prediction = np.where(hit, label, rng.integers(classes, size=len(label)))
+        confidence = np.where(hit, 0.5 + rng.random(len(label)) / 2, rng.random(len(label))).astype(np.float32)
+        wrong = np.where(label != prediction, confidence, -1)
+        rows = np.argsort(-wrong)[:24]
+        outcomes.add({
+            "counted": np.ones(len(label), bool), "several": np.zeros(len(label), bool), "label": label,
+            "prediction": prediction, "top1": label == prediction, "confidence": confidence,
+            "mistake": wrong[rows] >= 0, "mistake_row": rows,
+            "mistake_labels": label[rows][:, None] == np.arange(classes),
+            "mistake_image": rng.integers(0, 256, (len(rows), size, size, 3)).astype(dtype),
+        })  # fmt: skip
+    names = names or [str(c) for c in range(classes)]
+    row = {
+        "evaluation": name, "top1": outcomes.correct / outcomes.n, "top5": 0.9, "loss": 0.5, "n": outcomes.n
+    }  # fmt: skip
+    return Evaluation(name, row, outcomes, names, lambda i: f"/data/{names[i % classes]}/{i}.png", {"pp": names[0]})
+
+
+def page(*evaluations):
+    """The page of made-up results."""
+    title = f"model {evaluations[0].class_names[0]}"
+    return render(title, {"Checkpoint": title}, {"lr": 0.1}, [e.row for e in evaluations], evaluations)
+
+
+def one_device_or_all(devices):
+    """A mesh of the first devices."""
+    from dcvit.parallel.sharding import make_mesh
+
+    return make_mesh([("data", -1)], jax.devices()[:devices])
