@@ -1,6 +1,5 @@
 """Evaluations for tests of the report: a classifier whose logits are a table, and pages of made-up results."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -68,10 +67,3 @@ def page(*evaluations):
     """The page of made-up results."""
     title = f"model {evaluations[0].class_names[0]}"
     return render(title, {"Checkpoint": title}, {"lr": 0.1}, [e.row for e in evaluations], evaluations)
-
-
-def one_device_or_all(devices):
-    """A mesh of the first devices."""
-    from dcvit.parallel.sharding import make_mesh
-
-    return make_mesh([("data", -1)], jax.devices()[:devices])

@@ -14,9 +14,11 @@ from dcvit.report.outcomes import BINS, Mistake, Outcomes
 
 MATRIX_CLASSES = 20  # up to so many classes, a page shows the confusion matrix
 CONFUSIONS = 30  # rows of the list that replaces it
+STRONG, FULL = 0.5, 0.8  # shares of a row from which dark text (in the dark scheme) or white text is readable
 CLASS_ROWS = 1000  # of the table of classes
 NAME_CHARACTERS = 60  # of a class name or a location
 NONE = "–"  # in place of a number
+DIRECTION_CONTROLS = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd")  # could reorder text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,26 +75,29 @@ def render(
 
 
 def shorten(text: str) -> str:
-    """Return at most `NAME_CHARACTERS` characters of a text; a cut is marked."""
-    return text if len(text) <= NAME_CHARACTERS else text[: NAME_CHARACTERS - 1] + "…"
+    """Return at most `NAME_CHARACTERS` characters of a text, without control of the direction of writing."""
+    shown = text.translate(DIRECTION_CONTROLS)
+    return shown if len(shown) <= NAME_CHARACTERS else shown[: NAME_CHARACTERS - 1] + "…"
 
 
 def percent(value: object, digits: int = 2) -> str:
     """Return a fraction as a percentage, or a dash for None."""
-    return f"{100 * value:.{digits}f} %" if isinstance(value, int | float) else NONE
+    return f"{100 * value:.{digits}f}\u00a0%" if isinstance(value, int | float) else NONE
 
 
 def _evaluation(evaluation: Evaluation, number: int) -> ET.Element:
     """Return the section of one evaluator."""
-    several = evaluation.outcomes.several
-    notes = [f"{several:,} images have several labels; a prediction is correct if it is any of them."] * (several > 0)
+    several, data = evaluation.outcomes.several, evaluation.options.get("data")
+    shown = {key: value for key, value in data.items() if value is not None} if isinstance(data, Mapping) else {}
+    notes = [", ".join(f"{key} {value}" for key, value in shown.items())] * bool(shown)
+    notes += [f"{several:,} images have several labels; a prediction is correct if it is any of them."] * (several > 0)
     if present := evaluation.options.get("present_classes_only"):
         notes.append(f"present_classes_only={present}: only classes that occur in the data are predicted.")
     return tag(
         "section",
         tag("h2", "Evaluation “", tag("bdi", evaluation.name), "”"),
-        _tiles(evaluation),
         *(tag("p", note, class_="note") for note in notes),
+        _tiles(evaluation),
         tag("div", _calibration(evaluation), _confusions(evaluation), class_="columns"),
         _mistakes(evaluation),
         _classes(evaluation),
@@ -107,7 +112,7 @@ def _tiles(evaluation: Evaluation) -> ET.Element:
     low, high = measures.wilson(outcomes.correct, outcomes.n)
     error, loss = measures.calibration_error(outcomes), row["loss"]
     recall = measures.mean_recall(measures.class_measures(outcomes.pairs))
-    interval = f"95 % interval {100 * low:.2f} to {100 * high:.2f} % (Wilson)"
+    interval = f"95\u00a0% interval {100 * low:.2f} to {percent(high)} (Wilson)"
     tiles = [("Accuracy", percent(row["top1"]), interval)]
     if len(evaluation.class_names) > 5:
         tiles.append(("Top-5 accuracy", percent(row["top5"]), "a label is among the five best classes"))
@@ -177,14 +182,15 @@ def _confusions(evaluation: Evaluation) -> ET.Element:
 def _matrix(evaluation: Evaluation) -> ET.Element:
     """Return the confusion matrix as a table of counts, colored by their share of the row."""
     pairs, classes = evaluation.outcomes.pairs, range(len(evaluation.class_names))
-    columns = [tag("th", evaluation.class_name(c), scope="col") for c in classes]
+    columns = [tag("th", evaluation.class_name(c), scope="col", title=evaluation.class_names[c]) for c in classes]
     rows = [tag("tr", tag("th", "label", tag("br"), "↓ predicted →", class_="corner"), *columns)]
     for label in classes:
         counts = [pairs.get((label, c), 0) for c in classes]
-        cells = [tag("th", evaluation.class_name(label), scope="row")]
+        cells = [tag("th", evaluation.class_name(label), scope="row", title=evaluation.class_names[label])]
         for c, count in enumerate(counts):
             share = count / max(1, sum(counts))
-            kind = "zero" if not count else ("hit" if c == label else "miss") + (" deep" if share > 0.5 else "")
+            kind = "zero" if not count else "hit" if c == label else "miss"
+            kind += " strong" * (share > STRONG) + " full" * (share > FULL)
             style = f"--share:{round(12 + 88 * share)}%"
             cells.append(tag("td", f"{count:,}", class_=kind, style=style) if count else tag("td", "0", class_=kind))
         rows.append(tag("tr", *cells))

@@ -99,8 +99,8 @@ def test_report_has_the_printed_numbers(digits_workdir, tmp_path, call):
     assert call("--workdir", digits_workdir, "--format", "json")[1].rpartition(",")[0] == out.rpartition(",")[0]
     text = path.read_text()
     tiles = dict(re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', text))
-    assert tiles["Accuracy"] == f"{row['top1']:.2%}".replace("%", " %")
-    assert tiles["Top-5 accuracy"] == f"{row['top5']:.2%}".replace("%", " %")
+    assert tiles["Accuracy"] == f"{row['top1']:.2%}".replace("%", "&#160;%")
+    assert tiles["Top-5 accuracy"] == f"{row['top5']:.2%}".replace("%", "&#160;%")
     assert (tiles["Loss"], tiles["Images"]) == (f"{row['loss']:.4f}", f"{row['n']:,}")
     correct = sum(int(count) for count in re.findall(r'<td class="hit[^>]*>(\d+)<', text))
     assert correct / row["n"] == row["top1"]

@@ -1,14 +1,18 @@
 """Numbers of the report: equal to numpy, scipy and scikit-learn, with padding, ties, several labels and NaN."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from report_examples import TableSource, one_device_or_all, predict
+from report_examples import TableSource, predict
 from scipy.stats import binomtest
 from sklearn import metrics
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator
+from dcvit.parallel.sharding import make_mesh
 from dcvit.report import measures
 from dcvit.report.outcomes import BINS, MISTAKES, Outcomes
 
@@ -23,10 +27,14 @@ TABLE[100:110] = np.eye(CLASSES)[6] * 6  # mistakes of equal confidence
 TABLE[:, 4] -= 20  # never predicted
 
 
-def observed(devices=1, batch=32, loss="softmax_xent", table=TABLE, monkeypatch=None):
+ONE, EIGHT = {"data": 1}, {"data": 8}
+
+
+def observed(monkeypatch, axes=ONE, batch=32, loss="softmax_xent", table=TABLE):
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: TableSource(LABELS))
     pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
-    evaluator = Evaluator(predict, one_device_or_all(devices), data={}, pp=pp, batch_size=batch, loss=loss)
+    mesh = make_mesh([*axes.items()], jax.devices()[: math.prod(axes.values())])
+    evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch, loss=loss)
     evaluator.observer = outcomes = Outcomes(sigmoid=loss == "sigmoid_xent")
     return evaluator.run({"table": jnp.asarray(table)}), outcomes
 
@@ -55,13 +63,13 @@ class Expected:
         return total
 
 
-@pytest.mark.parametrize(("devices", "batch", "loss"), [
-    (1, 32, "softmax_xent"), (8, 32, "softmax_xent"), (8, 24, "sigmoid_xent"), (1, 7, "softmax_xent"),
-    (1, 256, "softmax_xent"),
+@pytest.mark.parametrize(("axes", "batch", "loss"), [
+    (ONE, 32, "softmax_xent"), (EIGHT, 32, "softmax_xent"), (EIGHT, 24, "sigmoid_xent"), (ONE, 7, "softmax_xent"),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 256, "softmax_xent"),
 ])  # fmt: skip
-def test_numbers_equal_those_of_independent_libraries(monkeypatch, devices, batch, loss):
+def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, loss):
     """The last batch is padded; rows of padding and rows without labels do not count."""
-    printed, got = observed(devices, batch, loss, monkeypatch=monkeypatch)
+    printed, got = observed(monkeypatch, axes, batch, loss)
     expected = Expected(loss == "sigmoid_xent")
     assert (got.n, got.several) == (expected.counted.sum(), 2) == (N - 2, 2)
     assert got.correct == (expected.correct & expected.counted).sum()
@@ -88,7 +96,7 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, devices, batc
 @pytest.mark.parametrize("batch", [7, 32, 256])
 def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, batch):
     """Of equal confidences, the first examples are kept, for any batch size."""
-    _, got = observed(8, batch, monkeypatch=monkeypatch)
+    _, got = observed(monkeypatch, EIGHT, batch)
     expected = Expected(False)
     wrong = [i for i in range(N) if expected.counted[i] and not expected.correct[i]]
     ranked = sorted(wrong, key=lambda i: (-round(expected.confidence[i], 6), i))[:MISTAKES]
@@ -105,7 +113,7 @@ def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, bat
 def test_confidences_that_are_not_finite_are_counted_apart(monkeypatch):
     table = TABLE.copy()
     table[10:15] = np.nan
-    printed, got = observed(table=table, monkeypatch=monkeypatch)
+    printed, got = observed(monkeypatch, table=table)
     assert (got.not_finite, got.n, got.bin_examples.sum()) == (5, N - 2, N - 7)
     assert printed["top1"] == got.correct / got.n
     assert not {mistake.example for mistake in got.mistakes} & set(range(10, 15))
