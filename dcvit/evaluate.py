@@ -32,16 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
+    from dcvit.checkpoint.files import replace
     from dcvit.parallel import runtime
     from dcvit.training.evaluation import append_csv, evaluate
     from dcvit.training.trained import open_trained
 
     runtime.configure()
     multihost.initialize(args)
-    rows = evaluate(open_trained(args.workdir, args.config, args.checkpoint, overrides), args.out, args.report)
+    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
+    rows, page = evaluate(trained, args.out, args.report)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():
         append_csv(args.out, list(rows[0]), rows)
+    if page:
+        replace(args.report, page)
+        print(f"report: {args.report}", file=sys.stderr)
     return 0
 
 

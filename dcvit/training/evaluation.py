@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax
 import dcvit
 from dcvit import report as reports
 from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import Folder, replace
+from dcvit.checkpoint.files import Folder
 from dcvit.checkpoint.steps import is_step, step_folder
 from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
@@ -24,23 +23,23 @@ from dcvit.report.outcomes import Outcomes
 from dcvit.report.page import Evaluation, render
 from dcvit.training.trained import TrainedModel
 
-LOG = logging.getLogger(__name__)
 COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
 Row = dict[str, object]
 
 
-def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> list[Row]:
+def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> tuple[list[Row], str]:
     """Run every evaluator of a trained model.
 
     Args:
       trained: the model and its checkpoint.
       out: the CSV file for the rows. Its columns are checked before the evaluation; the rows are not written.
-      report: the HTML file for a report of the classification evaluators; an existing one is replaced. The path is
-        checked before the evaluation.
+      report: the HTML file for a report of the classification evaluators. The path is checked before the evaluation;
+        the report is not written.
 
     Returns:
       The rows of all evaluators with the same keys: `COLUMNS` and the columns of the evaluators. `step` is None for a
-      checkpoint without a step, and so is a value that an evaluator does not have.
+      checkpoint without a step, and so is a value that an evaluator does not have. Also the report as HTML, which is
+      empty without `report` and in all processes except the first.
 
     Raises:
       ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be
@@ -70,10 +69,8 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
         rows += [shared | row for row in evaluator.rows(name, evaluator.run(params), trained.model)]
-    if report and multihost.is_first():
-        replace(report, _report(trained, evaluators, observed, rows))
-        LOG.info("report: %s", report)
-    return [{key: row.get(key) for key in columns} for row in rows]
+    page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
+    return [{key: row.get(key) for key in columns} for row in rows], page
 
 
 def _report(

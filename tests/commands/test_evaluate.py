@@ -108,3 +108,15 @@ def test_report_has_the_printed_numbers(digits_workdir, tmp_path, call):
     for fact in (f"{digits_workdir}/checkpoints/{row['step']}", f"{row['parameters']:,}", "model.width", "digits"):
         assert fact in text
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_report_that_cannot_be_written_loses_no_result(digits_workdir, tmp_path, call, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("dcvit.checkpoint.files.replace", full)
+    path, table = tmp_path / "report.html", tmp_path / "table.csv"
+    status, out, err = call("--workdir", digits_workdir, "--format", "json", "--report", path, "--out", table)
+    assert (status, json.loads(out)[0]["n"], len(table.read_text().splitlines())) == (2, 360, 2)
+    assert "No space left on device" in err
+    assert not path.exists()

@@ -45,7 +45,8 @@ def run(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_every_row_has_the_columns_of_all_evaluators(run):
-    rows, leaves = run[0](), run[1]
+    (rows, page), leaves = run[0](), run[1]
+    assert page == ""
     assert [row["evaluation"] for row in rows] == ["a/0", "a/1", "b/0", "b/1"]
     for row in rows:
         assert list(row) == ["evaluation", "model", "step", "parameters", "bytes", "loss", "tokens"]
