@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import io
 import json
 import logging
 import os
 import select
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from rich.text import Text
 
 from dcvit.checkpoint import files
 from dcvit.checkpoint.files import Folder
-from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, first_line, nearest
+from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
 from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
@@ -176,6 +178,14 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
+class _LineFormatter(logging.Formatter):
+    """Formats a log record as one printable line, followed by the traceback if it has one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line."""
+        return escaped(record.message)
+
+
 @contextlib.contextmanager
 def log_to_stderr() -> Iterator[None]:
     """Print the log records of `LOGGERS` at level INFO and above to stderr, one plain line each, inside the context.
@@ -186,7 +196,7 @@ def log_to_stderr() -> Iterator[None]:
     """
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: not record.name.startswith("dcvit.dcmha"))
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_LineFormatter())
     loggers = [logging.getLogger(name) for name in LOGGERS]
     previous = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
@@ -256,10 +266,19 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
 
     An expected error is printed as one line on stderr and gives status 2. Ctrl-C gives status 130. Any other exception
     is a bug and propagates, except in a run of several processes, where the other processes are informed first. If the
-    reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently with status 141.
+    reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently with status 141. Characters
+    that the encoding of stdout or stderr does not have are written as escapes.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     with log_to_stderr():
         return _status(main, argv)
+
+
+def print_error(message: str) -> None:
+    """Print an error as one line on stderr."""
+    print(f"error: {escaped(message)}", file=sys.stderr)
 
 
 def _status(main: Main, argv: Sequence[str] | None) -> int:
@@ -275,7 +294,7 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
             discard(sys.stdout)
             status = READER_GONE
         else:
-            print(f"error: {message}", file=sys.stderr)
+            print_error(message)
     except KeyboardInterrupt:
         message, status = "interrupted", 130
         print(message, file=sys.stderr)
@@ -287,7 +306,7 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
     if not _is_single_process():
         from dcvit.parallel import multihost
 
-        multihost.fail(message, status)
+        multihost.fail(escaped(message), status)
     return status
 
 
@@ -300,25 +319,45 @@ def _is_single_process() -> bool:
     return multihost.is_single_process()
 
 
-def show(rows: Sequence[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
-    """Print rows that have the same keys as CSV, as JSON or as a table.
+def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
+    """Print rows that have the same keys as CSV or JSON, each immediately, or all together as a table.
 
-    A table is transposed if the terminal is too narrow for it.
+    A table is transposed if the terminal is too narrow for it. JSON has the exact text; in CSV and tables, characters
+    that cannot be printed are escaped.
     """
     if form == "json":
-        print(json.dumps(list(rows), indent=2))
+        _show_json(rows)
     elif form == "csv":
-        writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        _show_csv(rows)
     else:
-        _show_table(rows, title)
+        _show_table(list(rows), title)
+
+
+def _show_json(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows as a list with an indentation of 2."""
+    printed = False
+    for row in rows:
+        print("," if printed else "[")
+        print(textwrap.indent(json.dumps(row, indent=2), "  "), end="", flush=True)
+        printed = True
+    print("\n]" if printed else "[]")
+
+
+def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows as CSV with a header."""
+    writer = None
+    for row in rows:
+        if writer is None:
+            writer = csv.DictWriter(sys.stdout, fieldnames=list(row), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow({name: escaped(value) if isinstance(value, str) else value for name, value in row.items()})
+        sys.stdout.flush()
 
 
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
     """Print a table for reading, transposed if the terminal is too narrow."""
     names = list(rows[0]) if rows else []
-    lines = [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    lines = [[f"{v:.4f}" if isinstance(v, float) else escaped(str(v)) for v in row.values()] for row in rows]
     console, table = _Console(), _table(title, names, lines)
     if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
         transposed = list(zip(names, *lines, strict=True))

@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and checks of arguments that raise them."""
+"""Errors that a user can fix, checks of arguments that raise them, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
 
 __all__ = [
-    "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "first_line", "has_type", "nearest",
-    "type_name",
+    "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "escaped", "first_line",
+    "has_type", "nearest", "type_name",
 ]  # fmt: skip
 
 
@@ -23,6 +23,15 @@ class CheckpointError(ValueError):
 
 class MetricsError(ValueError):
     """A damaged metrics file; the message names the file and the line."""
+
+
+def escaped(text: str) -> str:
+    """Return text in one printable line: other characters are written as Python's escapes, such as `\\n` or `\\x1b`.
+
+    These are control characters, marks that change the direction of text, unusual spaces, and the bytes of a file name
+    that are not valid UTF-8. A terminal could execute them, or show another name.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def check_call(

@@ -7,7 +7,6 @@ text and the reason for its end.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Sequence
@@ -69,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     opened = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = opened.tokenizer(args.tokenizer)
     model, params = opened.language_model()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone
 

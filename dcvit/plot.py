@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcvit import cli
+from dcvit.errors import escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.runs.curves import plot
 
     plot(args.workdirs, args.out)
-    print(f"curves: {args.out}")
+    print(escaped(f"curves: {args.out}"))
     return 0
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from dcvit import cli
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, escaped
 from dcvit.runs.progress import ByteProgress
 from input_pipeline.text.megatron_writer import tokenize_files
 from input_pipeline.text.tokenizer import END_OF_TEXT
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f" in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
     )
     print(f"vocab_size {description['vocab_size']}, end_of_text {description['end_of_text']}")
-    print(f'wrote {args.out}.bin, .idx and .json; read them with kind="megatron", path="{args.out}"')
+    print(escaped(f'wrote {args.out}.bin, .idx and .json; read them with kind="megatron", path="{args.out}"'))
     return 0
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
+from dcvit.errors import escaped
 from dcvit.parallel import multihost
 
 
@@ -47,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = configs.load(args.config, overrides)
     multihost.initialize(args)
     with cli.continue_without_reader(), Preemption() as preemption:
-        print(
-            f"dcvit train: {args.config} on {jax.device_count()} {jax.default_backend()} device(s), to {args.workdir}"
-        )
+        devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
+        print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         train(make_setup(config), args.workdir, args.accept, preemption)
     return 0
 

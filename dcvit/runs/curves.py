@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dcvit.checkpoint.files import Folder
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, escaped
 from dcvit.runs import metrics
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -46,7 +47,7 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
         rows = metrics.read(workdir / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
-        label = workdir.name.lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
+        label = escaped(workdir.name).lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = _points(rows, "loss")
         left.plot(*zip(*losses, strict=True), color=f"C{i}", label=label, marker="." if len(losses) == 1 else None)
         units.add(_plot_evaluations(right, rows, label, f"C{i}"))
@@ -55,8 +56,11 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend()
-    figure.savefig(out, dpi=120)
+            for text in axes.legend().get_texts():
+                text.set_parse_math(False)  # a name may contain $
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such characters are drawn as boxes
+        figure.savefig(out, dpi=120)
     plt.close(figure)
 
 
@@ -69,7 +73,7 @@ def _plot_evaluations(axes: Axes, rows: Sequence[Row], label: str, color: str) -
     for name, style in zip(names, LINE_STYLES * len(names), strict=False):
         points = _points(rows, name, factor)
         evaluator = name.removesuffix(f"/{metric}")
-        axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=f"{label} {evaluator}")
+        axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=f"{label} {escaped(evaluator)}")
     return unit
 
 

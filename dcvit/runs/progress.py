@@ -18,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dcvit.errors import escaped
+
 LIVE_SECONDS = 0.2  # between updates of a live bar
 LINE_SECONDS = 10.0  # between lines without a terminal
 
@@ -49,15 +51,16 @@ class ProgressBar:
           lines: if True, print a line every `LINE_SECONDS` without a terminal.
           stderr: write to stderr instead of stdout.
         """
-        self.title, self.total, self.in_bytes, self.lines = title, total, in_bytes, lines
+        self.title, self.total, self.in_bytes, self.lines = escaped(title), total, in_bytes, lines
         self.console = Console(stderr=stderr, soft_wrap=True, highlight=False)
         self.live = self.console.is_terminal
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn() if in_bytes else MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(),
+            DownloadColumn() if in_bytes else MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False),
+            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
             console=self.console, disable=not self.live,
         )  # fmt: skip
-        self.task = self.bar.add_task(title, total=total, completed=start, status="")
+        self.task = self.bar.add_task(self.title, total=total, completed=start, status="")
         self.started = self.shown = time.monotonic()
 
     def __enter__(self) -> ProgressBar:
@@ -83,8 +86,8 @@ class ProgressBar:
             self.line(f"{self.title}: {amount}  {status}  ETA {left:.0f}s")
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        self.bar.console.print(text, markup=False)
+        """Print a line, above the bar if there is one; characters that cannot be printed are escaped."""
+        self.bar.console.print(escaped(text), markup=False, emoji=False)
 
 
 class ByteProgress(ProgressBar):

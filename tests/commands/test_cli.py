@@ -1,6 +1,7 @@
 """Options, error messages, log output and tables of the commands."""
 
 import argparse
+import io
 import json
 import logging
 import subprocess
@@ -117,6 +118,39 @@ def test_log_records_of_the_packages_are_plain_lines_on_stderr(capsys):
     assert [logging.getLogger(name).handlers for name in cli.LOGGERS] == before
 
 
+def test_messages_are_one_printable_line(capsys):
+    text = "of a\nb \x1b[31m \u202e \udcff"
+
+    def fail(argv):
+        logging.getLogger("dcvit.anything").warning("a line %s", text)
+        raise InputError(text)
+
+    assert cli.run(fail, []) == 2
+    line = r"of a\nb \x1b[31m \u202e \udcff"
+    assert capsys.readouterr().err == f"a line {line}\nerror: {line}\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_an_encoding_lacks_are_escaped(encoding, monkeypatch):
+    """As with PYTHONIOENCODING=ascii:strict; tables, errors and logs alike."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict") for _ in range(2)]
+    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+
+    def fail(argv):
+        for form in cli.FORMATS:
+            cli.show([{"猫": "…"}], form)
+        logging.getLogger("dcvit.anything").warning("猫")
+        raise InputError("猫")
+
+    assert cli.run(fail, []) == 2
+    for stream in streams:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode(encoding) for stream in streams)
+    assert err == "\\u732b\nerror: \\u732b\n"
+    assert out.count("\\u732b") == out.count("\\u2026") == 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -161,6 +195,9 @@ def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == ROWS
     cli.show(ROWS, "csv")
     assert capsys.readouterr().out == "name,value\na,0.5\n[red]b,\n"
+    for form, empty in (("json", "[]\n"), ("csv", "")):
+        cli.show([], form)
+        assert capsys.readouterr().out == empty
     cli.show(ROWS, "table", title="title")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")

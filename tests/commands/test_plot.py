@@ -20,6 +20,18 @@ def test_curves_are_drawn_for_several_runs(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_names_of_runs_are_drawn_literally(tmp_path, suffix, capsys):
+    """A pair of $ would be a formula, and a font may lack characters."""
+    names = ["a$b_{$", "line\nfeed", "\x1b[31m", "\u202egnp", "猫", ":cat:"]
+    for name in names:
+        write_metrics(tmp_path / name, [{"step": 0, "loss": 1.0, "$v_{$/top1": 0.5}])
+    out = tmp_path / f"curves\n.{suffix}"
+    assert cli.run(plot.main, [*(str(tmp_path / name) for name in names), "--out", str(out)]) == 0
+    assert out.stat().st_size > 0
+    assert capsys.readouterr() == (f"curves: {tmp_path}/curves\\n.{suffix}\n", "")
+
+
 @pytest.mark.parametrize(
     "rows",
     [[{"step": 0, "num_params": 3}], [{"step": 0, "loss": 1.0}], [{"step": 0, "loss": None, "val/loss": None}]],
