@@ -1,11 +1,13 @@
 """Prediction: `python -m dcvit.predict --workdir DIR FILE … FOLDER … [--topk 5] [--format table|csv|json]`.
 
-Classifies image files, and all image files in folders, with a trained model. For a file that cannot be read, an error
-is printed on stderr and the exit status is 1; the other files are still classified.
+Classifies image files, and all image files in folders, with a trained model. The rows of a batch of files are printed
+as soon as they are computed. By default each file has one line; CSV and JSON have a row for each file and class. For a
+file that cannot be read, an error is printed on stderr and the exit status is 1; the other files are still classified.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -29,18 +31,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.topk < 1:
         raise ConfigError(f"--topk {args.topk}: should be 1 or more")
+    if not args.images:
+        parser.error("no image files: give files, or folders of them")
 
     import jax
     import numpy as np
 
     from dcvit.checkpoint.checkpointer import load_params
     from dcvit.inference import classifier
+    from dcvit.models.lm import LM
     from dcvit.parallel import runtime
     from dcvit.training.trained import open_trained
 
     runtime.configure()
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
-    files = classifier.find_images(args.images)
+    if isinstance(trained.model, LM):
+        raise ConfigError(f"{args.config or args.workdir} is a language model: use `dcvit generate`")
+    failed: list[str] = []
+
+    def fail(line: str) -> None:
+        failed.append(line)
+        cli.print_error(line)
+
+    files = classifier.find_images(args.images, fail)
     class_names = classifier.read_class_names(args.workdir, trained.num_outputs)
     params = load_params(trained.checkpoint)
 
@@ -48,14 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"{trained.checkpoint}, with images of {shape} from config.pp_predict,"
         trained.check_params(params, jax.ShapeDtypeStruct((1, *shape), np.float32), what)
 
-    predictions, failed = classifier.classify(
+    batches = classifier.classify(
         trained.model, params, files, pp=trained.pp_predict, class_names=class_names, topk=args.topk,
-        multilabel=trained.is_multilabel, check_input=check_input,
+        multilabel=trained.is_multilabel, check_input=check_input, on_error=fail,
     )  # fmt: skip
-    rows = classifier.one_row_per_file(predictions) if args.format == "table" else [p._asdict() for p in predictions]
-    cli.show(rows, args.format)
-    for line in failed:
-        print(f"error: {line}", file=sys.stderr)
+    if args.format == "table":
+        lines = classifier.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        for batch in batches:
+            print(*lines.format(batch), sep="\n", flush=True)
+    else:
+        cli.show((p._asdict() for batch in batches for predictions in batch for p in predictions), args.format)
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
+from rich.cells import cell_len, set_cell_size
 
 from dcvit.checkpoint.files import Folder
-from dcvit.errors import ConfigError, InputError
+from dcvit.errors import ConfigError, InputError, escaped
 from input_pipeline import Preprocess
 from input_pipeline.files import read_regular
 
@@ -38,20 +40,30 @@ class Prediction(NamedTuple):
     probability: float
 
 
-def find_images(paths: Sequence[Path]) -> list[Path]:
+def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:
     """Return the given files, and the image files below the given folders in sorted order.
 
+    Args:
+      paths: files and folders.
+      on_error: called with one line for each folder without image files, if there are other files.
+
     Raises:
-      InputError: there is no image file.
+      InputError: there is no file.
     """
     found: list[Path] = []
+    empty: list[str] = []
     for path in paths:
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-        else:
+        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises errors, which reading the file will report
             found.append(path)
-    if not found:
-        raise InputError(f"no image files ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths)) or 'an empty list'}")
+            continue
+        images = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and os.path.isfile(p))  # noqa: PTH113
+        found += images
+        if not images:
+            empty.append(f"no image files ({', '.join(SUFFIXES)}) in {path}")
+    if empty and not found:
+        raise InputError("; ".join(empty))
+    for line in empty:
+        on_error(line)
     return found
 
 
@@ -64,7 +76,7 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
     path = workdir / "data.json" if workdir else None
     try:
         names = json.loads(path.read_text())["class_names"] if path and path.is_file() else None
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise ConfigError(f"cannot read class_names of {path}: {e}") from None
     if names is None:
         return [str(i) for i in range(num_classes)]
@@ -85,8 +97,9 @@ def classify(
     topk: int,
     multilabel: bool,
     check_input: Callable[[tuple[int, ...]], None],
-) -> tuple[list[Prediction], list[str]]:
-    """Classify image files.
+    on_error: Callable[[str], None],
+) -> Iterator[list[list[Prediction]]]:
+    """Classify image files; yield the predictions of each batch of files as soon as they are computed.
 
     Args:
       model: the classifier.
@@ -97,9 +110,10 @@ def classify(
       topk: the number of predictions per image.
       multilabel: probabilities are sigmoids of the logits, instead of their softmax.
       check_input: called with the shape of a preprocessed image, before the first batch.
+      on_error: called with one line for each file that cannot be read.
 
-    Returns:
-      The `topk` predictions of each readable image, and one line of text for each file that cannot be read.
+    Yields:
+      A list with the `topk` predictions, the most probable first, of each readable image.
 
     Raises:
       ConfigError: `pp` is empty or does not return float images.
@@ -107,37 +121,56 @@ def classify(
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
     scores = _scorer(model, multilabel)
-    predictions: list[Prediction] = []
-    failed: list[str] = []
-    for names, images in read_images(files, pp, failed):
-        if not predictions:
+    for number, (names, images) in enumerate(read_images(files, pp, on_error)):
+        if not number:
             check_input(images.shape[1:])
         padded = np.pad(images, [(0, BATCH - len(images)), (0, 0), (0, 0), (0, 0)])
-        for name, score in zip(names, np.asarray(scores(params, jnp.asarray(padded))), strict=False):
-            for rank, best in enumerate(np.argsort(-score, kind="stable")[:topk], start=1):
-                probability = round(float(score[best]), 6)
-                predictions.append(Prediction(str(name), rank, class_names[best], probability))
-    return predictions, failed
+        rows = np.asarray(scores(params, jnp.asarray(padded)))
+        yield [_best(str(name), row, class_names, topk) for name, row in zip(names, rows, strict=False)]
 
 
-def one_row_per_file(predictions: Sequence[Prediction]) -> list[dict[str, object]]:
-    """Return one row for each file, with the classes and their probabilities as columns."""
-    rows: dict[str, dict[str, object]] = {}
-    for prediction in predictions:
-        row = rows.setdefault(prediction.file, {"file": prediction.file})
-        row[f"#{prediction.rank}"] = f"{prediction.label} ({prediction.probability:.1%})"
-    return list(rows.values())
+def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:
+    """Return the predictions for the classes with the highest scores."""
+    best = np.argsort(-scores, kind="stable")[:topk]
+    return [Prediction(file, rank, class_names[i], round(float(scores[i]), 6)) for rank, i in enumerate(best, start=1)]
+
+
+class PredictionLines:
+    """Formats predictions as lines of text, whose columns are aligned in each batch and never become narrower.
+
+    Where a line would be longer than `width`, the file and each of its classes have a line of their own.
+    """
+
+    def __init__(self, width: int | None):
+        """Prepare the format; `width` is the number of characters in a line of the terminal, None is no limit."""
+        self.width, self.file_width, self.label_width = width, 0, 0
+
+    def format(self, batch: Sequence[Sequence[Prediction]]) -> list[str]:
+        """Return the lines of a batch of files."""
+        files = [escaped(predictions[0].file) for predictions in batch]
+        labels = [[escaped(p.label) for p in predictions] for predictions in batch]
+        self.file_width = max(self.file_width, *map(cell_len, files))
+        self.label_width = max(self.label_width, *(cell_len(label) for row in labels for label in row))
+        lines = []
+        for file, row, predictions in zip(files, labels, batch, strict=True):
+            classes = [
+                f"  {set_cell_size(label, self.label_width)} {100 * p.probability:5.1f} %"
+                for label, p in zip(row, predictions, strict=True)
+            ]
+            line = set_cell_size(file, self.file_width) + "".join(classes)
+            lines += [file, *classes] if self.width and cell_len(line) > self.width else [line]
+        return lines
 
 
 def read_images(
-    files: Sequence[Path], pp: str, failed: list[str]
+    files: Sequence[Path], pp: str, on_error: Callable[[str], None]
 ) -> Iterator[tuple[list[Path], Float32[np.ndarray, "N height width channels"]]]:
     """Yield batches of up to `BATCH` files with their preprocessed images.
 
     Args:
       files: the image files.
       pp: the preprocessing.
-      failed: the function appends one line for each file that cannot be read or has another shape than the first.
+      on_error: called with one line for each file that cannot be read or has another shape than the first.
 
     Raises:
       ConfigError: `pp` does not return float images.
@@ -150,13 +183,13 @@ def read_images(
         try:
             image = preprocess({"image": read_regular(file)}, np.random.default_rng(0))["image"]
         except (InputError, OSError) as e:
-            failed.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
+            on_error(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
             continue
         if image.ndim != 3 or image.dtype != np.float32:
             raise ConfigError(f"config.pp_predict yields {image.dtype} of {image.shape}; expected decode … value_range")
         shape = shape or image.shape
         if image.shape != shape:
-            failed.append(f"{file}: {image.shape} after preprocessing, others {shape}; add resize to config.pp_predict")
+            on_error(f"{file}: {image.shape} after preprocessing, others {shape}; add resize to config.pp_predict")
             continue
         names.append(file)
         images.append(image)

@@ -3,10 +3,12 @@
 import csv
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from dcvit import evaluate, predict
 from dcvit.__main__ import dispatch
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.cli import run
+from dcvit.errors import escaped
 from dcvit.inference import classifier
 from dcvit.training import setup
 
@@ -67,9 +70,15 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, imag
         assert sum(shares) <= 1 + 1e-5
     status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images, "--topk", "1", "--format", "json")
     assert [row["label"] for row in json.loads(out)] == [row["label"] for row in rows[::3]]
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images)
+    first = rows[:3]
+    status, out, _ = call(capsys, predict.main, "--workdir", workdir, *images, "--topk", "3")
     assert status == 0
-    assert "#5" in out
+    line = out.splitlines()[0]
+    assert line.split() == [
+        first[0]["file"],
+        *(word for row in first for word in (row["label"], f"{100 * float(row['probability']):.1f}", "%")),
+    ]
+    assert len({len(line) for line in out.splitlines()}) == 1  # the columns are aligned
 
 
 def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, capsys):
@@ -180,21 +189,101 @@ def test_unusable_class_names_and_preprocessing_are_one_line_errors(workdir, ima
         assert err.count("\n") == 1
 
 
-def test_file_names_are_printed_without_markup(workdir, images, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a relative name fits in one line of the table
-    file = Path("[red]a[") / "x].png"
-    file.parent.mkdir()
-    shutil.copy(next(iter(images)), file)
-    status, out, _ = call(capsys, predict.main, "--workdir", workdir, file)
-    assert status == 0
-    assert str(file) in out
+def predictions(file, *labels):
+    return [classifier.Prediction(file, rank, label, 1 / 2**rank) for rank, label in enumerate(labels, start=1)]
+
+
+def test_lines_are_aligned_in_each_batch_and_never_become_narrower():
+    lines = classifier.PredictionLines(None)
+    batch = [predictions("a.png", "cat", "dog"), predictions("[red]猫.png", "mouse", "cat")]
+    assert lines.format(batch) == [
+        "a.png        cat    50.0 %  dog    25.0 %",
+        "[red]猫.png  mouse  50.0 %  cat    25.0 %",
+    ]
+    assert lines.format([predictions("b", "a", "b")]) == ["b            a      50.0 %  b      25.0 %"]
+
+
+def test_lines_of_a_narrow_terminal_have_one_class_each():
+    batch = [predictions("a long name.png", "cat", "dog")]
+    (line,) = classifier.PredictionLines(None).format(batch)
+    assert classifier.PredictionLines(len(line)).format(batch) == [line]
+    assert classifier.PredictionLines(len(line) - 1).format(batch) == [
+        "a long name.png",
+        "  cat  50.0 %",
+        "  dog  25.0 %",
+    ]
+
+
+def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_classes():
+    (line,) = classifier.PredictionLines(None).format([predictions("a\n\x1b[31m\u202e\udcff.png", "c\rt")])
+    assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
+
+
+class Mean(nn.Module):
+    """A model whose first logit is the mean of the image."""
+
+    @nn.compact
+    def __call__(self, image, *, train):
+        mean = image.mean(axis=(1, 2, 3))
+        return jnp.stack([mean, -mean], axis=1), {}
+
+
+def test_batch_is_yielded_before_the_files_of_the_next_are_read(tmp_path, monkeypatch):
+    """Any number of files needs the memory of one batch."""
+    data, read = io.BytesIO(), []
+    Image.new("L", (8, 8), 255).save(data, "PNG")
+    monkeypatch.setattr(classifier, "read_regular", lambda path: read.append(path) or data.getvalue())
+    batches = classifier.classify(
+        Mean(), {}, [Path(f"{i}.png") for i in range(2 * classifier.BATCH + 1)], pp="decode(1)|value_range(-1, 1)",
+        class_names=["light", "dark"], topk=1, multilabel=False, check_input=print, on_error=pytest.fail,
+    )  # fmt: skip
+    for number in (1, 2):
+        batch = next(batches)
+        assert (len(batch), len(read)) == (classifier.BATCH, number * classifier.BATCH)
+        assert {prediction.label for (prediction,) in batch} == {"light"}
+    assert [len(batch) for batch in batches] == [1]
+
+
+def test_folder_without_images_is_an_error_and_other_files_are_classified(workdir, images, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    status, out, err = call(capsys, predict.main, "--workdir", workdir, tmp_path / "empty", next(iter(images)))
+    assert (status, out.count("\n"), err.count("\n")) == (1, 1, 1)
+    assert err.startswith("error: no image files (")
+
+
+def test_hostile_file_names_are_one_row_in_every_format(workdir, images, tmp_path, capsys):
+    folder = tmp_path / "[red]a["
+    folder.mkdir()
+    names = ["x].png", "line\nfeed.png", "\x1b[31m.png", "\u202egnp.png", os.fsdecode(b"\xff.png")]
+    for name in names:
+        shutil.copy(next(iter(images)), folder / name)
+    (folder / "no\nimage.png").write_text("")
+    for form in ("table", "csv", "json"):
+        argv = ("--workdir", workdir, folder, "--topk", "1", "--format", form)
+        status, out, err = call(capsys, predict.main, *argv)
+        assert (status, err.count("\n")) == (1, 1)
+        assert "no\\nimage.png: " in err
+        assert (out + err).replace("\n", "").isprintable()
+        if form == "table":
+            assert out.count("\n") == len(names)
+        else:
+            rows = json.loads(out) if form == "json" else list(csv.DictReader(io.StringIO(out)))
+            files = {row["file"] for row in rows}
+            paths = {str(folder / name) for name in names}
+            assert files == (paths if form == "json" else {escaped(path) for path in paths})
+
+
+def test_language_model_is_one_line_that_names_generate(lm_workdir, capsys):
+    status, _, err = call(capsys, predict.main, "--workdir", lm_workdir, "a.png")
+    assert (status, err) == (2, f"error: {lm_workdir} is a language model: use `dcvit generate`\n")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "give --workdir DIR, or both"),
-        (["--workdir", "absent"], "no workdir absent"),
+        ([], "no image files: give files, or folders of them (see dcvit predict --help)"),
+        (["x.png"], "give --workdir DIR, or both"),
+        (["x.png", "--workdir", "absent"], "no workdir absent"),
         (["--workdir", ""], "an empty path"),
         (["--workdir", "{workdir}"], "no image files"),
         (["--workdir", "{workdir}", "{empty}"], "no image files"),
