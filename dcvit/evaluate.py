@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runtime.configure()
     multihost.initialize(args)
+    runtime.check_devices()
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
     rows, page = evaluate(trained, args.out, args.report)
     cli.show(rows, args.format)

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
     runtime.configure()
+    runtime.check_devices()
     opened = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = opened.tokenizer(args.tokenizer)
     model, params = opened.language_model()

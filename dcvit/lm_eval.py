@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training import trained
 
     runtime.configure()
+    runtime.check_devices()
     model = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.training.trained import open_trained
 
     runtime.configure()
+    runtime.check_devices()
     trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
     if isinstance(trained.model, LM):
         raise ConfigError(f"{args.config or args.workdir} is a language model: use `dcvit generate`")

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import jax
 
+from dcvit.errors import ConfigError, first_line
+
 CACHE_BYTES = 10**10  # limit of the compilation cache
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
 
@@ -36,6 +38,24 @@ def keep_compiled() -> None:
         jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
+def check_devices() -> None:
+    """Raise ConfigError if JAX has no device of the platforms that JAX_PLATFORMS or its settings name.
+
+    This initializes JAX's backends, so a run of several processes must have connected them before.
+    """
+    try:
+        jax.devices()
+    except Exception as e:  # plugins raise errors of any type, also without text
+        chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
+        if not chosen:
+            raise
+        reason = first_line(e).partition(" (set JAX_PLATFORMS")[0].removesuffix(".")
+        raise ConfigError(
+            f"JAX_PLATFORMS={chosen}: this machine has no such device, or JAX has no plugin for it ({reason});"
+            " unset it to use the devices that JAX finds"
+        ) from None
+
+
 def has_tpu() -> bool:
     """Return whether this machine shows any sign of a TPU; asks no backend."""
     from jax._src import cloud_tpu_init  # JAX's own PCI check, which has no public name
@@ -49,13 +69,12 @@ def skip_absent_tpu() -> None:
     """Make JAX treat the TPU backend as unavailable on a machine without TPU, without loading libtpu.
 
     An installed libtpu prints errors where it finds no TPU. JAX then uses the next backend, as without this function.
-    Compilation for a TPU topology still works. Does nothing if JAX_PLATFORMS names the backends to use.
+    Compilation for a TPU topology still works.
     """
     # The public setting, jax_platforms, cannot exclude one platform: it lists platforms that must all be available.
     from jax._src import xla_bridge
 
-    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if not chosen and not has_tpu() and not xla_bridge.backends_are_initialized():
+    if not has_tpu() and not xla_bridge.backends_are_initialized():
         xla_bridge.register_backend_factory("tpu", _no_tpu, priority=300, fail_quietly=True)
 
 

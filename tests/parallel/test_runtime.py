@@ -4,6 +4,8 @@ import jax
 import pytest
 from jax._src import xla_bridge
 
+from dcvit import cli
+from dcvit.__main__ import dispatch
 from dcvit.parallel import runtime
 
 
@@ -27,12 +29,44 @@ def test_absent_tpu_backend_is_replaced_by_one_that_is_unavailable(registered, m
         factory()
 
 
-@pytest.mark.parametrize(("tpu", "platforms"), [(True, None), (False, "tpu")])
-def test_tpu_backend_is_kept_where_a_tpu_is_present_or_requested(registered, monkeypatch, tpu, platforms):
-    monkeypatch.setattr(runtime, "has_tpu", lambda: tpu)
-    jax.config.update("jax_platforms", platforms)
+def test_tpu_backend_is_kept_where_a_tpu_is_present(registered, monkeypatch):
+    monkeypatch.setattr(runtime, "has_tpu", lambda: True)
     runtime.skip_absent_tpu()
     assert registered == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unable to initialize backend 'tpu': x. (set JAX_PLATFORMS='' to automatically"), "'tpu': x"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_requested_device_that_is_absent_is_one_line_in_every_command(
+    registered, monkeypatch, tmp_path, capsys, error, reason
+):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    jax.config.update("jax_platforms", "tpu")
+    workdir = ("--workdir", str(tmp_path / "run"))
+    for words in (
+        ("train", "--config", "vit_digits", *workdir),
+        ("evaluate", *workdir),
+        ("predict", *workdir, "a.png"),
+        ("generate", *workdir, "--prompt", "a"),
+        ("lm_eval", *workdir, "--tasks", "piqa"),
+    ):
+        assert cli.run(dispatch, words) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: JAX_PLATFORMS=tpu: this machine has no such device")
+        assert f"{reason})" in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    jax.config.update("jax_platforms", None)
+    with pytest.raises(type(error)):
+        runtime.check_devices()
 
 
 @pytest.mark.parametrize("variable", [*runtime.TPU_VARIABLES, None])
