@@ -150,6 +150,8 @@ def path(text: str) -> Path:
     """
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("a path with the character NUL")
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
     try:
@@ -161,7 +163,12 @@ def path(text: str) -> Path:
 def folder(text: str) -> Folder:
     """Convert an option's value to a folder: a path as in `path`, or the URL of a supported store."""
     if "://" not in text:
-        return path(text)
+        local = path(text)
+        try:
+            str(local.absolute()).encode()
+        except UnicodeEncodeError:  # Orbax cannot save there
+            raise argparse.ArgumentTypeError(f"{text}: the folder's name is not valid UTF-8") from None
+        return local
     try:
         return files.folder(text)
     except ValueError as e:

@@ -128,6 +128,45 @@ TOKENIZE = {
     "tokenize with a missing tokenizer": bad(tokenize(TEXT, "--tokenizer", "no.json"), "no.json"),
 }
 
+PATHS = {  # every option that is a path
+    "train --workdir": train("vit_digits", workdir="{}"),
+    "train --config": train("{}/a.py"),
+    "evaluate --workdir": command("evaluate", "--workdir", "{}"),
+    "evaluate --config": evaluate("--config", "{}/a.py"),
+    "evaluate --checkpoint": evaluate("--checkpoint", "{}"),
+    "evaluate --out": evaluate("--out", "{}"),
+    "predict --workdir": command("predict", "a.png", "--workdir", "{}"),
+    "predict image": predict("{}"),
+    "generate --workdir": command("generate", "--workdir", "{}", *PROMPT),
+    "generate --prompt_file": generate("--prompt_file", "{}"),
+    "generate --tokenizer": generate_default("--tokenizer", "{}"),
+    "tokenize --data": tokenize("{}"),
+    "tokenize --tokenizer": tokenize(TEXT, "--tokenizer", "{}"),
+    "tokenize --out": command("tokenize", "--data", TEXT, "--out", "{}"),
+    "plot": command("plot", "{}"),
+    "plot --out": command("plot", vit_run, "--out", "{}"),
+    "aot --config": command("aot", "--config", "{}/a.py", "--topology", "v5e:4x4"),
+    "aot --out": command("aot", "--config", "vit_digits", "--topology", "v5e:4x4", "--out", "{}"),
+    "lm_eval --include_path": command("lm_eval", "--workdir", "w", "--tasks", "t", "--include_path", "{}"),
+    "lm_eval --out": command("lm_eval", "--workdir", "w", "--tasks", "t", "--out", "{}"),
+}
+
+
+def with_path(path: str, argv: Argv) -> Argv:
+    """A command line with a path in place of {}."""
+    return lambda ws: [word.replace("{}", path) for word in argv(ws)]
+
+
+BAD_PATHS = {
+    **{f"{name} of nobody": bad(with_path("~nosuchuser/x", argv), "'nosuchuser'") for name, argv in PATHS.items()},
+    **{f"{name} with NUL": bad(with_path("a\0b", argv)) for name, argv in PATHS.items()},
+    **{
+        f"{name} that is not UTF-8": bad(with_path("\udcff", argv), "not valid UTF-8")
+        for name, argv in PATHS.items()
+        if "--workdir" in name or "--checkpoint" in name
+    },
+}
+
 MISSPELT = {
     "trian": misspelt(command("trian"), "train"),
     "evalute": misspelt(command("evalute"), "evaluate"),
@@ -156,4 +195,4 @@ MISSPELT = {
     "tokenize --keys": misspelt(command("tokenize", "--data", "d", "--out", "o", "--keys", "text"), "--key"),
 }
 
-BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | PLOT | TOKENIZE | MISSPELT
+BAD_COMMAND_LINES = TRAIN | EVALUATE | PREDICT | GENERATE | PLOT | TOKENIZE | BAD_PATHS | MISSPELT
