@@ -8,12 +8,12 @@ Loading the file runs its code. A config may hold the keys of `KEYS`, and the du
 from __future__ import annotations
 
 import ast
-import difflib
+import functools
 import importlib.util
 import inspect
 import json
 import math
-import re
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +21,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
 
-from dcvit.errors import ConfigError, first_line, has_type, nearest, type_name
+from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, nearest, type_name, unknown_key
 from input_pipeline.files import expand
 
 UNITS = ("steps", "epochs", "examples", "percent")
 PACKAGE = Path(__file__).parent
+MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
 
@@ -136,14 +138,24 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     for key in config:
         if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
+    required = _clear_required(config)
     config = ConfigDict(defaults() | config.to_dict())
     for override in overrides:
         try:
             _override(config, override)
         except ConfigError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError) as e:  # a value that a ConfigDict cannot hold
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            OverflowError,
+        ) as e:  # a value that a ConfigDict cannot hold
             raise ConfigError(f"--config.{override}: {first_line(e)}") from None
+    for key in required:
+        if functools.reduce(operator.getitem, key.split("."), config) is None:
+            raise ConfigError(f"{path}: config.{key} is required and has no value; give --config.{key}=VALUE")
     check_types(config)
     return config.lock()
 
@@ -163,11 +175,27 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
+        check_values(found, "config")
         config = ConfigDict(defaults() | found)
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
     check_types(config)
     return config.lock()
+
+
+def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
+    """Set required placeholders without value to None, and return their dotted keys."""
+    cleared = []
+    for key in list(config):
+        try:
+            if isinstance(config[key], ConfigDict):
+                cleared += _clear_required(config[key], f"{prefix}{key}.")
+        except RequiredValueError:
+            with config.unlocked():
+                del config[key]
+                config[key] = None
+            cleared.append(prefix + key)
+    return cleared
 
 
 def _find(name: str) -> Path:
@@ -291,20 +319,6 @@ def _override(config: ConfigDict, override: str) -> None:
         target[last] = value
 
 
-def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
-    """Return a message about an unknown key: the most similar one, or where all keys are listed.
-
-    Args:
-      name: the complete name, such as "config.model".
-      key: the part of it that is not known.
-      known: the valid names in its place.
-    """
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    return f"unknown key {name!r}; " + (
-        f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
-    )
-
-
 def describe_keys() -> list[tuple[str, str, str, str]]:
     """Return (key, type, default, meaning) of every key of a config, with durations first."""
     units = "|".join(UNITS)
@@ -326,7 +340,8 @@ def is_duration(key: str, prefixes: Iterable[str]) -> bool:
 
 
 def check_types(config: ConfigDict) -> None:
-    """Raise ConfigError for a top-level value of the wrong type or outside its range."""
+    """Raise ConfigError for a top-level value of the wrong type or outside its range; see also `check_values`."""
+    check_values(config.to_dict(), "config")
     for key, (hint, _, _) in KEYS.items():
         value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
         if not has_type(value, hint):
@@ -335,14 +350,12 @@ def check_types(config: ConfigDict) -> None:
     for key, (holds, expected) in RANGES.items():
         if not holds(config[key]):
             raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
-    for key in ("wd_mults", "lr_mults"):
-        if any(not (isinstance(rule, list | tuple) and len(rule) == 2 and _is_rate(rule[1])) for rule in config[key]):
-            raise ConfigError(
-                f"config.{key}={config[key]!r} should be pairs (regex, multiplier, finite and not negative)"
-            )
     for key in ("wd_mults", "lr_mults", "frozen"):
+        paired = key != "frozen"
         for rule in config[key]:
-            check_regex(rule if key == "frozen" else rule[0], f"config.{key}")
+            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and _is_rate(rule[1])):
+                raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, finite multiplier, 0 or more)")
+            check_regex(rule[0] if paired else rule, f"config.{key}")
 
 
 def _is_rate(value: Any) -> bool:
@@ -356,11 +369,12 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ckpt_keep": (lambda v: v >= 1, "1 or more"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
     "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
+    "num_classes": (lambda v: v is None or 0 <= v <= 1 << 24, "in [0, 2**24]"),
     "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
-    "watchdog_seconds": (_is_rate, "finite and not negative"),
+    "watchdog_seconds": (lambda v: 0 <= v <= 1e9, "in [0, 1e9]"),
     "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
     "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
-    "vocab_size": (lambda v: v is None or v >= 1, "1 or more"),
+    "vocab_size": (lambda v: v is None or 1 <= v <= 1 << 24, "in [1, 2**24]"),
     "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
     "z_loss": (_is_rate, "finite and not negative"),
     "mixup": (_is_rate, "finite and not negative"),
@@ -371,22 +385,12 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_regex(pattern: Any, what: str) -> None:
-    """Raise ConfigError if `pattern` is not a regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as e:
-        raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
-
-
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
     """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
-    filled = config.copy_and_resolve_references().unlock()
-    with filled.ignore_type():
-        filled.num_classes = num_classes
-        for holder in (filled.input, *filled.evals.values()):
-            if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
-                holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
+    filled = replaced(config, num_classes=num_classes).unlock()
+    for holder in (filled.input, *filled.evals.values()):
+        if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
+            holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
     return filled.lock()
 
 
@@ -441,5 +445,6 @@ def duration(
         "examples": 1 / batch_size,
         "percent": (total_steps or 0) / 100,
     }[unit]
-    steps = round(value * scale)
-    return max(1, steps) if value > 0 else 0
+    if value * scale > MAX_STEPS:
+        raise ConfigError(f"{key}={value!r} is more than {MAX_STEPS:,} steps")
+    return max(1, round(value * scale)) if value > 0 else 0

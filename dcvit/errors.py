@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
 
 __all__ = [
-    "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "escaped", "first_line",
-    "has_type", "nearest", "type_name",
+    "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex", "check_values",
+    "escaped", "first_line", "has_type", "nearest", "type_name", "unknown_key",
 ]  # fmt: skip
+
+MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 
 
 class ConfigError(ValueError):
@@ -23,6 +27,46 @@ class CheckpointError(ValueError):
 
 class MetricsError(ValueError):
     """A damaged metrics file; the message names the file and the line."""
+
+
+def check_regex(pattern: Any, what: str) -> None:
+    """Raise ConfigError if `pattern` is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as e:
+        raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
+
+
+def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
+    """Return a message about an unknown key: the most similar one, or where all keys are listed.
+
+    Args:
+      name: the complete name, such as "config.model".
+      key: the part of it that is not known.
+      known: the valid names in its place.
+    """
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    return f"unknown key {name!r}; " + (
+        f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
+    )
+
+
+def check_values(value: object, what: str, levels: int = MAX_LEVELS) -> None:
+    """Check all values inside a dict or list of a config, whatever they mean.
+
+    Raises:
+      ConfigError: an integer that needs more than 64 bits, a character NUL, which no path can contain, or more than
+        `levels` levels of dicts and lists; the message names the key.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{what} is an integer of {value.bit_length()} bits; expected one of at most 64 bits")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{what}={value!r} contains the character NUL")
+    if not levels and isinstance(value, dict | list | tuple):
+        raise ConfigError(f"{what} is nested too deep; expected at most {MAX_LEVELS} levels")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        check_values(item, f"{what}.{key}", levels - 1)
 
 
 def escaped(text: str) -> str:

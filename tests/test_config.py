@@ -123,6 +123,16 @@ def test_a_broken_config_file_is_one_line_that_names_it(tmp_path, source, messag
     assert "\n" not in str(e.value)
 
 
+def test_value_from_the_command_line_replaces_a_required_placeholder(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from ml_collections import ConfigDict\nfrom ml_collections.config_dict import required_placeholder\n"
+        "def get_config():\n"
+        "  return ConfigDict({'lr': required_placeholder(float), 'model': {'width': required_placeholder(int)}})\n"
+    )
+    config = configs.load(str(tmp_path / "mine.py"), ["lr=0.5", "model.width=8"])
+    assert (config.lr, config.model.width) == (0.5, 8)
+
+
 def test_durations_in_every_unit():
     sizes = dict(batch_size=50, examples=1000, total_steps=400)
     for key, value, steps in [

@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 
 from dcvit.checkpoint import npz
 from dcvit.checkpoint.files import Folder
-from dcvit.config import check_regex
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, check_regex
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
 MAX_NAMED = 6  # parameters in a message

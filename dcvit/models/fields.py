@@ -23,6 +23,13 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
+# Largest values of integer fields, far above those of published models. An absurd number in a config is an error,
+# instead of endless tracing or a size that overflows.
+LARGEST = 1 << 24
+LARGEST_OF = {
+    "depth": 1 << 12, "num_heads": 1 << 16, "num_key_heads": 1 << 16, "rank": 1 << 16, "groups": 1 << 16,
+    "context": (1 << 31) - 1, "window": (1 << 31) - 1,
+}  # fmt: skip
 
 
 class BranchFields(nn.Module, kw_only=True):
@@ -60,7 +67,7 @@ class AttentionFields(BranchFields, kw_only=True):
 
 
 class TransformerFields(AttentionFields, kw_only=True):
-    """The size of a transformer and the way it is computed.
+    """The size of a transformer and the way it is computed. No integer may exceed `LARGEST_OF`, or else `LARGEST`.
 
     Fields:
       width: M.
@@ -110,6 +117,14 @@ def check_not_negative(module: nn.Module, *names: str) -> None:
             raise ValueError(f"{name}={getattr(module, name)} should not be negative")
 
 
+def check_largest(module: nn.Module) -> None:
+    """Raise ValueError if an integer in a field is above `LARGEST_OF`, or else above `LARGEST`."""
+    for field in dataclasses.fields(module):
+        value, largest = getattr(module, field.name), LARGEST_OF.get(field.name, LARGEST)
+        if isinstance(value, int) and value > largest:
+            raise ValueError(f"{field.name}={value} should be at most {largest:,}")
+
+
 def check_heads(num_heads: int, width: int) -> None:
     """Raise ValueError if the heads do not divide the model width."""
     if width % num_heads:
@@ -132,6 +147,7 @@ def check_attention(module: AttentionFields, num_heads: int) -> None:
 def check_transformer(module: TransformerFields) -> None:
     """Raise ValueError if the fields of `TransformerFields` are invalid. `Attention` checks those that it inherits."""
     check_choices(module, remat=REMATS, dtype_mm=DTYPES)
+    check_largest(module)
     check_positive(module, "width", "num_heads")
     check_not_negative(module, "depth", "mlp_dim")
     check_heads(module.num_heads, module.width)

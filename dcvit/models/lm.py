@@ -160,9 +160,9 @@ class LM(TransformerFields):
 def check_fields(net: LM, length: int) -> None:
     """Raise ValueError if the fields of a model are invalid or do not fit rows of `length` tokens."""
     check_choices(net, position=POSITIONS, norm=NORMS, mlp=ACTIVATIONS, window_pattern=WINDOW_PATTERNS)
+    check_transformer(net)
     check_positive(net, "vocab_size", "context", "window")
     check_not_negative(net, "num_key_heads", "out_init_std")
-    check_transformer(net)
     if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:
         raise ValueError("rotary_fraction should be in (0, 1], rotary_base, norm_epsilon and init_std above 0")
     if net.position == "learned" and length > net.context:

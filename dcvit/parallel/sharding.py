@@ -22,8 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from dcvit.config import check_regex
-from dcvit.errors import ConfigError, nearest
+from dcvit.errors import ConfigError, check_regex, nearest
 from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")

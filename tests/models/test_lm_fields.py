@@ -1,5 +1,6 @@
 """Fields of the language model: rotary positions, shared keys, tied head, loading, and error messages."""
 
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,7 @@ from small_models import (
 )
 
 from dcvit.errors import CheckpointError
-from dcvit.models import lm
+from dcvit.models import fields, lm, vit
 from dcvit.models.attention import rotate
 
 
@@ -51,6 +52,19 @@ class TestRotary:
             for far in (9, 64):
                 np.testing.assert_allclose(score(far + distance, far), score(distance, 0), rtol=0, atol=1e-4)
         assert np.abs(score(6, 0) - score(0, 0)).max() > 0.1
+
+
+@pytest.mark.parametrize(("model", "outputs"), [(lm.LM, "vocab_size"), (vit.ViT, "num_classes")])
+def test_integer_fields_have_upper_bounds(model, outputs):
+    """Checked before anything is traced: these models would need years."""
+    net = model(**{outputs: 3})
+    names = [field.name for field in dataclasses.fields(net) if type(getattr(net, field.name)) is int]
+    assert {outputs, "width", "depth", "num_heads", "rank", "groups"} <= {*names}
+    for name in names:
+        largest = fields.LARGEST_OF.get(name, fields.LARGEST)
+        with pytest.raises(ValueError, match=f"^{name}={largest + 1} should be at most {largest:,}$"):
+            fields.check_transformer(net.clone(**{name: largest + 1}))
+        fields.check_largest(net.clone(**{name: largest}))
 
 
 def exhaustive(*values):
