@@ -22,6 +22,9 @@ from dcvit.errors import escaped
 
 LIVE_SECONDS = 0.2  # between updates of a live bar
 LINE_SECONDS = 10.0  # between lines without a terminal
+DAY = 24 * 60 * 60.0  # seconds; the length of a run above which its estimated time is reported
+ESTIMATE_AFTER = 3  # logged steps; the time between the first and the last of them gives the estimate
+_estimated: set[str] = set()  # titles of the runs of this process whose estimated time was reported
 
 
 class ProgressBar:
@@ -130,7 +133,8 @@ class RunProgress(ProgressBar):
           rate: unit of speed, and how many of that unit an example is.
         """
         super().__init__(title, total, start=start, stderr=False)
-        self.rate = rate
+        self.rate, self.start = rate, start
+        self.logged: list[tuple[int, float]] = []  # the first logged steps and their times
         self.logs = [_LogLines("dcvit.dcmha", self, distinct=True)]
         if self.live:
             self.logs += [_LogLines("dcvit", self), _LogLines("input_pipeline", self)]
@@ -165,6 +169,8 @@ class RunProgress(ProgressBar):
         if not self.live and status:
             left = (self.total - step) * timing["step_seconds"] if timing else 0
             self.line(f"step {step}/{self.total}  {status}" + (f"  ETA {left:.0f}s" if timing else ""))
+        if timing:
+            self._estimate(step)
         evaluations: dict[str, list[str]] = {}
         for name, value in metrics.items():
             evaluator, slash, metric = name.partition("/")
@@ -173,6 +179,21 @@ class RunProgress(ProgressBar):
                 evaluations.setdefault(evaluator, []).append(f"{metric} {text}")
         for evaluator, values in evaluations.items():
             self.line(f"step {step}  {evaluator}: {'  '.join(values)}")
+
+    def _estimate(self, step: int) -> None:
+        """Print a line about a run of more than a day, once for each run of a process, at the third logged step."""
+        if len(self.logged) >= ESTIMATE_AFTER:
+            return
+        self.logged.append((step, time.monotonic()))
+        (first, since), (last, now) = self.logged[0], self.logged[-1]
+        steps = self.total - self.start
+        days = steps * (now - since) / max(1, last - first) / DAY
+        if len(self.logged) == ESTIMATE_AFTER and days > 1 and self.title not in _estimated:
+            _estimated.add(self.title)
+            self.line(
+                f"estimated time: {days:,.1f} days for {steps:,} steps; fewer steps, a smaller model, or more or faster"
+                " devices reduce it"
+            )
 
 
 class _LogLines(logging.Handler):

@@ -1,6 +1,7 @@
 """Progress on the console: a live bar on a terminal, lines elsewhere, and log records above the bar."""
 
 import logging
+import types
 
 import pytest
 
@@ -70,6 +71,43 @@ def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys)
         "step 4  test: top1 0.5000  n 360",
         "step 4  val: loss None",
     ]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of seconds that only a test advances, in a process that has estimated no run."""
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(progress, "_estimated", set())
+    return now
+
+
+def estimates(clock, capsys, *, total, start=0, seconds_per_step=60.0, title="run"):
+    """The lines about the estimated time of a run that logs every 10 steps, after a compilation of an hour."""
+    with RunProgress(title, total, start) as shown:
+        clock.seconds += 3600
+        for step in range(start + 10, min(start + 100, total) + 1, 10):
+            clock.seconds += 10 * seconds_per_step
+            shown.report(step, {"loss": 1.0}, TIMING)
+            shown.report(step, {"val/loss": 1.0}, {})
+            if step < start + 30:
+                assert "estimated" not in (out := capsys.readouterr().out), out
+    return [line for line in capsys.readouterr().out.splitlines() if "estimated" in line]
+
+
+def test_estimated_time_of_a_long_run_is_reported_once_also_if_it_is_resumed(clock, capsys):
+    assert estimates(clock, capsys, total=14400) == [
+        "estimated time: 10.0 days for 14,400 steps; fewer steps, a smaller model, or more or faster devices reduce it"
+    ]
+    assert estimates(clock, capsys, total=14400, start=100) == []
+    assert estimates(clock, capsys, total=14400, title="another") != []
+
+
+@pytest.mark.parametrize(
+    ("total", "start", "seconds"), [(1440, 0, 60), (14400, 12960, 60), (14400, 0, 6), (20, 0, 1e6)]
+)
+def test_run_of_at_most_a_day_is_not_estimated(clock, capsys, total, start, seconds):
+    assert estimates(clock, capsys, total=total, start=start, seconds_per_step=seconds) == []
 
 
 @pytest.mark.slow
