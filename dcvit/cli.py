@@ -271,10 +271,10 @@ def continue_without_reader() -> Iterator[None]:
 def run(main: Main, argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    An expected error is printed as one line on stderr and gives status 2. Ctrl-C gives status 130. Any other exception
-    is a bug and propagates, except in a run of several processes, where the other processes are informed first. If the
-    reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently with status 141. Characters
-    that the encoding of stdout or stderr does not have are written as escapes.
+    An expected error, or a lack of memory, is printed as one line on stderr and gives status 2. Ctrl-C gives status
+    130. Any other exception is a bug and propagates, except in a run of several processes, where the other processes
+    are informed first. If the reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently
+    with status 141. Characters that the encoding of stdout or stderr does not have are written as escapes.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -306,15 +306,28 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         message, status = "interrupted", 130
         print(message, file=sys.stderr)
     except Exception as e:
-        if _is_single_process():
+        if _is_out_of_memory(e):
+            message, status = (
+                f"{first_line(e).removesuffix('.')}; a smaller batch, model or context needs less memory",
+                2,
+            )
+            print_error(message)
+        elif _is_single_process():
             raise
-        message, status = first_line(e), 1
-        traceback.print_exc()
+        else:
+            message, status = first_line(e), 1
+            traceback.print_exc()
     if not _is_single_process():
         from dcvit.parallel import multihost
 
         multihost.fail(escaped(message), status)
     return status
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether the memory of the host or of a device is too small; does not import JAX to find out."""
+    from_jax = type(error).__name__ == "JaxRuntimeError"
+    return isinstance(error, MemoryError) or (from_jax and "out of memory" in str(error).lower())
 
 
 def _is_single_process() -> bool:

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import dcvit
@@ -92,6 +93,24 @@ def test_an_unexpected_error_propagates():
 
     with pytest.raises(KeyError):
         cli.run(fail, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError("Unable to allocate 8. TiB"), "Unable to allocate 8. TiB"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nmore"), "RESOURCE_EXHAUSTED: Out of"),
+    ],
+)
+def test_lack_of_memory_is_one_line_and_status_2(error, text, capsys):
+    def fail(argv):
+        raise error
+
+    assert cli.run(fail, []) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {text}")
+    assert err.endswith("; a smaller batch, model or context needs less memory\n")
+    assert err.count("\n") == 1
 
 
 def test_ctrl_c_is_status_130(capsys):

@@ -83,7 +83,7 @@ FOREIGN = {
     "missing checkpoint": bad(evaluate("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
     "evaluate the checkpoint of another model": bad(evaluate("--checkpoint", lm_run), "/lm", "model"),
     "start from another model's weights": bad(vit(lambda ws: f"model_init={ws.lm}"), "head/kernel", "model"),
-    "predict with a language model": bad(command("predict", "--workdir", lm_run, SEVEN), "config.pp_predict"),
+    "predict with a language model": bad(command("predict", "--workdir", lm_run, SEVEN), "dcvit generate"),
     "generate with an image model": bad(command("generate", "--workdir", vit_run, "--prompt", "def"), "language model"),
     **{
         f".npz: {kind}": bad(vit(lambda ws, kind=kind: f"model_init={npz(kind)(ws)}"), fact)
