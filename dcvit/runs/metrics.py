@@ -28,6 +28,7 @@ LOG = logging.getLogger(__name__)
 UPLOAD_SECONDS = 30  # between uploads of a file to an object store
 SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')  # a row with its checksum
 Values = dict[str, Any]  # fields of a row: finite numbers and None, by name
+About = Mapping[str, Any]  # description of a checkpoint
 
 
 class Row(NamedTuple):
@@ -83,11 +84,11 @@ class JsonLines:
                 self.flush()
         self.last_step, self.count, self.checksum = step, self.count + 1, checksum
 
-    def position(self) -> Values:
+    def position(self) -> dict[str, int | str]:
         """Return the number of rows and the checksum of the last one, which a checkpoint records."""
         return {"metrics_rows": self.count, "metrics_checksum": self.checksum}
 
-    def missing(self, about: Mapping[str, Any]) -> str | None:
+    def missing(self, about: About) -> str | None:
         """Return a message if the file, when it was opened, lacked rows that it had at the `position` in `about`."""
         rows, found = about.get("metrics_rows", 0), self.resumed
         if len(found) < rows:
@@ -199,7 +200,7 @@ class MetricWriter:
     steps twice; it is used for local workdirs only.
     """
 
-    def __init__(self, workdir: Folder, *, resumed: Mapping[str, Any], tensorboard: bool = True):
+    def __init__(self, workdir: Folder, *, resumed: About, tensorboard: bool = True):
         """Open the files of a workdir, and report rows that are missing.
 
         Args:
