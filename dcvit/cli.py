@@ -315,6 +315,10 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         elif _is_single_process():
             raise
         else:
+            from dcvit.parallel import multihost
+
+            if _comes_from_jax(e):
+                multihost.wait_if_lost()
             message, status = first_line(e), 1
             traceback.print_exc()
     if not _is_single_process():
@@ -326,8 +330,11 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Return whether the memory of the host or of a device is too small; does not import JAX to find out."""
-    from_jax = type(error).__name__ == "JaxRuntimeError"
-    return isinstance(error, MemoryError) or (from_jax and "out of memory" in str(error).lower())
+    return isinstance(error, MemoryError) or (_comes_from_jax(error) and "out of memory" in str(error).lower())
+
+
+def _comes_from_jax(error: Exception) -> bool:
+    return type(error).__name__ == "JaxRuntimeError"
 
 
 def _is_single_process() -> bool:

@@ -2,7 +2,8 @@
 
 JAX's runtime, `jax.distributed`, connects the processes to the coordinator, process 0. A process that fails writes its
 message to the coordinator's key-value store; every other process polls this key, prints the message and exits. A
-killed process writes no message: the others notice its end after `HEARTBEAT_SECONDS`, or at once if it was process 0.
+process that was killed or stopped writes no message: `dcvit.parallel.liveness` notices it, `dcvit.parallel.aborts`
+explains the end of process 0, and every other process prints one line and exits with status 1.
 """
 
 from __future__ import annotations
@@ -17,31 +18,20 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 from dcvit.errors import ConfigError, first_line
+from dcvit.parallel.aborts import STDERR, StderrRelay
+from dcvit.parallel.liveness import BEAT_SECONDS, FAILURE, LOST_SECONDS, Coordinator, Liveness
 
-HEARTBEAT_SECONDS = 30
-FAILURE, STOP = "dcvit/failure", "dcvit/stop"  # keys: message of the first failure, request that all processes stop
+HEARTBEAT_SECONDS = 120  # of JAX, which aborts a process; longer than LOST_SECONDS
+STOP = "dcvit/stop"  # key: request that all processes stop
 GATHER_SECONDS = 1800  # timeout of `gather`; other processes may take long to open their data
 ENDED = threading.Event()  # set when this process exits, successfully or not
-POLL_SECONDS = 0.5
 EXIT_SECONDS = 60  # how long a stopping process waits for the others to have stopped
 FAREWELL_SECONDS = 2.0  # how long a failed coordinator stays, so that the others can read its message
-
-
-@runtime_checkable
-class Coordinator(Protocol):
-    """The part of JAX's client of the coordinator that is used here."""
-
-    def key_value_set(self, key: str, value: str) -> None:
-        """Set a key. Raise an exception if the key exists."""
-
-    def key_value_try_get(self, key: str) -> str:
-        """Return the value of a key. Raise an exception with "NOT_FOUND" if it does not exist."""
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Return the value of a key, after waiting for it."""
+_first_failure = threading.Lock()  # held by the thread that ends this process because of another one
+_relay: StderrRelay | None = None  # in a run of several processes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,18 +64,23 @@ def initialize(args: argparse.Namespace) -> None:
     import jax  # not at the top, so that --help of a command does not wait for it
 
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of this process
+    global _relay
+    _relay = StderrRelay(_end_because)
+    atexit.register(_relay.close)  # after JAX's own exit handler, which waits for all processes
     try:
         jax.distributed.initialize(
             given["coordinator"], given["num_processes"], given["process_id"],
             cluster_detection_method=None if missing else "deactivate", heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )  # fmt: skip
     except (RuntimeError, ValueError) as e:
+        _relay.close()
         if missing and not in_cluster():  # the metadata of this TPU VM list no other workers
             return
         raise ConfigError(f"cannot connect to the other processes: {first_line(e)}") from None
-    watcher = threading.Thread(target=_watch, daemon=True)
-    watcher.start()
-    atexit.register(watcher.join)  # before JAX's own exit handler, which waits for all processes
+    coordinator = _coordinator()
+    assert coordinator
+    liveness = Liveness(coordinator, index(), _distributed_state().num_processes, _end_because)
+    atexit.register(liveness.close)  # before JAX's own exit handler
     atexit.register(ENDED.set)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
@@ -202,9 +197,9 @@ def _send_failure(message: str) -> None:
     coordinator = _coordinator()
     assert coordinator
     try:
-        coordinator.key_value_set(FAILURE, f"process {index()}: {message}")
+        coordinator.key_value_set(FAILURE, f"process {index()} failed: {message}")
     except Exception:  # the key exists
-        print(f"error: stopped with {coordinator.key_value_try_get(FAILURE)}", file=sys.stderr)
+        print(f"error: stopped because {coordinator.key_value_try_get(FAILURE)}", file=sys.stderr)
 
 
 def _exit(status: int) -> NoReturn:
@@ -215,6 +210,8 @@ def _exit(status: int) -> NoReturn:
                 if stream.isatty():
                     stream.write("\x1b[?25h")
                 stream.flush()
+        if _relay:
+            _relay.close()
     finally:
         os._exit(status)
 
@@ -236,18 +233,29 @@ def _coordinator() -> Coordinator | None:
     return client
 
 
-def _watch() -> None:
-    """Poll for the failure of another process until this process ends; then print its message and exit."""
-    while not ENDED.wait(POLL_SECONDS):
-        coordinator = _coordinator()
-        assert coordinator
-        try:
-            message = coordinator.key_value_try_get(FAILURE)
-        except Exception as e:
-            if "NOT_FOUND" in str(e):
-                continue
-            message = f"lost process 0, the coordinator: {first_line(e)}"
-        if not ENDED.is_set():
-            with contextlib.suppress(OSError, ValueError):
-                print(f"error: stopped with {message}", file=sys.stderr, flush=True)
-            _exit(1)
+def wait_if_lost() -> None:
+    """End this process if another one was lost; return if all others are alive.
+
+    Called after an error of the devices, whose communication fails at once when another process ends.
+    """
+    time.sleep(LOST_SECONDS + 5 * BEAT_SECONDS)
+
+
+def stderr() -> int:
+    """Return the file descriptor of stderr for C code that writes to it before it ends the process."""
+    return _relay.stderr if _relay else STDERR
+
+
+def _end_because(failure: str) -> None:
+    """End this process because of the failure of another one, unless it is ending already."""
+    if ENDED.is_set() or not _first_failure.acquire(blocking=False):
+        time.sleep(EXIT_SECONDS)
+    else:
+        ENDED.set()
+        if _relay:
+            _relay.close(drop_report=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"error: stopped because {failure}", file=sys.stderr, flush=True)
+        if is_first():
+            time.sleep(FAREWELL_SECONDS)
+    _exit(1)

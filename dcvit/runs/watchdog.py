@@ -17,7 +17,6 @@ from dcvit.parallel import multihost
 LOG = "watchdog.log"
 STALLED = 124  # exit status, as of timeout(1)
 REPORT_SECONDS = 10  # until a report is written
-STDERR = 2  # the file descriptor: `sys.stderr` may be replaced
 
 
 class Watchdog:
@@ -56,7 +55,9 @@ class Watchdog:
         then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1. The timer
         leaves the watchdog thread enough time for its own report.
         """
-        faulthandler.dump_traceback_later(self.seconds + REPORT_SECONDS, file=STDERR, exit=self.exit_on_stall)
+        faulthandler.dump_traceback_later(
+            self.seconds + REPORT_SECONDS, file=multihost.stderr(), exit=self.exit_on_stall
+        )
 
     def _watch(self) -> None:
         while not self.ended.wait(self.seconds / 8):

@@ -191,7 +191,7 @@ def test_process_that_fails_ends_the_others_with_its_message(tmp_path):
         (_, first), (_, second) = group.finish()
     assert group.statuses == [1, 2]
     assert "error: workdir" in second
-    assert "stopped with process 1: workdir" in first
+    assert "stopped because process 1 failed: workdir" in first
     assert "not on a file system that all processes share" in first
 
 
@@ -224,16 +224,24 @@ def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("killed", [0, 1])
-def test_killed_process_ends_the_other(tmp_path, killed):
-    """The end of process 0 is noticed at once, that of another process by its missing heartbeat."""
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_process_is_named_in_one_line_by_the_other(tmp_path, lost, sent):
+    """The end of process 0 is noticed at once, all else by missing signs of life."""
     with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
         group.reach_step(2)
         assert [process.poll() for process in group.processes] == [None, None]
-        group.processes[killed].send_signal(signal.SIGKILL)
-        error = group.finish()[1 - killed][1]
-    assert group.statuses[1 - killed] not in (0, -signal.SIGKILL), error
-    assert "the JAX distributed service detected fatal errors" in error or "error: stopped with" in error
+        group.processes[lost].send_signal(sent)
+        if sent == signal.SIGSTOP:
+            group.processes[1 - lost].wait(timeout=120)
+            group.processes[lost].send_signal(signal.SIGCONT)
+        printed = group.finish()
+    lines = [line for line in printed[1 - lost][1].splitlines() if "attention:" not in line]
+    assert (group.statuses[1 - lost], len(lines)) == (1, 1), lines
+    assert lines[0].startswith(f"error: stopped because process {lost} was lost")
+    if sent == signal.SIGSTOP:
+        assert (group.statuses[lost], printed[lost][1].count("\n")) == (1, 1), printed[lost][1]
+        assert "error: stopped because process " in printed[lost][1]
 
 
 OPTIONS = {
@@ -273,7 +281,7 @@ def test_cluster_is_detected_by_its_environment(monkeypatch, environment, severa
     assert multihost.in_cluster() is several
 
 
-def test_failed_first_process_exits_after_the_others_could_read_its_message(monkeypatch):
+def test_failed_first_process_exits_after_the_others_could_read_its_message(monkeypatch, capsys):
     client = types.SimpleNamespace(key_value_set=lambda *_: None, key_value_try_get=lambda _: "process 0: broken")
     exits, slept = [], []
 
@@ -287,10 +295,12 @@ def test_failed_first_process_exits_after_the_others_could_read_its_message(monk
     try:
         with pytest.raises(SystemExit):
             multihost.fail("broken", 2)
-        multihost._watch()  # returns at once, because the failure is this process's own
+        with pytest.raises(SystemExit):
+            multihost._end_because("process 0 failed: broken")  # prints nothing: the failure is this process's own
     finally:
         multihost.ENDED.clear()
-    assert (exits, slept) == ([2], [multihost.FAREWELL_SECONDS])
+    assert (exits, slept) == ([2, 1], [multihost.FAREWELL_SECONDS, multihost.EXIT_SECONDS])
+    assert capsys.readouterr().err == ""
 
 
 def test_failure_caused_by_another_process_prints_the_message_of_that_one(monkeypatch, capsys):
@@ -300,7 +310,7 @@ def test_failure_caused_by_another_process_prints_the_message_of_that_one(monkey
     def leave(status):
         raise SystemExit(status)
 
-    client = types.SimpleNamespace(key_value_set=refuse, key_value_try_get=lambda _: "process 1: broken")
+    client = types.SimpleNamespace(key_value_set=refuse, key_value_try_get=lambda _: "process 1 failed: broken")
     monkeypatch.setattr(multihost, "_coordinator", lambda: client)
     monkeypatch.setattr(multihost.time, "sleep", lambda _: None)
     monkeypatch.setattr(multihost.os, "_exit", leave)
@@ -309,7 +319,7 @@ def test_failure_caused_by_another_process_prints_the_message_of_that_one(monkey
             multihost.fail("connection closed by peer", 1)
     finally:
         multihost.ENDED.clear()
-    assert capsys.readouterr().err == "error: stopped with process 1: broken\n"
+    assert capsys.readouterr().err == "error: stopped because process 1 failed: broken\n"
 
 
 @pytest.mark.slow
