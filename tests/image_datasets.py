@@ -245,22 +245,18 @@ def odd_images() -> dict[str, bytes]:
         "webp.webp": encoded(rgb, "WEBP"),
         "empty.jpg": b"",
         "truncated.jpg": plain[: len(plain) // 2],
-        "bomb.png": bomb_png(60_000),
+        "bomb.png": bomb_png(60_000, 60_000),
         "bomb.jpg": bomb_jpeg(65_000),
         "text.jpg": b"hello",
     }
 
 
-def bomb_png(size: int) -> bytes:
-    """A PNG whose valid header announces size × size RGB pixels, with data for a single pixel."""
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0),  # 8 bits, RGB, not interlaced
-        b"IDAT": zlib.compress(bytes(4)),
-        b"IEND": b"",
-    }
-    crcs = {kind: zlib.crc32(kind + data) for kind, data in chunks.items()}
+def bomb_png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG whose valid header announces RGB pixels, with (kind, data) of further chunks and data for one pixel."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB, not interlaced
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(4))), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crcs[kind]) for kind, data in chunks.items()
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
     )
 
 

@@ -1,28 +1,26 @@
 """Decoding of image files to pixels, resizing, and random crop windows.
 
 JPEG decoding and resizing use TensorFlow's kernels, so that the pixels are bitwise equal to big_vision's. All other
-formats are decoded by Pillow. `docs/data.md` has a table of how unusual, damaged and hostile files are handled.
+formats are decoded by Pillow. `docs/data.md` has a table of how unusual, damaged and hostile files are handled, and
+`input_pipeline.images.limits` limits the time and memory of each image.
 """
 
 import contextlib
 import functools
-import io
 import math
 from collections.abc import Iterator
 
 import numpy as np
 import PIL
 from jaxtyping import Num, UInt8
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from input_pipeline.errors import InputError, first_line
+from input_pipeline.images.limits import MAX_PIXELS, TimedStream, check_pixels, check_tiles, jpeg_size
 from input_pipeline.optional import tensorflow
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # formats `decode` accepts; none runs an external program
-MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest; the limit of TensorFlow and Pillow
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
-FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of frame headers
-MARKERS_WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD8)}  # JPEG markers that no length and no data follow
 ORIENTATION = 0x0112  # the EXIF tag
 CROP_ATTEMPTS = 100
 
@@ -45,10 +43,11 @@ def decode(data: bytes, channels: int = 3, *, precise: bool = False, exif: bool 
       exif: rotate and mirror the image as its EXIF orientation says.
 
     Raises:
-      InputError: the file is not an image, is damaged, or has too many pixels.
+      InputError: the file is not an image, is damaged, or exceeds a limit of `input_pipeline.images.limits`.
     """
-    if is_jpeg(data) and not precise:
+    if is_jpeg(data):
         jpeg_size(data)  # TensorFlow would allocate the memory before it checks the size
+    if is_jpeg(data) and not precise:
         return _upright(_decode_jpeg(data, channels, None), _orientation(data) if exif else 1)
     with _pillow_image(data) as image:
         if exif:
@@ -70,28 +69,6 @@ def decode_crop(data: bytes, window: Window, *, exif: bool = False) -> Pixels:
       InputError: the file is damaged.
     """
     return _upright(_decode_jpeg(data, 3, window), _orientation(data) if exif else 1)
-
-
-def jpeg_size(data: bytes) -> tuple[int, int]:
-    """Return (height, width) from a JPEG's frame header (ITU-T T.81, B.2.2).
-
-    The header is parsed here because TensorFlow's function for it copies the whole file.
-
-    Raises:
-      InputError: the file has no frame header, or the header announces too many pixels.
-    """
-    at, (height, width) = 2, (0, 0)
-    while data[at : at + 1] == b"\xff" and len(data) >= at + 9:
-        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker in FRAME_MARKERS:
-            height, width = (int.from_bytes(data[i : i + 2], "big") for i in (at + 5, at + 7))
-            break
-        # 0xFF may pad the space before a marker.
-        at += 1 if marker == 0xFF else 2 + (0 if marker in MARKERS_WITHOUT_LENGTH else length)
-    if not height * width:
-        raise InputError("broken image: no JPEG header")
-    _check_pixels(width, height)
-    return height, width
 
 
 def resize(
@@ -185,8 +162,10 @@ def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarra
 def _pillow_image(data: bytes) -> Iterator[Image.Image]:
     """Open an image with Pillow without decoding it; every error of a decoder in the block becomes an InputError."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_pixels(*image.size)  # another library may have disabled Pillow's own check
+        with Image.open(TimedStream(data), formats=FORMATS) as image:
+            check_pixels(*image.size)  # another library may have disabled Pillow's own check
+            if isinstance(image, TiffImagePlugin.TiffImageFile):
+                check_tiles(image)
             yield image
     except (InputError, MemoryError):
         raise
@@ -195,12 +174,6 @@ def _pillow_image(data: bytes) -> Iterator[Image.Image]:
     except Exception as e:  # decoders raise any type of exception for damaged files
         reason = "not an image" if isinstance(e, PIL.UnidentifiedImageError) else f"broken image: {e}"
         raise InputError(reason) from None
-
-
-def _check_pixels(width: int, height: int) -> None:
-    """Raise InputError if an image has more than MAX_PIXELS."""
-    if width * height > MAX_PIXELS:
-        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
 
 
 def _orientation(data: bytes) -> int:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from input_pipeline.errors import InputError, nearest
 from input_pipeline.images import decode as decoding
+from input_pipeline.images.limits import jpeg_size
 from input_pipeline.preprocess.randaug import randaug as augment
 from input_pipeline.source import Example
 
@@ -67,7 +68,7 @@ def decode_jpeg_and_inception_crop(
     def change(data: object, rng: np.random.Generator) -> np.ndarray:
         encoded = _encoded(data)
         if decoding.is_jpeg(encoded):
-            return fit(decoding.decode_crop(encoded, sample(decoding.jpeg_size(encoded), rng), exif=exif))
+            return fit(decoding.decode_crop(encoded, sample(jpeg_size(encoded), rng), exif=exif))
         image = decoding.decode(encoded, exif=exif)
         return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
 

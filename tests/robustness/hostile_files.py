@@ -44,10 +44,10 @@ def gif(screen, frame):
 
 
 def tiff(side, tile=None):
-    """A TIFF file of one deflated strip, or of one tile whose side differs from the image's."""
+    """A TIFF file of one deflated strip, or of tiles whose width and length differ from the image's side."""
     place = (322, 323, 324, 325) if tile else (None, 278, 273, 279)
     tags = {256: side, 257: side, 258: 8, 259: 8, 262: 1, 277: 1}
-    tags |= dict(zip(place, (tile, tile or side, 200, 64), strict=True))
+    tags |= dict(zip(place, (*(tile or (None, side)), 200, 64), strict=True))
     entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted((t, v) for t, v in tags.items() if t)]
     head = b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4)
     return head.ljust(200, b"\0") + zlib.compress(bytes(1000)).ljust(64, b"\0")
@@ -65,15 +65,25 @@ def masked_jpeg():
     return bytes(masked)
 
 
+def scans_jpeg(side, scans, between=b""):
+    """A progressive JPEG that announces a side, and repeats its last scan after some bytes."""
+    file = image_datasets.jpeg(0, progressive=True)
+    frame, last = file.index(b"\xff\xc2") + 5, file.rindex(b"\xff\xda")
+    head = file[:frame] + struct.pack(">HH", side, side) + file[frame + 4 : last]
+    return head + (between + file[last:-2]) * (scans - file.count(b"\xff\xda") + 1) + b"\xff\xd9"
+
+
 BOMBS = {
-    "png": image_datasets.bomb_png(SIDE),
+    "png": image_datasets.bomb_png(SIDE, SIDE),
+    "png of one row": image_datasets.bomb_png(89_478_479, 1),
     "jpeg": image_datasets.bomb_jpeg(65_000),
     "masked jpeg": masked_jpeg(),
     "gif": gif(SIDE, SIDE),
     "gif of a larger frame": gif(8, SIDE),
     "bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, SIDE, SIDE, 1, 24, 0, 0, 0, 0, 0, 0) + bytes(50),
     "tiff": tiff(SIDE),
-    "tiff of a larger tile": tiff(8, SIDE),
+    "tiff of a larger tile": tiff(8, (SIDE, SIDE)),
+    "tiff of long tiles": tiff(12_000, (16, 20_000)),
     "webp": riff(b"VP8 ", b"\x10\0\0\x9d\x01\x2a" + struct.pack("<HH", 16383, 16383) + bytes(20)),
     "lossless webp": riff(b"VP8L", b"\x2f" + struct.pack("<I", 16383 << 14 | 16383) + bytes(20)),
     "extended webp": riff(b"VP8X", bytes(4) + (SIDE - 1).to_bytes(3, "little") * 2),

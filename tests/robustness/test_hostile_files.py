@@ -5,17 +5,20 @@ import os
 import struct
 import subprocess
 import sys
+import time
+import zlib
+from pathlib import Path
 
 import corpora
 import image_datasets
 import numpy as np
 import pytest
-from hostile_files import BOMBS, refused, write_tfrecord, zstd_frame
+from hostile_files import BOMBS, refused, scans_jpeg, write_tfrecord, zstd_frame
 from PIL import Image
 
 import input_pipeline as ip
 from input_pipeline import memory, tfrecord
-from input_pipeline.images import decode, folder, tfds
+from input_pipeline.images import decode, folder, limits, tfds
 from input_pipeline.text import documents, megatron_format, tokenizer
 
 MEASURE_PEAK = """
@@ -70,12 +73,48 @@ class TestImages:
 
     def test_frame_header_after_a_marker_without_length_is_found(self):
         with refused("65000x65000"):
-            decode.jpeg_size(BOMBS["masked jpeg"])
+            limits.jpeg_size(BOMBS["masked jpeg"])
+
+    @pytest.mark.parametrize("between", [b"", b"\xff\xfe\0\4\xff\xd9", b"\xff\xff"])  # a comment with an end marker
+    @pytest.mark.parametrize("spec", ["decode", "decode(precise=True)", "decode_jpeg_and_inception_crop(8)"])
+    def test_jpeg_of_many_scans_is_refused_before_decoding(self, spec, between):
+        with refused("13000x13000 pixels in 1000 scans, which exceeds limit"):
+            ip.Preprocess(spec)({"image": scans_jpeg(13_000, 1000, between)}, np.random.default_rng(0))
+
+    def test_progressive_jpeg_of_the_largest_size_is_accepted(self):
+        assert limits.jpeg_size(scans_jpeg(13_000, 10)) == (13_000, 13_000)
+        thumbnails = b"\xff\xe1\xff\xff" + (b"\xff\xda" * 40_000)[:0xFFFD]
+        file = scans_jpeg(13_000, 10)
+        assert limits.jpeg_size(file[:2] + thumbnails + file[2:] + thumbnails) == (13_000, 13_000)
+
+    @pytest.mark.parametrize("spec", ["decode", "decode(precise=True)"])
+    def test_jpeg_of_many_segments_is_refused(self, spec):
+        data = b"\xff\xd8" + b"\xff\xe0\0\2" * 1_000_000 + image_datasets.jpeg(0)[2:]
+        with refused("65,536 segments"):
+            ip.Preprocess(spec)({"image": data}, np.random.default_rng(0))
+
+    def test_file_that_takes_time_without_pixels_is_refused(self, monkeypatch):
+        """Each color profile of a kilobyte unpacks to a megabyte."""
+        profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000_000)))
+        monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+        started = time.thread_time()
+        with refused("takes more than the limit of 0.05 s"):
+            decode.decode(image_datasets.bomb_png(1, 1, *[profile] * 2000))
+        assert time.thread_time() - started < 1
+
+    def test_loader_skips_an_image_that_exceeds_a_limit(self, tmp_path):
+        image_datasets.image_folder(tmp_path, train=4, val=1)
+        source = ip.open_source("folder", data_dir=str(tmp_path))
+        Path(source.describe(1)).write_bytes(BOMBS["png of one row"])
+        batches = ip.train_batches(
+            source, "decode(precise=True)|resize_pillow(8)", len(source), 0, corrupt=ip.CorruptPolicy("skip"), threads=0
+        )
+        assert next(batches)["_skipped"].sum() == 1
 
     def test_largest_image_of_imagenet_is_accepted(self):
         data = image_datasets.bomb_jpeg(1)
         offset = data.index(b"\xff\xc0") + 5
-        assert decode.jpeg_size(data[:offset] + struct.pack(">HH", 9331, 6530) + data[offset + 4 :]) == (9331, 6530)
+        assert limits.jpeg_size(data[:offset] + struct.pack(">HH", 9331, 6530) + data[offset + 4 :]) == (9331, 6530)
 
     def test_file_too_large_for_an_image_is_not_read(self, tmp_path):
         image_datasets.image_folder(tmp_path, train=2, val=1)

@@ -10,6 +10,7 @@ from PIL import Image
 import input_pipeline as ip
 from input_pipeline import optional
 from input_pipeline.images import decode as decoding
+from input_pipeline.images import limits
 
 ODD = image_datasets.odd_images()
 PIXELS = image_datasets.image_array(0)
@@ -133,8 +134,8 @@ def test_random_damage_gives_pixels_or_an_input_error_of_one_line(spec):
 @pytest.mark.parametrize("size", [(8, 9), (60, 80), (1000, 3)])
 def test_size_is_read_from_the_frame_header(size, options):
     data = image_datasets.jpeg(0, *size, **options)
-    assert decoding.jpeg_size(data) == size
-    assert decoding.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # padding before a marker
+    assert limits.jpeg_size(data) == size
+    assert limits.jpeg_size(data[:2] + b"\xff\xff" + data[2:]) == size  # padding before a marker
 
 
 def test_jpeg_without_frame_header_is_refused():
@@ -142,7 +143,7 @@ def test_jpeg_without_frame_header_is_refused():
     frame = data.index(b"\xff\xc0")
     for cut in range(2, frame + 9):
         with pytest.raises(ip.InputError, match="no JPEG header"):
-            decoding.jpeg_size(data[:cut])
+            limits.jpeg_size(data[:cut])
 
 
 def test_image_with_thirty_two_bits_a_channel_is_refused():

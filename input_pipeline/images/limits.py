@@ -1,0 +1,116 @@
+"""Limits on the time and memory that decoding one image takes, checked before and while it is decoded.
+
+| limit | constant | reason |
+|---|---|---|
+| pixels | `MAX_PIXELS` | memory: up to 20 bytes per pixel, which is 3.6 GB |
+| width, height | `MAX_SIDE` | decoders need memory for each row, and count the bits of a row in 32 bits |
+| pixels of a JPEG, counted once per scan | `MAX_SCANNED_PIXELS` | a scan of a few bytes takes the time of all pixels |
+| segments of a JPEG | `MAX_SEGMENTS` | each takes time |
+| pixels of a TIFF's tiles | `MAX_PIXELS` | tiles may be larger than the image |
+| CPU time of Pillow | `MAX_SECONDS` | some files need time without any pixel, such as a PNG of many color profiles |
+
+The largest images of these limits take about ten seconds on a CPU of 2024; a photo takes milliseconds.
+"""
+
+import io
+import math
+import re
+import time
+from collections.abc import Iterator
+
+from PIL import TiffImagePlugin
+
+from input_pipeline.errors import InputError
+
+MAX_PIXELS = (1 << 29) // 3  # 178,956,970, three times ImageNet's largest; the limit of TensorFlow and Pillow
+MAX_SIDE = 1 << 20
+MAX_SCANNED_PIXELS = 1 << 31  # twelve scans of MAX_PIXELS; progressive files have about ten
+MAX_SEGMENTS = 1 << 16
+MAX_SECONDS = 10.0
+
+# A JPEG marker with a meaning between segments: neither a stuffed byte, nor padding, nor a restart.
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # of frame headers
+SEQUENTIAL_FRAMES = {0xC0, 0xC1, 0xC9}  # one scan may hold all components
+SCAN, END = 0xDA, 0xD9
+MARKERS_WITHOUT_LENGTH = {0x01, 0xD8}  # no length and no data follow
+MCU_SIDE = 32  # pixels; a scan decodes an image in blocks of up to this side
+TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF tags
+
+
+class TimedStream(io.BytesIO):
+    """Bytes of a file that a decoder can read for `MAX_SECONDS` of the thread's CPU time.
+
+    The decoders of Pillow read a file in pieces, and each chunk or block of a format separately, so a limit that is
+    checked at each read ends every loop over pieces of a file.
+    """
+
+    def __init__(self, data: bytes):
+        super().__init__(data)
+        self._deadline = time.thread_time() + MAX_SECONDS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read bytes. Raises InputError after the deadline."""
+        if time.thread_time() > self._deadline:
+            raise InputError(f"decoding the image takes more than the limit of {MAX_SECONDS:g} s")
+        return super().read(size)
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Raise InputError if an image has more than MAX_PIXELS, or a side of more than MAX_SIDE."""
+    if width * height > MAX_PIXELS:
+        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
+    if max(width, height) > MAX_SIDE:
+        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_SIDE} for a side")
+
+
+def check_tiles(image: TiffImagePlugin.TiffImageFile) -> None:
+    """Raise InputError if the tiles of a TIFF have more than MAX_PIXELS, in an image that may have few."""
+    tiles = (image.tag_v2.get(tag, side) for tag, side in zip((TILE_WIDTH, TILE_LENGTH), image.size, strict=True))
+    width, height = (-(-side // tile) * tile for tile, side in zip(tiles, image.size, strict=True))
+    if width * height > MAX_PIXELS:
+        raise InputError(f"the image's tiles have {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
+
+
+def jpeg_size(data: bytes) -> tuple[int, int]:
+    """Return (height, width) from a JPEG's frame header (ITU-T T.81, B.2.2), and check the number of its scans.
+
+    The header is parsed here because TensorFlow's function for it copies the whole file.
+
+    Raises:
+      InputError: the file has no frame header, or exceeds a limit.
+    """
+    segments = _segments(data)
+    frame, at = next((found for found in segments if found[0] in FRAME_MARKERS), (0, len(data)))
+    height, width = (int.from_bytes(data[i : i + 2], "big") if len(data) >= i + 2 else 0 for i in (at + 5, at + 7))
+    if not height * width:
+        raise InputError("broken image: no JPEG header")
+    check_pixels(width, height)
+    components = data[at + 9 : at + 10]
+    _, at = next((found for found in segments if found[0] == SCAN), (0, len(data)))
+    if frame in SEQUENTIAL_FRAMES and data[at + 4 : at + 5] == components:
+        return height, width  # one scan of all components is the only one
+    scans = 1 + sum(marker == SCAN for marker, _ in segments)
+    pixels = scans * math.prod(-(-side // MCU_SIDE) * MCU_SIDE for side in (height, width))
+    if pixels > MAX_SCANNED_PIXELS:
+        raise InputError(f"the image has {width}x{height} pixels in {scans} scans, which exceeds limit of time")
+    return height, width
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (marker, position of the marker) of the segments of a JPEG until its end, as libjpeg finds them.
+
+    Raises:
+      InputError: the file has more than MAX_SEGMENTS.
+    """
+    at = 2
+    for _ in range(MAX_SEGMENTS):
+        found = MARKER.search(data, at)
+        if found is None:
+            return
+        marker, at = data[found.end() - 1], found.start()
+        yield marker, at
+        if marker == END:
+            return
+        at += 2 + (0 if marker in MARKERS_WITHOUT_LENGTH else int.from_bytes(data[at + 2 : at + 4], "big"))
+    raise InputError(f"broken image: a JPEG of more than {MAX_SEGMENTS:,} segments")
