@@ -3,22 +3,31 @@
 Text is never converted to special tokens: the characters "<|endoftext|>" in a document are encoded as text.
 """
 
-import contextlib
+from __future__ import annotations
+
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
-from input_pipeline.files import expand
+from input_pipeline.errors import InputError, MissingDataError, nearest
+from input_pipeline.files import expand, read_regular
 from input_pipeline.optional import require
+from input_pipeline.text.tokenizer_process import TokenizerProcess
+
+if TYPE_CHECKING:
+    import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT = 256  # the token after those of the 256 byte values
 MAX_VOCAB_SIZE = 1 << 24  # 16 times the largest in use; a larger token number would need much memory for `token_bytes`
+MAX_FILE_BYTES = 1 << 27  # of a tokenizer.json, three times the largest in use
+LINEAR_DECODERS = ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Sequence", "Strip", "WordPiece")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token of a single byte
 SPACE = "\u2581"  # represents a space in sentencepiece's tokens
 
@@ -50,7 +59,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding."""
+    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding.
+
+    A process of its own loads the file and encodes, because a file can contain what takes unlimited time or memory.
+    """
 
     def __init__(self, path: str, end_of_text: str | None = END_OF_TEXT):
         """
@@ -60,31 +72,24 @@ class FileTokenizer:
 
         Raises:
           MissingDataError: the file does not exist.
-          InputError: the file is invalid or has no such special token.
+          InputError: the file is invalid, exceeds a limit, or has no such special token.
         """
+        require("tokenizers")
         file = expand(path)
         file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it")
-        try:
-            content = file.read_text(encoding="utf-8")
-            self.tokenizer = require("tokenizers").Tokenizer.from_str(content)
-        except InputError:
-            raise
-        except Exception as e:  # the library raises exceptions of type Exception
-            raise InputError(f"{file} is not a valid tokenizer.json: {first_line(e)}") from None
         self.path = str(file)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = True  # encodes the text of special tokens as any other text
-        self.vocab: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.added_tokens = self.tokenizer.get_added_tokens_decoder()
+        self._content = _read(file)
+        try:
+            self._process = TokenizerProcess(self._content)
+        except InputError as e:
+            raise InputError(f"{file} is not a valid tokenizer.json: {e}") from None
+        self.vocab, self.added_tokens = self._process.vocab, self._process.added_tokens
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise InputError(
                 f"{file} has a token with number {self.vocab_size - 1:,}; expected less than {MAX_VOCAB_SIZE:,}"
             )
-        self.spelling = _spelling(json.loads(content))
+        self.spelling = _spelling(self._process.pre_tokenizer, self._process.decoder)
         self.end_of_text = None if end_of_text is None else self._special_token(end_of_text)
 
     @property
@@ -98,42 +103,59 @@ class FileTokenizer:
             return None
         counts = np.zeros(self.vocab_size, np.int32)
         for token, i in self.vocab.items():
-            if i in self.added_tokens:
-                counts[i] = 0 if self.added_tokens[i].special else len(token.encode())
-            elif self.spelling == "bytes":
+            if self.spelling == "bytes":
                 counts[i] = len(token)  # each character is one byte
             else:
                 counts[i] = 1 if BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
+        for number, text, special in self.added_tokens:
+            counts[number] = 0 if special else len(text.encode())
         return counts
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end of text."""
-        with self._encoding_errors():
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        """Return the tokens of a text, without an end of text. Raises InputError as `encode_batch` does."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without an end of text; several threads tokenize."""
-        with self._encoding_errors():
-            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        """Return the tokens of each text, without an end of text; several threads tokenize.
+
+        Raises:
+          InputError: the tokenizer fails, or exceeds a limit of `input_pipeline.limited_worker`.
+        """
+        try:
+            return self._process.encode(texts)
+        except (InputError, UnicodeEncodeError) as e:
+            raise InputError(f"{self.path} cannot tokenize: {e}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens without special tokens, with U+FFFD for invalid UTF-8."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        """Return the text of tokens without special tokens, with U+FFFD for invalid UTF-8.
 
-    @contextlib.contextmanager
-    def _encoding_errors(self) -> Iterator[None]:
-        """Convert the library's exceptions to InputError with the path of the tokenizer."""
+        Raises:
+          InputError: the decoder fails, or exceeds a limit of `input_pipeline.limited_worker`.
+        """
         try:
-            yield
-        except Exception as e:  # the library raises exceptions of type Exception
-            raise InputError(f"{self.path} cannot tokenize: {first_line(e)}") from None
+            return self._process.decode(ids) if self._decoder is None else str(self._decoder.decode(list(ids)))
+        except InputError as e:
+            raise InputError(f"{self.path} cannot decode: {e}") from None
+
+    @functools.cached_property
+    def _decoder(self) -> "tokenizers.Tokenizer | None":
+        """The tokenizer without the parts that encode, in this process; None if decoding needs limits.
+
+        Decoding in this process takes half the time, which matters because each generated token is decoded.
+        """
+        if not _is_linear(self._process.decoder):
+            return None
+        description = json.loads(self._content)
+        description |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))
+        if "merges" in description["model"]:
+            description["model"]["merges"] = []
+        decoder: tokenizers.Tokenizer = require("tokenizers").Tokenizer.from_str(json.dumps(description))
+        return decoder
 
     def _special_token(self, name: str) -> int:
         """Return the number of a special token. Raises InputError if it does not exist or is made from text."""
-        special: dict[str, int] = {token.content: i for i, token in self.added_tokens.items() if token.special}
+        special = {token.text: token.number for token in self.added_tokens if token.special}
         if name not in special:
             raise InputError(f"{self.path} has no special token {name!r} for end_of_text; {nearest(name, special)}")
         if special[name] in self.encode(name):
@@ -207,20 +229,46 @@ def vocabulary(
     return Vocabulary(vocab_size, end_of_text, token_bytes)
 
 
-def _spelling(description: Mapping[str, object]) -> Literal["bytes", "text"] | None:
+def _read(file: Path) -> bytes:
+    """Return the content of a tokenizer.json. Raises MissingDataError or InputError if it cannot be read."""
+    try:
+        return read_regular(file, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        raise MissingDataError(f"no tokenizer {file}: give a tokenizer.json, or the folder that holds it") from None
+    except OSError as e:
+        raise InputError(f"cannot read {file}: {e.strerror}") from None
+    except InputError as e:
+        raise InputError(f"cannot read {file}: {e}") from None
+
+
+def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"] | None:
     """Return how a tokenizer.json spells its tokens, or None if it is unknown.
 
     "bytes" is GPT-2's alphabet with one character per byte; "text" is text with tokens of single bytes as a fallback.
     """
-    types = {name for key in ("pre_tokenizer", "decoder") for name in _types(description.get(key))}
+    types = {part.get("type") for part in (*_parts(pre_tokenizer), *_parts(decoder))}
     if "ByteLevel" in types:
         return "bytes"
     return "text" if "ByteFallback" in types else None
 
 
-def _types(part: object) -> Iterator[str]:
-    """Yield the types of a part of a tokenizer.json and of the parts nested in it."""
+def _is_linear(decoder: object) -> bool:
+    """Return whether decoding takes time and memory in proportion to the text of the tokens, and cannot fail."""
+    for part in _parts(decoder):
+        if part.get("type") == "Replace":
+            pattern = part["pattern"].get("String", "")
+            if not 0 < len(pattern.encode()) >= len(part["content"].encode()):
+                return False
+        elif part.get("type") not in LINEAR_DECODERS or part.get("stop"):
+            return False
+    return True
+
+
+def _parts(part: object) -> Iterator[dict[str, Any]]:
+    """Yield a part of a tokenizer.json and the parts nested in it, as the tokenizers library has accepted them."""
     if isinstance(part, dict):
-        yield str(part.get("type"))
-        for inside in (*part.get("pretokenizers", ()), *part.get("decoders", ())):
-            yield from _types(inside)
+        yield part
+        for key in ("pretokenizers", "decoders"):
+            inside = part.get(key)
+            for nested in inside if isinstance(inside, list) else ():
+                yield from _parts(nested)

@@ -1,10 +1,12 @@
 """Builders of hostile files: small files that announce sizes which they do not have."""
 
 import contextlib
+import json
 import struct
 import tracemalloc
 import zlib
 
+import corpora
 import image_datasets
 import pytest
 
@@ -103,4 +105,23 @@ def write_tfrecord(path, length, content=b""):
     """Write a TFRecord file whose only record announces a length, with a valid checksum of that length."""
     head = struct.pack("<Q", length)
     path.write_bytes(head + tfrecord._checksum(head) + content)
+    return path
+
+
+def split_at(pattern):
+    """A pre-tokenizer of a tokenizer.json that splits a text at a regular expression."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def replacements(key, *factors):
+    """A sequence of parts of a tokenizer.json that each repeat the letter a, under a key such as "decoders"."""
+    parts = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * factor} for factor in factors]
+    return {"type": "Sequence", key: parts}
+
+
+def tokenizer_file(path, **parts):
+    """Train a tokenizer of bytes, write its tokenizer.json with some parts replaced, and return the path."""
+    pytest.importorskip("tokenizers")
+    content = json.loads(corpora.train_tokenizer(path).read_text())
+    path.write_text(json.dumps(content | parts))
     return path

@@ -13,11 +13,20 @@ import corpora
 import image_datasets
 import numpy as np
 import pytest
-from hostile_files import BOMBS, refused, scans_jpeg, write_tfrecord, zstd_frame
+from hostile_files import (
+    BOMBS,
+    refused,
+    replacements,
+    scans_jpeg,
+    split_at,
+    tokenizer_file,
+    write_tfrecord,
+    zstd_frame,
+)
 from PIL import Image
 
 import input_pipeline as ip
-from input_pipeline import memory, tfrecord
+from input_pipeline import limited_process, memory, tfrecord
 from input_pipeline.images import decode, folder, limits, tfds
 from input_pipeline.text import documents, megatron_format, tokenizer
 
@@ -217,8 +226,13 @@ class TestTokens:
         with refused(fact):
             open_text(prefix, "megatron")
 
-    def test_tokenizer_with_a_huge_token_number_is_refused(self, tmp_path):
+
+class TestTokenizers:
+    @pytest.fixture(autouse=True)
+    def _library(self):
         pytest.importorskip("tokenizers")
+
+    def test_huge_token_number_is_refused(self, tmp_path):
         file = corpora.train_tokenizer(tmp_path / "tokenizer.json")
         content = json.loads(file.read_text())
         content["model"]["vocab"]["absurd"] = 2**32 - 1
@@ -226,8 +240,7 @@ class TestTokens:
         with refused("tokenizer.json", "4,294,967,295"):
             tokenizer.open_tokenizer(str(file))
 
-    def test_error_of_a_tokenizer_names_its_file(self, tmp_path):
-        pytest.importorskip("tokenizers")
+    def test_error_names_the_file(self, tmp_path):
         file = corpora.train_tokenizer(tmp_path / "tokenizer.json", "words")
         content = json.loads(file.read_text())
         content["model"]["unk_token"] = "absent"
@@ -235,6 +248,68 @@ class TestTokens:
         (tmp_path / "a.txt").write_text("unheard of")
         with refused("tokenizer.json cannot tokeni"):
             open_text(tmp_path / "a.txt", tokenizer=str(file))
+
+    @pytest.mark.parametrize(
+        "content",
+        ["[" * 100_000, '{"x": %s}' % ("[" * 100_000), '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "x": %s}'
+         % ("9" * 10_000), '{"decoder": [1]}', "[]", "\ud800"],
+    )  # fmt: skip
+    def test_content_that_is_not_a_tokenizer_is_refused(self, tmp_path, content):
+        (tmp_path / "tokenizer.json").write_text(content, errors="surrogatepass")
+        with refused("tokenizer.json is not a valid tokenizer.json: "):
+            tokenizer.open_tokenizer(str(tmp_path))
+
+    def test_unknown_keys_of_a_part_are_ignored(self, tmp_path):
+        part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "decoders": 5, "pretokenizers": 5}
+        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=part)))
+        assert opened.decode(opened.encode("the")) == "the"
+
+    def test_failure_of_a_regular_expression_is_one_line_and_the_next_text_is_encoded(self, tmp_path, capfd):
+        file = tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=split_at("(a+)+$"))
+        opened = tokenizer.open_tokenizer(str(file))
+        with refused("tokenizer.json cannot tokenize: ", "retry-limit"):
+            opened.encode("a" * 30 + "!")
+        assert opened.decode(opened.encode("a")) == "a"
+        assert capfd.readouterr().err == ""
+
+    @pytest.mark.slow
+    def test_regular_expression_that_takes_too_long_is_ended(self, tmp_path, monkeypatch):
+        """A search fails at every letter after half a million steps, fewer than the library's own limit."""
+        monkeypatch.setattr(limited_process, "SECONDS", 0)
+        file = tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=split_at("(?:a|a?){12}(?<!a)"))
+        opened = tokenizer.open_tokenizer(str(file))
+        for _ in range(2):  # the error remains
+            with refused("tokenizer.json cannot tokenize: the limit of time is exceeded"):
+                opened.encode("a" * 40_000)
+
+    @pytest.mark.parametrize(
+        ("factors", "fact"),
+        [((32, 32), "30 bytes of text become 30,720 tokens"),
+         pytest.param((1000, 1000, 1000, 1000), "the limit of memory is exceeded", marks=pytest.mark.slow)],
+    )  # fmt: skip
+    def test_replacements_that_multiply_a_text_are_refused(self, tmp_path, factors, fact):
+        normalizer = replacements("normalizers", *factors)
+        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", normalizer=normalizer)))
+        with refused("tokenizer.json cannot tokenize: ", fact):
+            opened.encode("a" * 30)
+
+    @pytest.mark.parametrize(
+        ("decoder", "fact"),
+        [({"type": "Strip", "content": "a", "start": 0, "stop": 9}, "index out of bounds"),
+         pytest.param(replacements("decoders", 1000, 1000, 10_000), "the limit of memory", marks=pytest.mark.slow)],
+    )  # fmt: skip
+    def test_decoder_that_fails_is_refused(self, tmp_path, decoder, fact, capfd):
+        opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", decoder=decoder)))
+        with refused("tokenizer.json cannot decode: ", fact):
+            opened.decode(opened.encode("a"))
+        assert capfd.readouterr().err == ""
+
+    def test_process_ends_with_its_tokenizer(self, tmp_path):
+        opened = tokenizer.open_tokenizer(str(corpora.train_tokenizer(tmp_path / "tokenizer.json")))
+        process = opened._process._process._process
+        assert process.poll() is None
+        del opened
+        assert process.poll() is not None
 
 
 class TestRecords:
