@@ -1,19 +1,26 @@
-"""Checks of lm-evaluation-harness task files that could run code."""
+"""Checks of lm-evaluation-harness task files that could run code, and limits on their templates."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, InputError
+from dcvit.inference import template_worker
+from input_pipeline.files import read_regular
+from input_pipeline.limited_process import LimitedProcess
 
 Node: TypeAlias = Any  # yaml.Node; PyYAML comes with the extra `eval`
+Event: TypeAlias = Any  # yaml.Event
 
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
 READERS = ("pandas", "sql", "spark", "generator")  # data readers that unpickle, open any database or file, or run code
+MAX_DEPTH, MAX_VALUES = 100, 1_000_000  # of a task file
+MAX_SHOWN = 60  # characters of a template that an error message shows
 CODE_KEYS = ("hf_evaluate", "use_prompt", "unsafe_code")  # keys of a task that load code or permit it
 
 
@@ -36,7 +43,8 @@ def check_task_files(folder: Path) -> None:
             continue
         checked.add(path)
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
+            _check_structure(yaml.parse(content, Loader=loader))
             tags = sorted(_special_tags(yaml.compose(content, Loader=loader)))
             task = None if tags else yaml.load(content, Loader=loader)  # without special tags this builds plain values
         except (OSError, ValueError, yaml.YAMLError) as e:
@@ -50,21 +58,75 @@ def check_task_files(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def sandboxed_templates() -> Iterator[None]:
-    """Make the library render the templates of tasks in Jinja's sandbox inside the context.
+def limited_templates() -> Iterator[None]:
+    """Make the library render the templates of tasks in `template_worker` inside the context.
 
-    A template without sandbox can reach Python's internals, and through them run code.
+    A template could reach Python's internals, and through them run code, or take unlimited time and memory.
     """
-    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
     original = utils.env
-    utils.env = SandboxedEnvironment(undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline)
-    utils.env.filters.update(original.filters)
+    utils.env = _LimitedEnvironment()
     try:
         yield
     finally:
         utils.env = original
+
+
+class _LimitedEnvironment:
+    """Replacement of the library's Jinja environment that renders in a process with limits."""
+
+    def __init__(self) -> None:
+        self.process = LimitedProcess(template_worker.__file__)
+
+    def from_string(self, template: str) -> _LimitedTemplate:
+        """Return a template."""
+        return _LimitedTemplate(self.process, template)
+
+
+class _LimitedTemplate(NamedTuple):
+    """A Jinja template."""
+
+    process: LimitedProcess
+    template: str
+
+    def render(self, **values: object) -> str:
+        """Return the text with the values of variables. Raises ConfigError if rendering fails or exceeds a limit."""
+        try:
+            return self.process(pickle.dumps((self.template, values)))[0].decode(errors="surrogatepass")
+        except InputError as e:
+            raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {e}") from None
+
+
+def _check_structure(events: Iterator[Event]) -> None:
+    """Raise ConfigError if a YAML document is nested deeply, contains itself, or is huge with its aliases expanded.
+
+    PyYAML's parser crashes at deep nesting, and copies of a document expand its aliases.
+    """
+    import yaml
+
+    sizes: dict[str | None, int] = {}  # values in each anchored part
+    stack: list[tuple[str | None, int]] = [(None, 0)]  # the anchors of the open parts, and the values in them so far
+    for event in events:
+        if isinstance(event, yaml.CollectionStartEvent):
+            stack.append((event.anchor, 0))
+            if len(stack) > MAX_DEPTH:
+                raise ConfigError(f"nested more than {MAX_DEPTH} deep")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = stack.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, size = event.anchor, 0
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in sizes:
+            anchor, size = None, sizes[event.anchor]
+        elif isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"the alias *{event.anchor} has no complete anchor before it")
+        else:
+            continue
+        sizes[anchor] = size + 1
+        stack[-1] = (stack[-1][0], stack[-1][1] + size + 1)
+        if stack[-1][1] > MAX_VALUES:
+            raise ConfigError(f"more than {MAX_VALUES:,} values, with aliases expanded")
 
 
 def _special_tags(root: Node | None) -> set[str]:
