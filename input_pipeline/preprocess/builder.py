@@ -12,6 +12,7 @@ from input_pipeline.errors import InputError, ReadingError, check_arguments, fir
 from input_pipeline.preprocess import ops
 from input_pipeline.source import Example
 
+MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
 
 
@@ -89,10 +90,12 @@ def _nodes(spec: str) -> list[ast.expr]:
     if not spec.strip():
         return []
     try:
-        return _operands(ast.parse(spec.strip(), mode="eval").body)
+        nodes = _operands(ast.parse(spec.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        shown = repr(spec) if len(spec) <= MAX_SHOWN else f"{spec[:MAX_SHOWN]!r}…"
-        raise InputError(f"preprocessing: cannot parse {shown}; expected op|op(args)|…") from None
+        nodes = []
+    if not nodes or max(map(_depth, nodes)) > MAX_DEPTH:
+        raise InputError(f"preprocessing: cannot parse {_shown(spec)}; expected op|op(args)|…")
+    return nodes
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
@@ -100,6 +103,19 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return [*_operands(node.left), *_operands(node.right)]
     return [node]
+
+
+def _depth(node: ast.expr) -> int:
+    """Return the depth of an op's syntax tree, without recursion."""
+    depth, level = 0, list[ast.AST]([node])
+    while level:
+        depth, level = depth + 1, [child for parent in level for child in ast.iter_child_nodes(parent)]
+    return depth
+
+
+def _shown(text: str) -> str:
+    """Return a string as error messages show it."""
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}…"
 
 
 def _call(node: ast.expr) -> ast.Call:
@@ -111,7 +127,7 @@ def _op(node: ast.expr) -> ops.Op:
     """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
     call = _call(node)
     if not isinstance(call.func, ast.Name):
-        raise InputError(f"preprocessing: {ast.unparse(node)!r} is not of the form op or op(literal, …)")
+        raise InputError(f"preprocessing: {_shown(ast.unparse(node))} is not of the form op or op(literal, …)")
     name = call.func.id
     if name not in ops.__all__:
         raise InputError(f"preprocessing: unknown op {name!r}; {nearest(name, ops.__all__)}")
@@ -119,7 +135,7 @@ def _op(node: ast.expr) -> ops.Op:
         args = [ast.literal_eval(arg) for arg in call.args]
         kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, TypeError):
-        raise InputError(f"preprocessing: the arguments of {ast.unparse(node)!r} must be literals") from None
+        raise InputError(f"preprocessing: the arguments of {_shown(ast.unparse(node))} must be literals") from None
     factory = getattr(ops, name)
     check_arguments(factory, args, kwargs, f"preprocessing op {name!r}")
     op: ops.Op = factory(*args, **kwargs)
