@@ -15,6 +15,7 @@ import hashlib
 import io
 import logging
 import os
+import stat
 import struct
 import uuid
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, first_line
+from input_pipeline.files import read_regular
 from input_pipeline.optional import require, tensorflow
 
 logger = logging.getLogger(__name__)
@@ -142,8 +144,8 @@ def _log_indexing() -> None:
 def _load_index(path: Path, state: tuple[int, int]) -> np.ndarray | None:
     """Return the offsets stored in an index, or None if it is missing, damaged or of another state of the file."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_regular(path)
+    except (OSError, InputError):
         return None
     if content[:16] != struct.pack("<2q", *state) or len(content) % 8:
         return None
@@ -236,7 +238,9 @@ def _stat(path: str) -> tuple[int, int]:
         found = tensorflow().io.gfile.stat(path)
         return int(found.length), int(found.mtime_nsec)
     try:
-        stat = Path(path).stat()
+        status = Path(path).stat()
     except OSError as e:
         raise ReadingError(f"cannot read {path}: {e.strerror}") from None
-    return stat.st_size, stat.st_mtime_ns
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
+        raise ReadingError(f"cannot read {path}: not a regular file")
+    return status.st_size, status.st_mtime_ns

@@ -18,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, InputError, escaped
 from input_pipeline import Preprocess
-from input_pipeline.files import read_regular
+from input_pipeline.files import files_below, read_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 BATCH = 64  # images that are classified at once
@@ -48,7 +48,7 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
       on_error: called with one line for each folder without image files, if there are other files.
 
     Raises:
-      InputError: there is no file.
+      InputError: there is no file, or a folder cannot be read.
     """
     found: list[Path] = []
     empty: list[str] = []
@@ -56,7 +56,7 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises errors, which reading the file will report
             found.append(path)
             continue
-        images = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and os.path.isfile(p))  # noqa: PTH113
+        images = sorted(p for p in map(Path, files_below(path, hidden=True)) if p.suffix.lower() in SUFFIXES)
         found += images
         if not images:
             empty.append(f"no image files ({', '.join(SUFFIXES)}) in {path}")

@@ -2,13 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand, files_below, read_regular
 from input_pipeline.source import Example
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -109,21 +108,7 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _image_files(folder: Path) -> list[str]:
     """Return the sorted image files of a class, including those in subfolders. Raises InputError if there are none."""
-
-    def walk(inside: str) -> Iterator[str]:
-        with os.scandir(inside) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    yield from walk(entry.path)
-                elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
-                    yield entry.path
-
-    try:
-        files = sorted(walk(str(folder)))
-    except OSError as e:
-        raise InputError(f"cannot read {e.filename}: {e.strerror}") from None
+    files = sorted(file for file in files_below(folder, hidden=False) if file.lower().endswith(SUFFIXES))
     if not files:
         raise InputError(f"class folder {folder} holds no images ({', '.join(SUFFIXES)})")
     return files

@@ -130,7 +130,7 @@ def find_dataset(name: str, root: str) -> str:
     configs = [c for c in inside if not versions and not c.startswith((".", "incomplete"))]
     if len(configs) == 1:
         return find_dataset(f"{base}/{configs[0]}:{version}" if version else f"{base}/{configs[0]}", root)
-    ready = [v for v in versions if (folder / v / "dataset_info.json").exists() and version in ("", v)]
+    ready = [v for v in versions if (folder / v / "dataset_info.json").is_file() and version in ("", v)]
     if ready:
         return str(folder / max(ready, key=lambda v: tuple(map(int, v.split(".")))))
     if configs:
@@ -146,7 +146,10 @@ def find_dataset(name: str, root: str) -> str:
 
 def _check_features(folder: str) -> None:
     """Raise InputError if a feature class is not from tensorflow-datasets, which would import its module by name."""
-    inside = [json.loads((require("etils.epath").Path(folder) / "features.json").read_text())]
+    file = require("etils.epath").Path(folder) / "features.json"
+    if not file.is_file():
+        raise InputError(f"{file} is missing or not a regular file; prepare the dataset again")
+    inside = [json.loads(file.read_text())]
     while inside:
         part = inside.pop()
         if isinstance(part, dict):

@@ -15,7 +15,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
-from input_pipeline.files import expand
+from input_pipeline.files import expand, files_below
 from input_pipeline.optional import require
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
 
     Raises:
       MissingDataError: no file was found.
-      InputError: a file has another suffix, or the path is a URL.
+      InputError: a file has another suffix, the path is a URL, or a folder cannot be read.
     """
     if "://" in path:
         raise InputError(f"{path}: only local files are supported")
@@ -79,8 +79,7 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
         return contains in name and not name.endswith(INDEX_SUFFIX) if contains else name.endswith(tuple(suffixes))
 
     if place.is_dir():
-        found = (p for p in place.rglob("*") if matches(p) and p.is_file())
-        paths = [p for p in found if not any(part.startswith(".") for part in p.relative_to(place).parts)]
+        paths = [p for p in map(Path, files_below(place, hidden=False)) if matches(p)]
         root = place
     else:
         paths = [place] if place.is_file() else [Path(p) for p in glob.glob(str(place), recursive=True)]  # noqa: PTH207

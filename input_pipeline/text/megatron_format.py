@@ -5,6 +5,7 @@ PREFIX.bin is one stream of tokens. PREFIX.idx divides it into sequences and con
 their offsets in bytes (int64), document index (int64). PREFIX.json is not part of Megatron's format.
 """
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import BinaryIO, NamedTuple, TypedDict, cast
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
-from input_pipeline.files import expand
+from input_pipeline.files import expand, read_regular
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 CHUNK = 1 << 18  # lengths or offsets that are in memory at a time
+CHECKED = 1 << 14  # numbers at each end of an array that are checked
 
 
 class Description(TypedDict, total=False):
@@ -76,7 +78,7 @@ def read_description(prefix: str) -> Description:
     if not path.is_file():
         return {}
     try:
-        description = json.loads(path.read_bytes())
+        description = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f"cannot read {path}: {first_line(e)}") from None
     numbers = ("vocab_size", "end_of_text", "documents")
@@ -86,7 +88,7 @@ def read_description(prefix: str) -> Description:
 
 
 def read_index(prefix: str) -> MegatronIndex:
-    """Read PREFIX.idx, and check it against PREFIX.bin by the file sizes and the last sequence.
+    """Read PREFIX.idx, and check its first and last numbers, and by the last sequence the size of PREFIX.bin.
 
     The files are not read completely, so time and memory hardly depend on their size.
 
@@ -101,13 +103,12 @@ def read_index(prefix: str) -> MegatronIndex:
             if not sequences or not tokens_size:
                 raise InputError(f"{path} holds no sequences, or {data} no tokens")
             length = _equal_length(file, sequences)
-            last_size = _number(file, "<i4", HEADER.size + 4 * (sequences - 1))
-            first, last = (_number(file, "<i8", HEADER.size + 4 * sequences + 8 * i) for i in (0, sequences - 1))
+            end = _checked_end(file, path, sequences, np.dtype(DTYPES[code]).itemsize)
+            _check_documents(file, path, sequences)
     except OSError as e:
         raise InputError(f"cannot read {e.filename or path}: {e.strerror}") from None
     dtype = np.dtype(DTYPES[code])
-    end = last + last_size * dtype.itemsize
-    if first != 0 or end != tokens_size:
+    if end != tokens_size:
         raise InputError(f"{data} has {tokens_size:,} bytes, {path} needs {end:,}: cut off, or not of one pair")
     if tokens_size % dtype.itemsize:
         raise InputError(f"{data} has {tokens_size:,} bytes, which is not a multiple of {dtype.itemsize} bytes a token")
@@ -133,18 +134,57 @@ def _read_header(file: BinaryIO, path: str, size: int) -> tuple[int, int]:
     return code, sequences
 
 
-def _number(file: BinaryIO, dtype: str, at: int) -> int:
-    """Return the integer at an offset of a file."""
+def _checked_end(file: BinaryIO, path: str, sequences: int, width: int) -> int:
+    """Return the byte after the last sequence. Raises InputError if the sequences do not follow each other from 0 on.
+
+    Only the first and the last CHECKED sequences are checked.
+    """
+    end = 0
+    for at in sorted({0, max(0, sequences - CHECKED)}):
+        count = min(CHECKED, sequences - at)
+        sizes = _numbers(file, "<i4", HEADER.size + 4 * at, count)
+        starts = _numbers(file, "<i8", HEADER.size + 4 * sequences + 8 * at, count)
+        ends = starts + sizes.astype("<i8") * width
+        expected = np.concatenate([starts[:1] if at else [0], ends[:-1]])
+        wrong = (sizes < 0) | (starts < 0) | (starts != expected)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise InputError(
+                f"{path} is damaged: sequence {at + i:,} has {sizes[i]:,} tokens from byte {starts[i]:,}, "
+                f"expected from byte {expected[i]:,}"
+            )
+        end = int(ends[-1])
+    return end
+
+
+def _check_documents(file: BinaryIO, path: str, sequences: int) -> None:
+    """Raise InputError if the document index does not ascend from 0 to the number of sequences at most.
+
+    Only its first and its last CHECKED numbers are checked.
+    """
+    start = HEADER.size + 12 * sequences
+    documents = (file.seek(0, io.SEEK_END) - start) // 8
+    for at in sorted({0, max(0, documents - CHECKED)}):
+        numbers = _numbers(file, "<i8", start + 8 * at, min(CHECKED, documents - at))
+        wrong = (numbers > sequences) | (np.diff(numbers, prepend=numbers[:1]) < 0)
+        if not at:
+            wrong[:1] |= numbers[:1] != 0
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise InputError(f"{path} is damaged: document {at + i:,} begins with sequence {numbers[i]:,}")
+
+
+def _numbers(file: BinaryIO, dtype: str, at: int, count: int) -> np.ndarray:
+    """Return integers at an offset of a file."""
     file.seek(at)
-    return int(np.frombuffer(file.read(np.dtype(dtype).itemsize), dtype)[0])
+    return np.frombuffer(file.read(np.dtype(dtype).itemsize * count), dtype)
 
 
 def _equal_length(file: BinaryIO, sequences: int) -> int | None:
     """Return the length of all sequences, or None if there is only one sequence or the lengths differ."""
     length = None
-    file.seek(HEADER.size)
     for at in range(0, sequences, CHUNK):
-        sizes = np.frombuffer(file.read(4 * min(CHUNK, sequences - at)), "<i4")
+        sizes = _numbers(file, "<i4", HEADER.size + 4 * at, min(CHUNK, sequences - at))
         length = int(sizes[0]) if length is None else length
         if (sizes != length).any():
             return None

@@ -6,9 +6,11 @@ import socket
 import pytest
 
 from dcvit import cli, predict
+from dcvit.inference.classifier import find_images
 from dcvit.inference.texts import read_prompts
-from input_pipeline import InputError
+from input_pipeline import InputError, open_source, tfrecord
 from input_pipeline.files import expand, read_regular
+from input_pipeline.text.tokenizer import open_tokenizer
 
 
 @pytest.fixture
@@ -54,6 +56,84 @@ def test_sparse_file_beyond_the_limit_is_not_read(tmp_path):
     os.truncate(path, 40_000_000_000)
     with pytest.raises(InputError, match="the file has 40,000,000,000 bytes, more than the limit of 1,073,741,824"):
         read_regular(path)
+
+
+@SPECIAL
+@pytest.mark.parametrize("name", ["tokenizer.json", "a.tfrecord", "a.txt", "a.bin"])
+def test_no_source_opens_what_is_not_a_regular_file(special, name, tmp_path):
+    (tmp_path / "a.idx").write_bytes(b"")
+    path = special.rename(tmp_path / name)
+    opened = {
+        "tokenizer.json": lambda: open_tokenizer(str(path)),
+        "a.tfrecord": lambda: tfrecord.TFRecordFile(str(path)),
+        "a.txt": lambda: open_source("text", path=str(path), context=8),
+        "a.bin": lambda: open_source("megatron", path=str(path), context=8),
+    }
+    with pytest.raises(InputError) as error:
+        opened[name]()
+    assert str(path) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("special", ["pipe"], indirect=True)
+def test_offsets_that_are_not_a_regular_file_are_ignored(special, tmp_path):
+    special.rename(tmp_path / "a.tfrecord.offsets")
+    (tmp_path / "a.tfrecord").write_bytes(b"")
+    assert len(tfrecord.TFRecordFile(str(tmp_path / "a.tfrecord"))) == 0
+
+
+@pytest.fixture
+def deep(tmp_path, monkeypatch, request):
+    """A folder with one image and one text, nested in folders of the given number and length of the name."""
+    count, length = request.param
+    monkeypatch.chdir(tmp_path)
+    for _ in range(count):
+        os.mkdir("d" * length)  # noqa: PTH102 -- the path is too long for the system
+        os.chdir("d" * length)
+    for name in ("a.png", "a.txt"):
+        with open(name, "w") as file:  # noqa: PTH123
+            file.write("some text")
+    yield tmp_path
+    for name in ("a.png", "a.txt"):
+        os.unlink(name)  # noqa: PTH108
+    for _ in range(count):
+        os.chdir("..")
+        os.rmdir("d" * length)  # noqa: PTH106
+
+
+@pytest.mark.parametrize("deep", [(1100, 1)], indirect=True)
+def test_files_in_folders_nested_deeply_are_found(deep):
+    source = open_source("folder", data_dir=str(deep.parent), split=deep.name)
+    assert source[0]["image"] == b"some text"
+    assert len(find_images([deep])) == 1
+    assert len(open_source("text", path=str(deep), context=8)) == 1
+
+
+@pytest.mark.parametrize("deep", [(25, 200)], indirect=True)
+def test_path_that_is_too_long_is_a_one_line_error(deep):
+    for search in (
+        lambda: open_source("folder", data_dir=str(deep.parent), split=deep.name),
+        lambda: find_images([deep]),
+        lambda: open_source("text", path=str(deep), context=8),
+    ):
+        with pytest.raises(InputError, match=r"cannot read .*ddd…: File name too long") as error:
+            search()
+        assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "folder", "data_dir": "a\0b"},
+        {"kind": "text", "path": "a\0b", "context": 8},
+        {"kind": "text", "path": "a", "tokenizer": "a\0b", "context": 8},
+        {"kind": "megatron", "path": "a\0b", "context": 8},
+        {"kind": "input_ids", "path": "a\0b", "context": 8},
+    ],
+)
+def test_nul_in_a_path_is_an_error(options):
+    with pytest.raises(InputError, match=r"the path 'a\\x00b' contains a NUL character"):
+        open_source(**options)
 
 
 def test_unknown_user_is_named(capsys):

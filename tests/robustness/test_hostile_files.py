@@ -204,7 +204,37 @@ class TestTokens:
         with refused("a.idx", f"{len(content)} bytes", most_bytes=1 << 20):
             megatron_format.read_index(str(prefix))
 
-    def test_file_size_that_is_not_a_multiple_of_the_token_size_is_refused(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("starts", "documents", "fact"),
+        [((2, 8), (0, 1, 2), "sequence 0 has 3 tokens from byte 2, expected from byte 0"),
+         ((-2, 4), (0, 1, 2), "sequence 0 has 3 tokens from byte -2"),
+         ((-(1 << 63), 1 << 62), (0, 1, 2), "sequence 0 has 3 tokens from byte -9,223,372,036,854,775,808"),
+         ((0, 4), (0, 1, 2), "sequence 1 has 2 tokens from byte 4, expected from byte 6"),
+         ((0, 1 << 40), (0, 1, 2), "sequence 1 has 2 tokens from byte 1,099,511,627,776"),
+         ((0, 6), (1, 1, 2), "document 0 begins with sequence 1"),
+         ((0, 6), (0, 2, 1), "document 2 begins with sequence 1"),
+         ((0, 6), (0, -1, 2), "document 1 begins with sequence -1"),
+         ((0, 6), (0, 1, 3), "document 2 begins with sequence 3")],
+    )  # fmt: skip
+    def test_offsets_that_do_not_ascend_within_the_tokens_are_refused(self, tmp_path, starts, documents, fact):
+        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 2, *starts, *documents)
+        (tmp_path / "a.idx").write_bytes(index)
+        (tmp_path / "a.bin").write_bytes(bytes(10))
+        with refused(f"{tmp_path / 'a.idx'} is damaged: {fact}"):
+            open_text(tmp_path / "a", "megatron", vocab_size=10)
+
+    def test_last_offsets_of_a_long_index_are_checked(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(megatron_format, "CHECKED", 2)
+        prefix = corpora.write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6], [7, 8]])
+        assert len(open_text(prefix, "megatron", vocab_size=10)) == 1
+        content = prefix.with_suffix(".idx").read_bytes()
+        at = 34 + 4 * 4 + 8 * 3
+        prefix.with_suffix(".idx").write_bytes(content[:at] + struct.pack("<q", 10) + content[at + 8 :])
+        with refused("sequence 3 has 2 tokens from byte 10"):
+            open_text(prefix, "megatron", vocab_size=10)
+
+    def test_file_size_that_is_not_a_multiple_of_the_token_size_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(megatron_format, "CHECKED", 1)
         index = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 1, 0, 1, 2)
         (tmp_path / "a.idx").write_bytes(index)
         (tmp_path / "a.bin").write_bytes(bytes(11))
