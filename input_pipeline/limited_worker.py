@@ -8,6 +8,7 @@ lists of byte strings; the first string of a reply is an error message or empty.
 The program imports no other module of the project, so that it starts in milliseconds.
 """
 
+import os
 import resource
 import runpy
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 BYTES_PER_SECOND = 50_000  # of a request, each of which takes one second more than the limit of seconds
-MEMORY = 1 << 30  # limit of memory in bytes
+MEMORY = (1 << 30) + (1 << 23) * (os.cpu_count() or 1)  # limit of memory in bytes; libraries start a thread per CPU
 MEMORY_PER_BYTE = 1 << 10  # more memory for each byte of a request
 FIRST_MEMORY_PER_BYTE = 1 << 7  # more memory, in all requests, for each byte of the first one
 SIZE = struct.Struct("<Q")

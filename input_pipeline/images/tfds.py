@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
@@ -130,7 +131,7 @@ def find_dataset(name: str, root: str) -> str:
     configs = [c for c in inside if not versions and not c.startswith((".", "incomplete"))]
     if len(configs) == 1:
         return find_dataset(f"{base}/{configs[0]}:{version}" if version else f"{base}/{configs[0]}", root)
-    ready = [v for v in versions if (folder / v / "dataset_info.json").is_file() and version in ("", v)]
+    ready = [v for v in versions if _is_regular(folder / v / "dataset_info.json") and version in ("", v)]
     if ready:
         return str(folder / max(ready, key=lambda v: tuple(map(int, v.split(".")))))
     if configs:
@@ -144,11 +145,17 @@ def find_dataset(name: str, root: str) -> str:
     )
 
 
+def _is_regular(file: PurePath) -> bool:
+    """Return whether a file exists and can be read; a local pipe, which could block, cannot."""
+    path = str(file)
+    return bool(require("etils.epath").Path(path).exists()) if "://" in path else Path(path).is_file()
+
+
 def _check_features(folder: str) -> None:
     """Raise InputError if a feature class is not from tensorflow-datasets, which would import its module by name."""
     file = require("etils.epath").Path(folder) / "features.json"
-    if not file.is_file():
-        raise InputError(f"{file} is missing or not a regular file; prepare the dataset again")
+    if not _is_regular(file):
+        raise FileNotFoundError(f"no regular file {file.name}")
     inside = [json.loads(file.read_text())]
     while inside:
         part = inside.pop()

@@ -371,6 +371,17 @@ class TestRecords:
         file = tfrecord.TFRecordFile(str(path))
         assert (len(file), file.read(0)) == (1, b"sixteen of bytes")
 
+    @pytest.mark.parametrize("name", ["features.json", "dataset_info.json"])
+    def test_pipe_in_a_prepared_data_set_is_not_opened(self, tmp_path, name):
+        pytest.importorskip("tensorflow_datasets")
+        folder = tmp_path / "pets/1.0.0"
+        folder.mkdir(parents=True)
+        (folder / "dataset_info.json").write_text('{"name": "pets", "version": "1.0.0"}')
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with refused("no regular file features.json" if name == "features.json" else "no prepared dataset"):
+            tfds.Source("pets", "train", str(tmp_path))
+
     @pytest.mark.parametrize("key", ["pythonClassName", "type"])
     def test_prepared_data_set_cannot_import_a_module(self, tmp_path, monkeypatch, key):
         pytest.importorskip("tensorflow_datasets")
