@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.continue_without_reader(), Preemption() as preemption:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
-        train(make_setup(config), args.workdir, args.accept, preemption)
+        train(make_setup(config, workdir=args.workdir), args.workdir, args.accept, preemption)
     return 0
 
 

@@ -296,8 +296,9 @@ def data_kinds() -> str:
     parts = [
         "# Data kinds",
         "`config.input.data` and the `data` of an evaluator name a kind of data and its options, for example "
-        '`{"kind": "folder", "data_dir": "pets", "split": "train"}`. Every kind also takes `limit` and `cache`.',
-        table(("option", "default", "meaning"), _rows_of("limit", "cache")),
+        '`{"kind": "folder", "data_dir": "pets", "split": "train"}`. Every kind also takes `part`, `limit` and '
+        "`cache`.",
+        table(("option", "default", "meaning"), _rows_of("part", "limit", "cache")),
     ]
     for kind, module in KINDS.items():
         source = importlib.import_module(module).Source

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,11 +70,19 @@ class TokenSource(Source, Protocol):
         """The token that ends a document, or None if it is unknown."""
 
 
-def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **options: object) -> Source:
+def open_source(
+    kind: str,
+    *,
+    part: Sequence[float] | None = None,
+    limit: int | None = None,
+    cache: bool = False,
+    **options: object,
+) -> Source:
     """Open a data source.
 
     Args:
       kind: one of KINDS.
+      part: use only the examples between two fractions, such as (0, 0.9) for the first nine tenths.
       limit: use only this many examples, the first ones. The examples of a folder are sorted by class.
       cache: keep every example in memory after it was read, as it is stored. The required memory is logged.
       **options: arguments of the `Source` class of the kind.
@@ -86,14 +95,16 @@ def open_source(kind: str, *, limit: int | None = None, cache: bool = False, **o
     if kind not in KINDS:
         raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
     module = importlib.import_module(KINDS[kind])
-    check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("limit", "cache"))
+    check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("part", "limit", "cache"))
     source: Source = module.Source(**options)
     if limit is not None and limit < 1:
         raise InputError(f"data of kind {kind!r}: limit={limit} should be 1 or more")
     if not len(source):
         raise InputError(f"data of kind {kind!r} with {options} holds no examples")
+    if part is not None:
+        source = _RangeSource(source, _rows_of_part(part, len(source), f"data of kind {kind!r}"))
     if limit is not None and limit < len(source):
-        source = _LimitedSource(source, limit)
+        source = _RangeSource(source, range(limit))
     return _CachedSource(source) if cache else source
 
 
@@ -119,18 +130,38 @@ class _WrappedSource:
         return self.source.nbytes()
 
 
-class _LimitedSource(_WrappedSource):
-    """The first `limit` examples of a source."""
+class _RangeSource(_WrappedSource):
+    """A contiguous range of the examples of a source."""
 
-    def __init__(self, source: Source, limit: int):
+    def __init__(self, source: Source, indices: range):
         super().__init__(source)
-        self.limit = limit
+        self.indices = indices
 
     def __len__(self) -> int:
-        return self.limit
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.source[self.indices[index]]
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(self.indices[index])
 
     def nbytes(self) -> int:
-        return self.source.nbytes() * self.limit // len(self.source)
+        return self.source.nbytes() * len(self.indices) // len(self.source)
+
+
+def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
+    """Return the indices between two fractions of a number of examples; adjacent parts do not overlap.
+
+    Raises:
+      InputError: these are not two fractions, or there is no example between them.
+    """
+    if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
+        raise InputError(f"{what}: part={part} should be two increasing fractions from 0 to 1")
+    rows = range(round(part[0] * examples), round(part[1] * examples))
+    if not rows:
+        raise InputError(f"{what}: part={tuple(part)} of {examples} example(s) is empty")
+    return rows
 
 
 class _CachedSource(_WrappedSource):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -12,13 +15,19 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.config import INPUT_KEYS, Options
+from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.steps import saved_steps
+from dcvit.config import INPUT_KEYS, Options, replaced
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
-from input_pipeline import CorruptPolicy, Source, TokenSource
+from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
+from input_pipeline.files import expand
+from input_pipeline.text.train_tokenizer import train_tokenizer
 
 T = TypeVar("T")
+TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its tokenizer
+OWN_TOKENIZER = f"{{workdir}}/{TOKENIZER}"  # value of the option `tokenizer` of such a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +77,91 @@ def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
 def open_source(data: Options, what: str) -> Source:
     """Open a config's `data`; `what` is its name in error messages."""
     check_data(data, what)
-    return input_pipeline.open_source(**dict(data))
+    with explained(data):
+        return input_pipeline.open_source(**dict(data))
+
+
+@contextlib.contextmanager
+def explained(data: Options) -> Iterator[None]:
+    """Add to an InputError of opening `data` which arguments of the shipped configs may resolve it."""
+    folder = data.get("data_dir") if data["kind"] == "folder" else None
+    if isinstance(folder, str) and folder and not expand(folder).is_dir():
+        raise MissingDataError(f"no folder {folder}")
+    try:
+        yield
+    except InputError as e:
+        hint = ""
+        if isinstance(folder, str) and isinstance(e, MissingDataError) and data.get("val_fraction") is None:
+            hint = "; if it holds the class folders themselves, give the config val_fraction=0.1"
+        elif data["kind"] == "megatron" and data.get("rows") is not None:
+            hint = (
+                "; lm_pile.py takes validation=ROWS, the number of rows to hold out, and context=TOKENS, their length"
+            )
+        elif data["kind"] in ("text", "input_ids") and Path(str(data.get("path"))).name in ("train", "validation"):
+            hint = "; lm_pile.py reads the folders train and validation, and lm_text.py splits one folder"
+        elif data.get("part") is not None and not isinstance(e, MissingDataError):
+            hint = "; give a shorter context, or another fraction"
+        if not hint:
+            raise
+        raise type(e)(f"{e}{hint}") from e
+
+
+def check_batch(source: Source, batch_size: int) -> None:
+    """Raise ConfigError if the training data has less than one batch of examples."""
+    if len(source) < batch_size:
+        of, shorter = "", ""
+        if isinstance(source, TokenSource):
+            of, shorter = f" of {source.context} tokens", ", or give a shorter context= or hold out less"
+        raise ConfigError(
+            f"config.input: {len(source)} examples{of} do not fill one batch of {batch_size}: set "
+            f"--config.input.batch_size to {len(source)} or less{shorter}"
+        )
 
 
 def check_data(data: object, what: str) -> None:
     """Raise ConfigError if `data` names no kind, or if an option common to all kinds has the wrong type."""
     if not isinstance(data, Mapping | ConfigDict) or not isinstance(data.get("kind"), str):
         raise ConfigError(f"{what}.kind names the kind of data; known: {', '.join(input_pipeline.KINDS)}")
-    common = {key: data[key] for key in ("kind", "limit", "cache") if key in data}
+    common = {key: data[key] for key in ("kind", "part", "limit", "cache") if key in data}
     check_call(input_pipeline.open_source, common, what)
+
+
+def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
+    """Return the tokenizer.json of a run whose data names `OWN_TOKENIZER`; None for other data.
+
+    The tokenizer is that in the workdir if the run has a checkpoint, or else one of `config.vocab_size` tokens that is
+    trained on the text.
+
+    Raises:
+      ConfigError: the config has no `vocab_size`.
+      InputError: the text is missing, invalid or too large.
+    """
+    data = config.input.get("data", {})
+    if data.get("tokenizer") != OWN_TOKENIZER:
+        return None
+    check_data(data, "config.input.data")
+    if data["kind"] != "text" or config.vocab_size is None:
+        raise ConfigError("config.input.data.tokenizer: a tokenizer to train needs kind='text' and config.vocab_size")
+    if workdir and saved_steps(workdir) and (workdir / TOKENIZER).is_file():
+        return (workdir / TOKENIZER).read_text()
+    return train_tokenizer(str(data.get("path")), config.vocab_size, data.get("key", "text"))
+
+
+@contextlib.contextmanager
+def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[ConfigDict]:
+    """Yield the config with the path of a temporary file that holds `tokenizer` in place of `OWN_TOKENIZER`."""
+    if tokenizer is None:
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / TOKENIZER
+        file.write_text(tokenizer, encoding="utf-8")
+        values = {"input": config.input.to_dict(), "evals": config.evals.to_dict()}
+        for holder in (values["input"], *values["evals"].values()):
+            data = holder.get("data") if isinstance(holder, dict) else None
+            if isinstance(data, dict) and data.get("tokenizer") == OWN_TOKENIZER:
+                holder["data"] = {**data, "tokenizer": str(file)}
+        yield replaced(config, **{key: ConfigDict(value) for key, value in values.items()})
 
 
 def given(value: T | None, key: str) -> T:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dcvit.checkpoint.checkpointer import Checkpointer
-from dcvit.checkpoint.files import Folder
+from dcvit.checkpoint.files import Folder, replace
 from dcvit.checkpoint.steps import saved_steps
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
@@ -22,6 +22,7 @@ from dcvit.runs import metrics, workdir
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress
 from dcvit.runs.watchdog import Watchdog
+from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
 
@@ -135,10 +136,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         ]:
             if multihost.is_first():
                 LOG.warning(line)
-        if multihost.is_first():
-            workdir.record(folder, setup.record, data, sorted({*accept, *before}))
-        multihost.wait_for_all("workdir claimed")
-        workdir.check_shared(folder)
+        _claim(setup, folder, data, sorted({*accept, *before}))
         writer = None
         if multihost.is_first():
             writer = metrics.MetricWriter(folder, resumed=resumed, tensorboard=setup.options.tensorboard)
@@ -147,6 +145,16 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         stack.callback(watchdog.close)
         progress = stack.enter_context(RunProgress(folder.name, setup.total_steps, start, setup.task.rate))
         yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer, lock)
+
+
+def _claim(setup: Setup, folder: Folder, data: workdir.Record, accept: Sequence[str]) -> None:
+    """Write the files that identify the run to its workdir, in the first process, and wait for them in the others."""
+    if multihost.is_first():
+        workdir.record(folder, setup.record, data, accept)
+        if setup.tokenizer is not None:
+            replace(folder / TOKENIZER, setup.tokenizer)
+    multihost.wait_for_all("workdir claimed")
+    workdir.check_shared(folder)
 
 
 def _find_start(

@@ -24,13 +24,23 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
+from dcvit.checkpoint.files import Folder
 from dcvit.config import UNITS, Options, duration, is_duration, load
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training import optim
-from dcvit.training.inputs import TrainingData, check_data, open_source, read_input
+from dcvit.training.inputs import (
+    TrainingData,
+    check_batch,
+    check_data,
+    explained,
+    open_source,
+    own_tokenizer,
+    read_input,
+    with_tokenizer,
+)
 from dcvit.training.tasks import Task, check_loss, task_class
 from input_pipeline.files import expand
 
@@ -85,11 +95,13 @@ class Setup:
     evaluators: Mapping[str, Any]
     intervals: Intervals
     options: RunOptions
+    tokenizer: str | None = None  # the tokenizer.json of a run that trains its tokenizer, for its workdir
 
 
 def make_setup(
     config: ConfigDict,
     *,
+    workdir: Folder | None = None,
     devices: Sequence[jax.Device] | None = None,
     source: input_pipeline.Source | None = None,
     evaluate: bool = True,
@@ -98,6 +110,7 @@ def make_setup(
 
     Args:
       config: a config of `dcvit.config.load`.
+      workdir: the folder of the run, whose tokenizer is used if the run trained one before.
       devices: the devices of the mesh; by default all.
       source: the training data; by default that of `config.input.data`.
       evaluate: also build the evaluators.
@@ -106,12 +119,27 @@ def make_setup(
       ConfigError: a value is invalid, or parts of the config do not fit each other.
       InputError: the data is missing or unusable.
     """
+    tokenizer = own_tokenizer(config, workdir) if source is None else None
+    with with_tokenizer(config, tokenizer) as located:
+        setup = _build(located, devices, source, evaluate)
+    if tokenizer is None:
+        return setup
+    unlocated = {key: json.loads(config[key].to_json()) for key in ("input", "evals")}
+    return dataclasses.replace(setup, record={**setup.record, **unlocated}, tokenizer=tokenizer)
+
+
+def _build(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None,
+    source: input_pipeline.Source | None,
+    evaluate: bool,
+) -> Setup:
+    """Build a setup; see `make_setup`."""
     model = make_model(config)
     mesh = _make_mesh(config, model, devices)
     batch_size, corrupt = read_input(config, mesh)
     source = open_source(config.input.data, "config.input.data") if source is None else source
-    if len(source) < batch_size:
-        raise ConfigError(f"config.input: {len(source)} examples do not fill one batch of {batch_size}")
+    check_batch(source, batch_size)
     task, config = task_class(config).create(config, source, corrupt)
     model = model.clone(**task.model_fields)
     data = TrainingData(source, task.pp, batch_size, config.seed, corrupt)
@@ -324,7 +352,8 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     if "loss" in inspect.signature(evaluator).parameters:
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(evaluator, kwargs, what, args=(predict, mesh), also=[f"log_{unit}" for unit in UNITS])
-    built = evaluator(predict, mesh, **kwargs)
+    with explained(kwargs["data"]):
+        built = evaluator(predict, mesh, **kwargs)
     built.example = task.evaluator_example(built, config, what)
     return built
 

@@ -19,10 +19,11 @@ from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder
 from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, first_line
 from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
 from dcvit.runs.workdir import check_checkpoint, is_free
+from dcvit.training.inputs import OWN_TOKENIZER, TOKENIZER, with_tokenizer
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -32,9 +33,9 @@ from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer,
 class TrainedModel:
     """A model as its config describes it, and the checkpoint of its parameters; `open_trained` finds both."""
 
-    def __init__(self, config: ConfigDict, checkpoint: Folder):
-        """`config` must be complete: see `complete` of the tasks."""
-        self._config, self._task = config, task_class(config)
+    def __init__(self, config: ConfigDict, checkpoint: Folder, tokenizer: str | None = None):
+        """`config` must be complete: see `complete` of the tasks. `tokenizer` is the tokenizer.json of the run."""
+        self._config, self._task, self._tokenizer = config, task_class(config), tokenizer
         self.checkpoint = checkpoint
         self.num_outputs: int = config[self._task.outputs_key]
         self.pp_predict: str = config.pp_predict
@@ -88,7 +89,8 @@ class TrainedModel:
     def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
         """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""
         mesh, strategy = evaluation_mesh(self._config, self.model)
-        return mesh, strategy, make_evaluators(self._config, predictor(self.model), mesh)
+        with with_tokenizer(self._config, self._tokenizer) as config:
+            return mesh, strategy, make_evaluators(config, predictor(self.model), mesh)
 
     def tokenizer(self, path: str | None = None) -> Tokenizer:
         """Open the tokenizer at `path`, or else that of the training data; bytes if text was read as bytes.
@@ -98,7 +100,10 @@ class TrainedModel:
             model.
         """
         self._check_language_model()
-        options = _text_options(self._config)
+        with with_tokenizer(self._config, self._tokenizer) as config:
+            return self._open_tokenizer(_text_options(config), path)
+
+    def _open_tokenizer(self, options: Mapping[str, Any], path: str | None) -> Tokenizer:
         path = path or options.get("tokenizer")
         if path is None and options.get("kind") in ("megatron", "input_ids") and "tokenizer" not in options:
             raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
@@ -148,7 +153,21 @@ def open_trained(
     folder = checkpoint or workdir
     assert folder is not None
     check_checkpoint(folder)
-    return TrainedModel(task_class(found).complete(found, run), folder)
+    return TrainedModel(task_class(found).complete(found, run), folder, _own_tokenizer(found, workdir or folder))
+
+
+def _own_tokenizer(config: ConfigDict, folder: Folder) -> str | None:
+    """Return the tokenizer.json that a run has trained and stored in its workdir; None if it trained none.
+
+    Raises:
+      ConfigError: the folder has no tokenizer.
+    """
+    if config.input.get("data", {}).get("tokenizer") != OWN_TOKENIZER:
+        return None
+    try:
+        return (folder / TOKENIZER).read_text()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read {folder / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
 
 
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:

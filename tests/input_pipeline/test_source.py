@@ -65,7 +65,7 @@ def test_cache_larger_than_the_available_memory_is_refused(monkeypatch):
 
 
 def test_limited_and_cached_token_sources_are_token_sources():
-    wrapped = sources._CachedSource(sources._LimitedSource(Rows(), 5))
+    wrapped = sources._CachedSource(sources._RangeSource(Rows(), range(5)))
     for name in ("context", "vocab_size", "end_of_text", "token_bytes", "class_names"):
         assert getattr(wrapped, name) is getattr(Rows, name)
     assert len(wrapped) == 5
@@ -73,6 +73,16 @@ def test_limited_and_cached_token_sources_are_token_sources():
     assert not hasattr(wrapped, "no_such_attribute")
     assert isinstance(wrapped, ip.TokenSource)
     assert len(pickle.loads(pickle.dumps(wrapped.source))) == 5
+
+
+def test_parts_of_a_source_are_disjoint_and_complete():
+    parts = [ip.open_source("digits", part=part) for part in ((0, 0.3), (0.3, 0.31), (0.31, 1.0))]
+    whole = ip.open_source("digits")
+    assert [part.describe(i) for part in parts for i in range(len(part))] == [
+        whole.describe(i) for i in range(len(whole))
+    ]
+    np.testing.assert_array_equal(parts[1][0]["image"], whole[len(parts[0])]["image"])
+    assert parts[0].nbytes() < whole.nbytes()
 
 
 def test_image_sources_are_not_token_sources():
@@ -89,6 +99,8 @@ def test_image_sources_are_not_token_sources():
         ({"kind": "digits", "spilt": "test"}, "did you mean 'split'"),
         ({"kind": "digits", "split": 3}, "split=3 should be of type str"),
         ({"kind": "digits", "limit": 0}, "limit=0 should be 1 or more"),
+        ({"kind": "digits", "part": (0.5, 0.5)}, r"part=\(0.5, 0.5\) should be two increasing fractions"),
+        ({"kind": "digits", "part": (0, 1e-9)}, r"part=\(0, 1e-09\) of 1437 example\(s\) is empty"),
         ({"kind": "tfds", "name": "imagenet2012"}, "missing a required argument: 'split'"),
     ],
 )
