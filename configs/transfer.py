@@ -1,13 +1,15 @@
 """Fine-tuning of a trained ViT or DCViT on another data set, optionally at another resolution.
 
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
-    python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,res=224 --workdir W
+    python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,batch_size=64 --workdir W
 
-`init` is a workdir, a checkpoint folder, or a big_vision `.npz` file. The head is initialized to zero. Learned position
-embeddings are resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it.
-`posemb`, `rep_size` and `pool_type` must be those of the checkpoint. The recipe is that of big_vision's transfer.py:
-momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per data set, lie between 0.001 and
-0.03.
+`init` is a workdir, a checkpoint folder of one, or a big_vision `.npz` file. The model and the preprocessing are those
+of the run, with the number of classes of the new data; arguments override them. For an `.npz` file, `variant`,
+`posemb`, `rep_size` and `pool_type` must be those of the checkpoint. With `res`, images are cropped to that resolution
+as `crop` says, with the run's `exif`. The head is initialized to zero. Learned position embeddings are resampled to the
+new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is that of big_vision's
+transfer.py: momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per data set, lie between
+0.001 and 0.03.
 """
 
 from ml_collections import ConfigDict
@@ -20,29 +22,45 @@ DATASETS = {
     "oxford_iiit_pet": ("train[:90%]", "train[90%:]", "test", 500),
     "oxford_flowers102": ("train[:90%]", "train[90%:]", "test", 500),
 }
+MODEL = {"variant": "DCViT-S/16", "posemb": "sincos2d", "rep_size": True, "pool_type": "gap"}  # without a run
+RES = 384
 
 
 def get_config(
     init: str = "",
-    variant: str = "DCViT-S/16",
+    variant: str | None = None,
     data: str = "",
     data_dir: str = "",
-    res: int = 384,
+    val_fraction: float = 0.0,
+    res: int | None = None,
     crop: str = "inception_crop",
+    exif: bool | None = None,
     steps: int = 0,
     lr: float = 0.01,
     batch_size: int = 512,
-    posemb: str = "sincos2d",
-    rep_size: bool = True,
-    pool_type: str = "gap",
+    posemb: str | None = None,
+    rep_size: bool | None = None,
+    pool_type: str | None = None,
+    init_config: dict | None = None,
 ) -> ConfigDict:
-    """`data` is a key of DATASETS, or `data_dir` a folder with train and val. `steps=0` uses the number of DATASETS."""
+    """Return the config; arguments that are None are those of the run `init`, whose config is `init_config`.
+
+    `data` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
+    `steps=0` uses the number of DATASETS.
+    """
     if not init:
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
     if bool(data) == bool(data_dir):
         raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
     if data and data not in DATASETS:
         raise ValueError(f"data={data!r}; known: {', '.join(DATASETS)}")
+    run = init_config or {}
+    if run and run["model_name"] != "vit":
+        raise ValueError(f"init={init} is a run of model_name={run['model_name']!r}; expected 'vit'")
+    given = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type}
+    model = {**run.get("model", MODEL), **{key: value for key, value in given.items() if value is not None}}
+    as_run = bool(run) and res is None and exif is None
+    res = res or RES
     bigger = res * 7 // 6  # 448 for 384
     crops = {
         "inception_crop": f"inception_crop({res})",
@@ -57,7 +75,8 @@ def get_config(
         evaluated = {"val": val, "test": test}
     else:
         train, own_steps = "train", 500
-        sources = {s: {"kind": "folder", "data_dir": data_dir, "split": s} for s in ("train", "val")}
+        folder = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
+        sources = {s: {**folder, "split": s} for s in ("train", "val")}
         evaluated = {"val": "val"}
 
     config = ConfigDict()
@@ -65,16 +84,24 @@ def get_config(
     config.total_steps = steps or own_steps
     config.num_classes = None  # the number of classes of the data
 
-    pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
-    pp_eval = f"decode|resize_small({bigger})|central_crop({res})"
+    pp_labels = '|onehot({num_classes})|keep("image", "labels")'
+    if as_run:
+        pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
+        if not pp_train.startswith("decode"):  # the images of the run were not encoded
+            pp_train = pp_eval
+    else:
+        exif = "exif=True" in run.get("pp_predict", "") if exif is None else exif
+        decode = "decode(exif=True)" if exif else "decode"
+        pp_eval = f"{decode}|resize_small({bigger})|central_crop({res})|value_range(-1, 1)"
+        pp_train = f"{decode}|{crops[crop]}|flip_lr|value_range(-1, 1)"
     config.input = ConfigDict()
     config.input.data = sources[train]
     config.input.batch_size = batch_size
-    config.input.pp = f"decode|{crops[crop]}|flip_lr" + pp_common
-    config.pp_predict = pp_eval + "|value_range(-1, 1)"
+    config.input.pp = pp_train + pp_labels
+    config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type}
+    config.model = model
     config.model_init = init
     config.model_load = {"dont_load": ["head/kernel", "head/bias"]}
 
@@ -88,7 +115,7 @@ def get_config(
     config.log_steps = 10
     config.ckpt_steps = 1000
     config.evals = {
-        name: {"type": "classification", "data": sources[split], "pp": pp_eval + pp_common, "log_steps": 100}
+        name: {"type": "classification", "data": sources[split], "pp": pp_eval + pp_labels, "log_steps": 100}
         for name, split in evaluated.items()
     }
     return config

@@ -2,7 +2,8 @@
 
 A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
 Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
-`X_steps`, `X_epochs`, `X_examples` or `X_percent`.
+`X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
+latter receives the config of the run whose workdir or checkpoint folder `init` names, or {}.
 """
 
 from __future__ import annotations
@@ -14,113 +15,22 @@ import inspect
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
+from dcvit.config_keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
 from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, nearest, type_name, unknown_key
 from input_pipeline.files import expand
 
-UNITS = ("steps", "epochs", "examples", "percent")
 PACKAGE = Path(__file__).parent
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
-
-
-class Key(NamedTuple):
-    """One key of a config: the type of its value, the value if the config does not set it, and its meaning."""
-
-    type: Any
-    default: Any
-    doc: str
-
-
-DURATIONS = {
-    "total": "Length of training. Required.",
-    "log": "Interval between rows of metrics.jsonl; 50 steps if not set.",
-    "ckpt": "Interval between checkpoints; only the last step is saved if not set.",
-    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed.",
-}
-KEYS = {
-    "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),
-    "input": Key(dict, {}, "Training data: an object with the keys of the section `input`."),
-    "num_classes": Key(
-        int | None, 0, "Outputs of an image model. 0: no head. None: as many as the training data has classes."
-    ),
-    "vocab_size": Key(
-        int | None, None, "Vocabulary size of a language model. None: that of the training data's tokenizer."
-    ),
-    "document_mask": Key(bool, False, "Language models: mask attention between the documents of a row."),
-    "model_name": Key(str, "vit", 'File in dcvit/models: "vit" or "lm".'),
-    "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
-    "model_init": Key(str | None, None, "Checkpoint to start from: a workdir, a checkpoint folder or a .npz file."),
-    "model_load": Key(dict, {}, "Further arguments of the model's `load`, such as `dont_load`."),
-    "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
-    "loss_chunk": Key(
-        int | None, None, "Language models: positions of a row whose logits exist at a time. None: all."
-    ),
-    "z_loss": Key(float, 0.0, "Language models: weight of the z-loss, log²Z."),
-    "label_smoothing": Key(float, 0.0, "Image models: weight of the uniform distribution in the labels, in [0, 1)."),
-    "mixup": Key(float, 0.0, "Image models: α of the Beta(α, α) that mixup draws from. 0: no mixup."),
-    "optax_name": Key(str, "scale_by_adam", 'Optimizer: a `scale_by_…` transformation of optax, or "trace".'),
-    "optax": Key(dict, {}, "Arguments of that transformation."),
-    "lr": Key(float, 1e-3, "Peak learning rate."),
-    "schedule": Key(
-        dict, {}, "Arguments of `dcvit.training.optim.schedule`; `warmup` and `cooldown` may be given in any unit."
-    ),
-    "wd": Key(float, 0.0, "Weight decay. It follows the schedule and is not multiplied by the learning rate."),
-    "wd_times_lr": Key(bool, False, "Multiply the weight decay by the learning rate, as AdamW does."),
-    "wd_mults": Key(
-        Sequence, ((".*/kernel", 1.0),),
-        "Pairs (regex of a parameter's name, multiplier of wd). The first match counts; no match: 0.",
-    ),
-    "lr_mults": Key(
-        Sequence, (), "Pairs (regex of a parameter's name, multiplier of lr). The first match counts; no match: 1."
-    ),
-    "frozen": Key(Sequence, (), "Regexes of the names of parameters that are not trained."),
-    "grad_clip_norm": Key(float | None, None, "Global norm to which gradients are clipped. None: no clipping."),
-    "grad_accum": Key(int, 1, "Parts of a batch whose gradients are computed one after the other and averaged."),
-    "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
-    "mesh": Key(
-        Sequence, (("data", -1),),
-        'Pairs (axis, size) of the device mesh; axes are "data", "fsdp" and "tensor". -1: all remaining devices.',
-    ),
-    "sharding_strategy": Key(
-        str | Sequence, "ddp",
-        '"ddp", "fsdp", "tensor" or "fsdp+tensor", or pairs (regex, strategy or mesh axes); see '
-        "`dcvit.parallel.sharding.shardings`.",
-    ),
-    "evals": Key(
-        dict, {},
-        "Evaluators by name: `type`, `data`, `pp`, `batch_size`, an interval `log`, `optional` (skip it if its data is "
-        "missing), and the evaluator's own arguments.",
-    ),
-    "pp_predict": Key(str, "", "Preprocessing that `dcvit predict` applies to an image file."),
-    "ckpt_keep": Key(int, 2, "Number of latest checkpoints to keep."),
-    "ckpt_best": Key(
-        Sequence[str], (), '("NAME/METRIC", "max" or "min"): also save and keep the best checkpoint by this metric.'
-    ),
-    "on_corrupt": Key(
-        str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
-    ),
-    "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
-    "watchdog_seconds": Key(float, 1800.0, "Report all stacks after this time without progress. 0: never."),
-    "watchdog_exit": Key(bool, False, "Exit with status 124 after that report."),
-    "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
-    "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
-}  # fmt: skip
-INPUT_KEYS = {
-    "data": Key(dict, None, "Arguments of `input_pipeline.open_source`: `kind` and its options."),
-    "batch_size": Key(int, None, "Examples in a step, over all devices."),
-    "pp": Key(str, "", "Preprocessing string."),
-    "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
-    "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
-}
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -219,7 +129,10 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
         for key in arguments:
             if key not in parameters:
                 raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
-        config = get_config(**{k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()})
+        given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
+        if "init_config" in parameters:
+            given["init_config"] = _run_config(arguments.get("init", ""))
+        config = get_config(**given)
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:
@@ -227,6 +140,16 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
     return config
+
+
+def _run_config(checkpoint: str) -> dict[str, Any]:
+    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path."""
+    place = expand(checkpoint) if checkpoint and "://" not in checkpoint else None
+    for folder in (place, place.parent.parent) if place else ():
+        if (folder / "config.json").is_file():
+            found: dict[str, Any] = read_json(folder / "config.json").to_dict()
+            return found
+    return {}
 
 
 def _module(path: Path) -> ModuleType:
@@ -353,36 +276,11 @@ def check_types(config: ConfigDict) -> None:
     for key in ("wd_mults", "lr_mults", "frozen"):
         paired = key != "frozen"
         for rule in config[key]:
-            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and _is_rate(rule[1])):
+            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and is_rate(rule[1])):
                 raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, finite multiplier, 0 or more)")
             check_regex(rule[0] if paired else rule, f"config.{key}")
 
 
-def _is_rate(value: Any) -> bool:
-    return has_type(value, float) and math.isfinite(value) and value >= 0
-
-
-# The values that a key accepts beyond its type, and their description in error messages.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
-    "grad_accum": (lambda v: v >= 1, "1 or more"),
-    "ckpt_keep": (lambda v: v >= 1, "1 or more"),
-    "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
-    "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
-    "num_classes": (lambda v: v is None or 0 <= v <= 1 << 24, "in [0, 2**24]"),
-    "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
-    "watchdog_seconds": (lambda v: 0 <= v <= 1e9, "in [0, 1e9]"),
-    "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
-    "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
-    "vocab_size": (lambda v: v is None or 1 <= v <= 1 << 24, "in [1, 2**24]"),
-    "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
-    "z_loss": (_is_rate, "finite and not negative"),
-    "mixup": (_is_rate, "finite and not negative"),
-    "lr": (_is_rate, "finite and not negative"),
-    "wd": (_is_rate, "finite and not negative"),
-    "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
-    "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
-}
 
 
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:

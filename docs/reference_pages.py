@@ -20,6 +20,7 @@ from unittest import mock
 
 from dcvit import __main__ as entry
 from dcvit import cli, config
+from dcvit.config_keys import Key
 from dcvit.errors import type_name
 from dcvit.models import attention, lm, presets, vit
 from dcvit.training import optim
@@ -201,7 +202,7 @@ def config_keys() -> str:
     )
 
 
-def _keys(keys: Mapping[str, config.Key]) -> str:
+def _keys(keys: Mapping[str, Key]) -> str:
     """A table of config keys."""
     rows = [(code(name), type_name(key.type), code(repr(key.default)), key.doc) for name, key in keys.items()]
     return table(("key", "type", "default", "meaning"), rows)

@@ -24,7 +24,7 @@ LAYERS = [
     ["dcvit.models"],
     ["dcvit.checkpoint"],
     ["dcvit.parallel"],
-    ["dcvit.config", "dcvit.dcmha", "input_pipeline"],
+    ["dcvit.config", "dcvit.config_keys", "dcvit.dcmha", "input_pipeline"],
     ["dcvit.errors", "input_pipeline.errors"],
 ]
 

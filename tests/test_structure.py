@@ -17,7 +17,7 @@ FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 LONG_DEFINITIONS = {}
 MOST_ANY = 160  # occurrences of `Any` outside import lines
 COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot"}
-ROOT_MODULES = {"__init__", "__main__", "cli", "config", "errors"}
+ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.config import UNITS, Options, duration, is_duration, load
-from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.errors import CheckpointError, ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.runs.workdir import check_checkpoint
@@ -379,7 +379,13 @@ def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Param
 
     def load_initial(shapes: Params) -> Params:
         check_checkpoint(expand(config.model_init))
-        loaded = load_params(shapes, config.model_init, fields, **options)
+        try:
+            loaded = load_params(shapes, config.model_init, fields, **options)
+        except CheckpointError as e:
+            if "head/kernel (" not in str(e):
+                raise
+            head = "--config.model_load.dont_load=\"['head/.*']\""
+            raise CheckpointError(f"{e}; to start the head from its initial values: {head}") from None
         params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
         return params
 

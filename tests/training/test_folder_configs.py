@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import input_pipeline
+from dcvit import config as configs
 from dcvit import evaluate, predict, train
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.steps import saved_steps
@@ -66,10 +67,7 @@ def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_he
     shutil.copytree(pets, tmp_path / "two")
     for split in ("train", "val"):
         shutil.rmtree(tmp_path / "two" / split / "fox")
-    spec = (
-        f"configs/transfer.py:init={trained},variant=DCViT-mu/16,data_dir={tmp_path / 'two'},res=48,steps=1,"
-        "batch_size=8,rep_size=false,lr=0.0"
-    )
+    spec = f"configs/transfer.py:init={trained},data_dir={tmp_path / 'two'},res=48,steps=1,batch_size=8,lr=0.0"
     assert command(spec, tmp_path / "tuned") == 0
     before, after = load_params(trained), load_params(tmp_path / "tuned")
     assert after["head"]["kernel"].shape == (32, 2)
@@ -82,15 +80,43 @@ def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_he
 def test_learned_position_embeddings_are_resampled(pets, tmp_path):
     folder = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,epochs=1,batch_size=8"
     assert command(folder, tmp_path / "run", "model.posemb=learn") == 0
-    spec = (
-        f"configs/transfer.py:init={tmp_path / 'run'},variant=ViT-mu/16,data_dir={pets},res=64,steps=1,batch_size=8,"
-        "rep_size=false,posemb=learn,lr=0.0"
-    )
+    spec = f"configs/transfer.py:init={tmp_path / 'run'},data_dir={pets},res=64,steps=1,batch_size=8,lr=0.0"
     assert command(spec, tmp_path / "tuned") == 0
     old, new = (load_params(tmp_path / name)["pos_embedding"] for name in ("run", "tuned"))
     assert (old.shape[1], new.shape[1]) == (4, 16)
     corners = np.asarray(new).reshape(4, 4, -1)[::3, ::3]  # resampling keeps the corners
     np.testing.assert_allclose(corners, np.asarray(old).reshape(2, 2, -1), rtol=1e-5, atol=1e-7)
+
+
+def test_fine_tuning_has_the_model_and_the_preprocessing_of_the_run(tmp_path):
+    """Without further arguments; `res` selects the recipe's crops, still with the run's `exif`."""
+    run = configs.load("vit_folder:data_dir=x,variant=ViT-mu/16,res=32", ["model.static=None", "num_classes=3"])
+    workdir = tmp_path / "run"
+    (workdir / "checkpoints" / "6").mkdir(parents=True)
+    (workdir / "config.json").write_text(run.to_json().replace("{num_classes}", "3"))
+    for init in (workdir, workdir / "checkpoints" / "6"):
+        tuned = configs.load(f"transfer:init={init},data_dir=y")
+        assert tuned.model.to_dict() == run.model.to_dict()
+        assert (tuned.input.pp, tuned.evals.val.pp) == (run.input.pp, run.evals.val.pp)
+        assert tuned.pp_predict == run.pp_predict
+        assert tuned.num_classes is None  # those of the new data
+    other = configs.load(f"transfer:init={workdir},data_dir=y,res=48,rep_size=true")
+    assert other.input.pp.startswith("decode(exif=True)|inception_crop(48)|flip_lr|value_range(-1, 1)|onehot(")
+    assert (other.model.rep_size, other.model.variant) == (True, "ViT-mu/16")
+    file = configs.load("transfer:init=vit.npz,data_dir=y")
+    assert (file.model.variant, file.pp_predict.partition("|")[0]) == ("DCViT-S/16", "decode")
+
+
+def test_head_of_other_classes_is_refused_with_the_option_that_resets_it(trained, pets, tmp_path, capsys):
+    shutil.copytree(pets, tmp_path / "two")
+    for split in ("train", "val"):
+        shutil.rmtree(tmp_path / "two" / split / "fox")
+    spec = f"configs/transfer.py:init={trained},data_dir={tmp_path / 'two'},steps=1,batch_size=8"
+    assert command(spec, tmp_path / "tuned", "model_load.dont_load=[]") == 2
+    err = capsys.readouterr().err
+    assert "head/kernel (checkpoint (32, 3), model (32, 2))" in err
+    assert """--config.model_load.dont_load="['head/.*']\"""" in err
+    assert err.count("\n") == 1
 
 
 def test_damaged_images_stop_the_run_or_are_skipped_and_counted(pets, tmp_path, capsys):
@@ -178,7 +204,20 @@ def test_invalid_prediction_preprocessing_is_refused_before_training(pets, tmp_p
     ("config", "message"),
     [
         ("vit_folder.py", "give the folder of the images"),
-        ("vit_folder.py:data_dir=/nowhere", "no folder /nowhere"),
+        ("vit_folder.py:data_dir=/nowhere", r"no folder /nowhere\n"),
+        (
+            "vit_folder.py:data_dir={pets}/train",
+            r"no folder .*train/train \(in .*: cat, dog, fox\); .* val_fraction=0.1",
+        ),
+        (
+            "vit_folder.py:data_dir={more},res=32,batch_size=8,variant=ViT-mu/16",
+            "class 'owl' of .*val is not among the 3",
+        ),
+        (
+            "transfer.py:init=x,data_dir={pets},res=32,variant=ViT-mu/16",
+            "512: set --config.input.batch_size to 24 or less",
+        ),
+        ("transfer.py:init={text},data_dir={pets}", "a run of model_name='lm'; expected 'vit'"),
         ("transfer.py", "give the checkpoint to start from"),
         ("transfer.py:init=x", "give either data="),
         ("transfer.py:init=x,data=cifar11", "known: cifar10"),
@@ -194,7 +233,12 @@ def test_invalid_config_is_one_line_and_nothing_is_written(pets, tmp_path, capsy
     (small / "train" / "a").mkdir(parents=True)
     (small / "train" / "b").mkdir(parents=True)
     Image.new("RGB", (9, 9)).save(small / "train" / "a" / "a.png")
-    status = command("configs/" + config.format(pets=pets, small=small), tmp_path / "run")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_name": "lm"}')
+    shutil.copytree(pets, tmp_path / "more")
+    shutil.copytree(pets / "val" / "cat", tmp_path / "more" / "val" / "owl")
+    places = {"pets": pets, "small": small, "more": tmp_path / "more", "text": tmp_path / "text"}
+    status = command("configs/" + config.format(**places), tmp_path / "run")
     err = capsys.readouterr().err
     assert status == 2
     assert err.startswith("error: ")

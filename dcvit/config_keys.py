@@ -1,0 +1,130 @@
+"""Keys of a config: their types, defaults, meanings and ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from dcvit.errors import has_type
+
+UNITS = ("steps", "epochs", "examples", "percent")
+
+
+class Key(NamedTuple):
+    """One key of a config: the type of its value, the value if the config does not set it, and its meaning."""
+
+    type: Any
+    default: Any
+    doc: str
+
+
+DURATIONS = {
+    "total": "Length of training. Required.",
+    "log": "Interval between rows of metrics.jsonl; 50 steps if not set.",
+    "ckpt": "Interval between checkpoints; only the last step is saved if not set.",
+    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed.",
+}
+KEYS = {
+    "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),
+    "input": Key(dict, {}, "Training data: an object with the keys of the section `input`."),
+    "num_classes": Key(
+        int | None, 0, "Outputs of an image model. 0: no head. None: as many as the training data has classes."
+    ),
+    "vocab_size": Key(
+        int | None, None, "Vocabulary size of a language model. None: that of the training data's tokenizer."
+    ),
+    "document_mask": Key(bool, False, "Language models: mask attention between the documents of a row."),
+    "model_name": Key(str, "vit", 'File in dcvit/models: "vit" or "lm".'),
+    "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
+    "model_init": Key(str | None, None, "Checkpoint to start from: a workdir, a checkpoint folder or a .npz file."),
+    "model_load": Key(dict, {}, "Further arguments of the model's `load`, such as `dont_load`."),
+    "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
+    "loss_chunk": Key(
+        int | None, None, "Language models: positions of a row whose logits exist at a time. None: all."
+    ),
+    "z_loss": Key(float, 0.0, "Language models: weight of the z-loss, log²Z."),
+    "label_smoothing": Key(float, 0.0, "Image models: weight of the uniform distribution in the labels, in [0, 1)."),
+    "mixup": Key(float, 0.0, "Image models: α of the Beta(α, α) that mixup draws from. 0: no mixup."),
+    "optax_name": Key(str, "scale_by_adam", 'Optimizer: a `scale_by_…` transformation of optax, or "trace".'),
+    "optax": Key(dict, {}, "Arguments of that transformation."),
+    "lr": Key(float, 1e-3, "Peak learning rate."),
+    "schedule": Key(
+        dict, {}, "Arguments of `dcvit.training.optim.schedule`; `warmup` and `cooldown` may be given in any unit."
+    ),
+    "wd": Key(float, 0.0, "Weight decay. It follows the schedule and is not multiplied by the learning rate."),
+    "wd_times_lr": Key(bool, False, "Multiply the weight decay by the learning rate, as AdamW does."),
+    "wd_mults": Key(
+        Sequence, ((".*/kernel", 1.0),),
+        "Pairs (regex of a parameter's name, multiplier of wd). The first match counts; no match: 0.",
+    ),
+    "lr_mults": Key(
+        Sequence, (), "Pairs (regex of a parameter's name, multiplier of lr). The first match counts; no match: 1."
+    ),
+    "frozen": Key(Sequence, (), "Regexes of the names of parameters that are not trained."),
+    "grad_clip_norm": Key(float | None, None, "Global norm to which gradients are clipped. None: no clipping."),
+    "grad_accum": Key(int, 1, "Parts of a batch whose gradients are computed one after the other and averaged."),
+    "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
+    "mesh": Key(
+        Sequence, (("data", -1),),
+        'Pairs (axis, size) of the device mesh; axes are "data", "fsdp" and "tensor". -1: all remaining devices.',
+    ),
+    "sharding_strategy": Key(
+        str | Sequence, "ddp",
+        '"ddp", "fsdp", "tensor" or "fsdp+tensor", or pairs (regex, strategy or mesh axes); see '
+        "`dcvit.parallel.sharding.shardings`.",
+    ),
+    "evals": Key(
+        dict, {},
+        "Evaluators by name: `type`, `data`, `pp`, `batch_size`, an interval `log`, `optional` (skip it if its data is "
+        "missing), and the evaluator's own arguments.",
+    ),
+    "pp_predict": Key(str, "", "Preprocessing that `dcvit predict` applies to an image file."),
+    "ckpt_keep": Key(int, 2, "Number of latest checkpoints to keep."),
+    "ckpt_best": Key(
+        Sequence[str], (), '("NAME/METRIC", "max" or "min"): also save and keep the best checkpoint by this metric.'
+    ),
+    "on_corrupt": Key(
+        str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
+    ),
+    "nonfinite_skip": Key(int, 0, "Number of steps with a non-finite loss or gradient to skip before the run stops."),
+    "watchdog_seconds": Key(float, 1800.0, "Report all stacks after this time without progress. 0: never."),
+    "watchdog_exit": Key(bool, False, "Exit with status 124 after that report."),
+    "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
+    "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
+}  # fmt: skip
+INPUT_KEYS = {
+    "data": Key(dict, None, "Arguments of `input_pipeline.open_source`: `kind` and its options."),
+    "batch_size": Key(int, None, "Examples in a step, over all devices."),
+    "pp": Key(str, "", "Preprocessing string."),
+    "corrupt": Key(str, "fail", 'Damaged examples: "fail" stops the run, "skip" uses the next readable one.'),
+    "corrupt_max": Key(int, 100, "Number of different damaged examples after which the run stops all the same."),
+}
+
+
+def is_rate(value: Any) -> bool:
+    """Return True for a finite number that is not negative."""
+    return has_type(value, float) and math.isfinite(value) and value >= 0
+
+
+# The values that a key accepts beyond its type, and their description in error messages.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (lambda v: 0 <= v < 2**32, "in [0, 2**32)"),
+    "grad_accum": (lambda v: v >= 1, "1 or more"),
+    "ckpt_keep": (lambda v: v >= 1, "1 or more"),
+    "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
+    "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
+    "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
+    "num_classes": (lambda v: v is None or 0 <= v <= 1 << 24, "in [0, 2**24]"),
+    "watchdog_seconds": (lambda v: 0 <= v <= 1e9, "in [0, 1e9]"),
+    "ema_decay": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "label_smoothing": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "vocab_size": (lambda v: v is None or 1 <= v <= 1 << 24, "in [1, 2**24]"),
+    "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
+    "z_loss": (is_rate, "finite and not negative"),
+    "mixup": (is_rate, "finite and not negative"),
+    "lr": (is_rate, "finite and not negative"),
+    "wd": (is_rate, "finite and not negative"),
+    "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),
+    "profile": (lambda v: not v or (len(v) == 2 and 0 < v[0] <= v[1]), "(first step, last step)"),
+}
