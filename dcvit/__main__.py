@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue text with a trained language model",
     "lm_eval": "run tasks of lm-evaluation-harness on a language model",
     "tokenize": "convert text files to token files",
+    "check-data": "read all data of a config, and list damaged examples",
     "aot": "compile the training step of a config for a TPU slice",
     "plot": "draw the training curves of one or more runs",
 }
@@ -39,11 +40,11 @@ def dispatch(argv: Sequence[str] | None) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
-    return int(importlib.import_module(f"dcvit.{words[0]}").main(words[1:]))
+    return int(importlib.import_module(f"dcvit.{words[0].replace('-', '_')}").main(words[1:]))
 
 
 def _usage() -> str:
-    commands = [f"  {name:10}{description}" for name, description in COMMANDS.items()]
+    commands = [f"  {name:12}{description}" for name, description in COMMANDS.items()]
     helps = ["  help COMMAND   options and examples of a command", "  help config    all keys of a config"]
     return "\n".join(["usage: dcvit [--version] COMMAND [options]", "", *commands, "", *helps])
 

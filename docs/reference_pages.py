@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -145,10 +146,15 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     for name in entry.COMMANDS:
         with mock.patch.object(cli.Parser, "parse", stop):
             try:
-                importlib.import_module(f"dcvit.{name}").main([])
+                _command(name).main([])
             except Found as e:
                 found[name] = e.args[0]
     return found
+
+
+def _command(name: str) -> ModuleType:
+    """Import the module of a command."""
+    return importlib.import_module(f"dcvit.{name.replace('-', '_')}")
 
 
 def commands() -> str:
@@ -169,7 +175,7 @@ def commands() -> str:
                 meaning = f"{meaning}{': ' if meaning else ''}{', '.join(map(code, action.choices))}"
             word = ", ".join(map(code, action.option_strings)) or code(action.dest)
             rows.append((word, "required" if action.required else shown, meaning))
-        module = parse(importlib.import_module(f"dcvit.{name}").__doc__)
+        module = parse(_command(name).__doc__)
         parts += [f"## dcvit {name}", markdown(module.text), table(("option", "default", "meaning"), rows)]
     return "\n\n".join(parts)
 

@@ -77,25 +77,26 @@ class CorruptPolicy:
     A `ReadingError`, which is not the fault of an example, is never skipped.
     """
 
-    def __init__(self, action: str = "fail", max_skipped: int = 100):
+    def __init__(self, action: str = "fail", max_skipped: int = 100, hint: str = ""):
         """
         Args:
           action: "fail" or "skip".
           max_skipped: number of different examples that may be skipped before the run fails.
+          hint: end of the message about an example that is not skipped.
 
         Raises:
           InputError: the action is unknown, or the number is negative.
         """
         if action not in ("fail", "skip") or max_skipped < 0:
             raise InputError(f"corrupt={action!r}, corrupt_max={max_skipped}: expected 'fail' or 'skip', and 0 or more")
-        self.action, self.max_skipped = action, max_skipped
+        self.action, self.max_skipped, self.hint = action, max_skipped, hint
         self.skipped: dict[str, str] = {}  # location -> error
         self.lock = threading.Lock()
 
     def handle(self, location: str, error: InputError) -> None:
         """Handle a corrupt example: raise InputError, or log its location once and return so that it is skipped."""
         if self.action == "fail":
-            raise InputError(f"{location}: {error}")
+            raise InputError(f"{location}: {error}{self.hint}")
         with self.lock:
             if location not in self.skipped:
                 self.skipped[location] = str(error)
@@ -255,7 +256,7 @@ def _prepare(
     The shapes and dtypes are those of the first readable example of `layout_from`, by default of the first plan.
     """
     if threads is None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = thread_count()
     layout: Batch | None = None
     pending: deque[tuple[PartialBatch, list[Future[None]]]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="input") as pool:
@@ -277,6 +278,11 @@ def _prepare(
                 yield _completed(*pending.popleft())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def thread_count() -> int:
+    """Return the number of threads that read by default: one per CPU that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _empty_batch(layout: Batch, rows: int, examples: int) -> PartialBatch:

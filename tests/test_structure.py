@@ -16,7 +16,7 @@ FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {}
 MOST_ANY = 160  # occurrences of `Any` outside import lines
-COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot"}
+COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "aot", "check_data"}
 ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -69,5 +69,10 @@ def test_few_annotations_are_any():
 def test_config_is_read_in_few_files():
     """After `make_setup`, a run is described by its Setup; the config is not passed on."""
     reads = {path.as_posix() for path in SOURCES if re.search(r"ConfigDict|configs\.load\(", (ROOT / path).read_text())}
-    files = ("config.py", "train.py", *(f"training/{name}.py" for name in ("inputs", "setup", "tasks", "trained")))
+    files = (
+        "check_data.py",
+        "config.py",
+        "train.py",
+        *(f"training/{name}.py" for name in ("inputs", "setup", "tasks", "trained")),
+    )
     assert reads == {f"dcvit/{name}" for name in files} | {"scripts/bench_save.py"}

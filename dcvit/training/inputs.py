@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -71,7 +71,31 @@ def read_input(config: ConfigDict, mesh: Mesh) -> tuple[int, CorruptPolicy]:
             f"config.input.batch_size={batch_size} is not a multiple of grad_accum {config.grad_accum} × "
             f"{' × '.join(f'{axis} {mesh.shape[axis]}' for axis in BATCH)} devices of config.mesh"
         )
-    return batch_size, CorruptPolicy(options["corrupt"], options["corrupt_max"])
+    return batch_size, CorruptPolicy(options["corrupt"], options["corrupt_max"], corrupt_hint("config.input"))
+
+
+def corrupt_hint(what: str) -> str:
+    """Return the end of the message about a damaged example of an input, such as "config.input"."""
+    return f"; --{what}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them"
+
+
+def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
+    """Yield (name, data, preprocessing, optional) of the training data and of each evaluation's data.
+
+    Raises:
+      ConfigError: data of no kind.
+    """
+    holders = {"config.input": config.input, **{f"config.evals.{name}": held for name, held in config.evals.items()}}
+    for name, holder in holders.items():
+        if not isinstance(holder, ConfigDict):
+            raise ConfigError(f"{name}={holder!r} should be a dict with type, data and pp")
+        for key in ("data", "test_data") if "test_data" in holder else ("data",):
+            check_data(holder.get(key), f"{name}.{key}")
+            data = dict(holder[key])
+            if data.get("tokenizer") == OWN_TOKENIZER:
+                del data["tokenizer"]  # bytes show whether text can be read
+            pp = holder.get("pp") or ""
+            yield f"{name}.{key}", data, pp.replace("{num_classes}", "1"), bool(holder.get("optional"))
 
 
 def open_source(data: Options, what: str) -> Source:

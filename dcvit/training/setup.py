@@ -35,6 +35,7 @@ from dcvit.training.inputs import (
     TrainingData,
     check_batch,
     check_data,
+    corrupt_hint,
     explained,
     open_source,
     own_tokenizer,
@@ -354,6 +355,8 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     check_call(evaluator, kwargs, what, args=(predict, mesh), also=[f"log_{unit}" for unit in UNITS])
     with explained(kwargs["data"]):
         built = evaluator(predict, mesh, **kwargs)
+    if policy := getattr(built, "corrupt", None):
+        policy.hint = corrupt_hint(what)
     built.example = task.evaluator_example(built, config, what)
     return built
 

@@ -53,6 +53,23 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     return spec, None
 
 
+def decoding(spec: str) -> str:
+    """Return the op of a preprocessing string that decodes an image, without a crop; "" if there is none.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    Preprocess(spec)
+    for node in _nodes(spec):
+        call = _call(node)
+        name = getattr(call.func, "id", None)
+        if name == "decode":
+            return ast.unparse(node)
+        if name == "decode_jpeg_and_inception_crop":
+            return f"decode({', '.join(ast.unparse(k) for k in call.keywords if k.arg == 'exif')})"
+    return ""
+
+
 class Preprocess:
     """A parsed preprocessing string: a function of an example and the example's random number generator."""
 

@@ -73,7 +73,7 @@ def test_every_command_in_a_code_block_has_options_that_exist():
     for page in PAGES:
         for block in [*blocks(page, "sh"), *blocks(page, "bash")]:
             for command in commands(block):
-                match = re.match(r"(?:python -m dcvit\.|dcvit )(\w+)(.*)", command)
+                match = re.match(r"(?:python -m dcvit\.|dcvit )([\w-]+)(.*)", command)
                 if match and match[1] in options:
                     found = re.findall(r"\s(--?[\w-]+)(?=[\s=]|$)", match[2])
                     assert not [word for word in found if word not in options[match[1]]], f"{page.name}: {command}"

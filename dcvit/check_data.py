@@ -1,0 +1,58 @@
+"""Search for damaged data: `dcvit check-data --config CONFIG[:argument=value,…] [--config.KEY=VALUE …]`.
+
+Reads every example of the training data and of all evaluations of a config once, decodes images completely, and lists
+the damaged examples with their file and the reason. Text is read file by file, each up to its first damaged line. Exit
+status: 0 no example is damaged; 1 some are; 2 the config is invalid or data is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dcvit import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = cli.Parser(
+        prog="dcvit check-data",
+        description="Read all data of a config, and list damaged examples.",
+        examples=["dcvit check-data --config vit_folder:data_dir=pets"],
+    )
+    parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
+    args, overrides = parser.parse(argv)
+
+    from dcvit import config as configs
+    from dcvit.runs.progress import ProgressBar
+    from dcvit.training.inputs import all_inputs, explained
+    from input_pipeline import MissingDataError
+    from input_pipeline.check import check_data
+
+    reports, listed = [], set[str]()  # inputs may read the same files
+    for name, data, pp, optional in all_inputs(configs.load(args.config, overrides)):
+        with ProgressBar(name, 0, lines=True) as progress:
+
+            def show(completed: int, total: int, progress: ProgressBar = progress) -> None:
+                progress.total = total
+                progress.show(completed)
+
+            try:
+                with explained(data):
+                    report = check_data(data, pp, show)
+            except MissingDataError as e:
+                if not optional:
+                    raise
+                print(f"{name}: skipped, {e}")
+                continue
+        lines = [f"{damage.location}: {damage.reason}" for damage in report.damaged]
+        print("".join(f"{line}\n" for line in lines if line not in listed), end="")
+        listed |= {*lines}
+        reports.append((name, report))
+    for name, report in reports:
+        print(f"{name}: {report.checked:,} read, {len(report.damaged):,} damaged")
+    return int(any(report.damaged for _, report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

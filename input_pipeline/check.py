@@ -1,0 +1,99 @@
+"""Search for damaged examples: every example of a source is read and decoded once."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline.errors import InputError, MissingDataError, first_line_with_type
+from input_pipeline.loader import thread_count
+from input_pipeline.preprocess.builder import Preprocess, decoding
+from input_pipeline.source import Source, open_source
+from input_pipeline.text.documents import Files, find_files, read_documents
+
+PIECE = 32  # examples that a thread reads at a time
+
+
+class Damage(NamedTuple):
+    """A damaged example: its file and place, and the error."""
+
+    location: str
+    reason: str
+
+
+class Report(NamedTuple):
+    """The result for one source: how many examples, or files of text, were read, and those that are damaged."""
+
+    checked: int
+    damaged: list[Damage]
+
+
+def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, int], None]) -> Report:
+    """Read every example of a data source, and decode it completely if `pp` decodes images.
+
+    Text is read when its source is opened, which fails at the first damaged line; then the files are read one by one.
+
+    Args:
+      data: the arguments of `open_source`.
+      pp: the preprocessing string.
+      on_progress: called with the number of examples that are checked, and of all.
+
+    Raises:
+      MissingDataError: the data does not exist.
+      InputError: an option is invalid, or the source cannot be opened for another reason than damaged text.
+      ReadingError: an optional library is not installed.
+    """
+    decode = Preprocess(decoding(pp))
+    try:
+        source = open_source(**data)  # type: ignore[arg-type]  # open_source checks the options
+    except MissingDataError:
+        raise
+    except InputError:
+        report = _check_texts(data, on_progress)
+        if not report.damaged:
+            raise
+        return report
+    pieces = [range(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
+    damaged: list[Damage] = []
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="check") as pool:
+        try:
+            for piece, found in zip(pieces, pool.map(lambda rows: _damaged(source, rows, decode), pieces), strict=True):
+                damaged += found
+                on_progress(piece.stop, len(source))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return Report(len(source), damaged)
+
+
+def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
+    """Return the damaged examples among some rows. An unreadable file is damaged, too."""
+    found = []
+    for row in rows:
+        try:
+            decode(source[row], np.random.default_rng(0))
+        except Exception as e:
+            if isinstance(e.__context__, ModuleNotFoundError):  # from `require`; concerns every example
+                raise
+            found.append(Damage(source.describe(row), str(e) if isinstance(e, InputError) else first_line_with_type(e)))
+    return found
+
+
+def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:
+    """Read text files one by one, each up to its first damaged line; other kinds of data have no damaged files."""
+    names = {"text": ("key",), "spans": ("inputs", "targets")}.get(str(data["kind"]), ())
+    if not names or not isinstance(data.get("path"), str):
+        return Report(0, [])
+    files = find_files(str(data["path"]))
+    default = {"key": "text", "inputs": "inputs", "targets": "targets"}
+    keys = [str(data.get(name, default[name])) for name in names]
+    damaged = []
+    for number, file in enumerate(files.paths, start=1):
+        try:
+            for _ in read_documents(Files([file], files.root, file.stat().st_size), keys):
+                pass
+        except InputError as e:
+            location, _, reason = str(e).partition(": ")
+            damaged.append(Damage(location, reason))
+        on_progress(number, len(files.paths))
+    return Report(len(files.paths), damaged)

@@ -1,0 +1,110 @@
+"""`dcvit check-data` lists every damaged example of a config's data, and only those."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from dcvit import cli
+from dcvit.__main__ import dispatch
+from input_pipeline.preprocess.builder import decoding
+
+TEXT = "lm_text:data_dir={},context=16"
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Twelve images to train and eight to evaluate, of which two and one are damaged."""
+    for split, count in (("train", 6), ("val", 4)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "pets" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.effect_noise((32, 32), 90).save(folder / f"{i}.png")
+    for name in ("train/cat/3.png", "train/dog/0.png", "val/dog/2.png"):
+        file = tmp_path / "pets" / name
+        file.write_bytes(file.read_bytes()[:-300])  # the header is intact
+    return tmp_path / "pets"
+
+
+def check(capsys, *words):
+    status = cli.run(dispatch, ["check-data", *words])
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err
+
+
+def test_damaged_images_are_listed_with_file_and_reason(pets, capsys):
+    status, lines, _ = check(capsys, "--config", f"vit_folder:data_dir={pets},res=32")
+    damaged, counts = lines[:-2], lines[-2:]
+    assert status == 1
+    files = [line.split(": ")[0] for line in damaged]
+    assert files == [str(pets / name) for name in ("train/cat/3.png", "train/dog/0.png", "val/dog/2.png")]
+    assert all(len(line.split(": ", 1)[1]) > 5 for line in damaged)
+    assert counts == ["config.input.data: 12 read, 2 damaged", "config.evals.val.data: 8 read, 1 damaged"]
+    for file in files:
+        (pets / file).unlink()
+    status, lines, _ = check(capsys, "--config", f"vit_folder:data_dir={pets},res=32")
+    assert (status, [line.split(", ")[-1] for line in lines]) == (0, ["0 damaged"] * 2)
+
+
+def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words " * 90)
+    (tmp_path / "texts" / "b.txt").write_bytes(b"good\nbad \xff\xfe\n")
+    (tmp_path / "texts" / "c.jsonl").write_text(json.dumps({"text": "fine"}) + "\n{cut")
+    status, lines, _ = check(capsys, "--config", TEXT.format(tmp_path / "texts") + ",tokenizer=train")
+    assert status == 1
+    assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:2]] == ["b.txt:2", "c.jsonl:2"]
+    assert [line.rpartition(": ")[2] for line in lines[2:]] == ["3 read, 2 damaged"] * 2
+    assert check(capsys, "--config", TEXT.format(tmp_path / "texts" / "a.txt"))[0] == 0
+
+
+def test_data_without_files_is_read(capsys):
+    status, lines, _ = check(capsys, "--config", "vit_digits")
+    assert (status, lines[0]) == (0, "config.input.data: 1,437 read, 0 damaged")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "vit_digits", "--config.input.pp=flip"], "unknown op 'flip'"),
+        (["--config", "vit_digits", "--config.evals.test.data.spilt=x"], "did you mean 'split'"),
+        (["--config", "vit_folder:data_dir=/nowhere"], "no folder /nowhere"),
+        (["--config", TEXT.format("/nowhere")], "no files at /nowhere"),
+    ],
+)
+def test_invalid_config_or_missing_data_is_status_2(capsys, words, message):
+    status, lines, err = check(capsys, *words)
+    assert (status, err.startswith("error: "), err.count("\n")) == (2, True, 1)
+    assert message in err
+    assert not any("damaged" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("pp", "expected"),
+    [
+        ("decode_jpeg_and_inception_crop(32, exif=True)|flip_lr", "decode(exif=True)"),
+        ("decode_jpeg_and_inception_crop(32)|flip_lr", "decode()"),
+        ("decode(1, precise=True)|resize(8)", "decode(1, precise=True)"),
+        ("pad(1)|random_crop(8)", ""),
+        ("", ""),
+    ],
+)
+def test_images_are_decoded_completely(pp, expected):
+    """A training crop would not see damage outside of it."""
+    assert decoding(pp) == expected
+
+
+@pytest.mark.slow
+def test_a_run_that_a_damaged_example_stops_names_the_ways_out(pets, tmp_path, capsys, library_promotion):
+    """Of the training data, and of an evaluation; before anything is written."""
+    words = ["train", "--config", f"vit_folder:data_dir={pets},res=32,variant=ViT-mu/16,batch_size=8", "--workdir"]
+    words += [str(tmp_path / "run"), "--config.model.num_heads=4", "--config.pp_predict="]
+    for split, key in (("train", "input"), ("val", "evals.val")):
+        (pets / split / "cat" / "0.png").write_bytes(b"no image")
+        assert cli.run(dispatch, words) == 2
+        err = capsys.readouterr().err
+        assert f"; --config.{key}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them" in err
+        assert err.count("\n") == 1
+        (pets / split / "cat" / "0.png").unlink()
+    assert not (tmp_path / "run").exists()
