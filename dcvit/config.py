@@ -142,12 +142,12 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     return config
 
 
-def _run_config(checkpoint: str) -> dict[str, Any]:
+def _run_config(checkpoint: str) -> dict[str, object]:
     """Return the config of the run whose workdir or checkpoint folder this is; {} for another path."""
     place = expand(checkpoint) if checkpoint and "://" not in checkpoint else None
     for folder in (place, place.parent.parent) if place else ():
         if (folder / "config.json").is_file():
-            found: dict[str, Any] = read_json(folder / "config.json").to_dict()
+            found: dict[str, object] = read_json(folder / "config.json").to_dict()
             return found
     return {}
 

@@ -84,6 +84,10 @@ KEYS = {
     "ckpt_best": Key(
         Sequence[str], (), '("NAME/METRIC", "max" or "min"): also save and keep the best checkpoint by this metric.'
     ),
+    "early_stop": Key(
+        Sequence, (),
+        '("NAME/METRIC", "min" or "max", N): stop once N evaluations in a row have not improved the metric.',
+    ),
     "on_corrupt": Key(
         str, "fail", '"fail": stop if the latest checkpoint is damaged. "previous": resume from the latest intact one.'
     ),
@@ -113,6 +117,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "grad_accum": (lambda v: v >= 1, "1 or more"),
     "ckpt_keep": (lambda v: v >= 1, "1 or more"),
     "ckpt_best": (lambda v: not v or (len(v) == 2 and v[1] in ("max", "min")), '("NAME/METRIC", "max" or "min")'),
+    "early_stop": (
+        lambda v: not v or (len(v) == 3 and v[1] in ("max", "min") and type(v[2]) is int and v[2] >= 1),
+        '("NAME/METRIC", "min" or "max", evaluations, 1 or more)',
+    ),
     "on_corrupt": (lambda v: v in ("fail", "previous"), "'fail' or 'previous'"),
     "nonfinite_skip": (lambda v: v >= 0, "0 or more"),
     "num_classes": (lambda v: v is None or 0 <= v <= 1 << 24, "in [0, 2**24]"),

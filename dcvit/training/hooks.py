@@ -137,11 +137,35 @@ class BestCheckpoint:
             self.value, self.step = value, step
 
 
+class EarlyStop:
+    """The decision of `config.early_stop`, a function of the rows of metrics up to a step.
+
+    Attributes:
+      reason: one line that says why the run stops; None as long as it continues.
+    """
+
+    def __init__(self, early_stop: Sequence[Any]):
+        self.best, self.patience = BestCheckpoint(early_stop[:2]), early_stop[2] if early_stop else 0
+        self.waited = 0  # evaluations since the best one
+        self.reason: str | None = None
+
+    def update(self, step: int, row: Mapping[str, Any]) -> None:
+        """Decide after a row; rows of step 0 and without the metric do not count, and NaN is no improvement."""
+        metric = self.best.metric
+        if metric is None or not step or metric not in row:
+            return
+        self.best.update(step, row)
+        self.waited = 0 if self.best.step == step else self.waited + 1
+        if self.waited >= self.patience:
+            best = f"is {self.best.value:.6g} at step {self.best.step}" if self.best.step else "was never finite"
+            self.reason = f"stopped early at step {step}: the best {metric} {best}, {self.waited} evaluations ago"
+
+
 class MetricsHook(Hook):
     """Records and shows metrics and evaluations when they are due."""
 
-    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, clock: StepClock):
-        self.run, self.guard, self.best, self.clock = run, guard, best, clock
+    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, early: EarlyStop, clock: StepClock):
+        self.run, self.guard, self.best, self.early, self.clock = run, guard, best, early, clock
         self.intervals, self.total_steps = run.setup.intervals, run.setup.total_steps
         self.peak = peak_examples_per_second(run.setup.model, run.setup.task.example, jax.devices())
         self.row: dict[str, Any] = {}  # the last row of metrics
@@ -165,11 +189,13 @@ class MetricsHook(Hook):
         self._record(0, state, {"num_params": count}, self.run.setup.evaluators, {})
 
     def catch_up(self, state: TrainState) -> None:
-        """Record the row of the checkpoint's step if the run stopped before it could; recall the best step."""
+        """Record the row of the checkpoint's step if the run stopped before it could; recall the earlier rows."""
         run, start = self.run, self.run.start
-        history = [row.values for row in run.writer.metrics.resumed] if run.writer and self.best.metric else []
+        recalled = run.writer and (self.best.metric or self.early.best.metric)
+        history = [row.values for row in run.writer.metrics.resumed] if run.writer and recalled else []
         for row in multihost.gather("history", history)[0]:
             self.best.update(row["step"], row)
+            self.early.update(row["step"], row)
         last = multihost.gather("rows", run.writer.last_step if run.writer else 0)[0]
         evaluators, logs = self._due(start)
         if last < start and (evaluators or logs):
@@ -198,27 +224,37 @@ class MetricsHook(Hook):
         timing: dict[str, float],
     ) -> None:
         row = {name: value for name, value in numbers.items() if name != "nonfinite" or self.guard.limit}
-        for name in evaluators:
-            self.run.watchdog(f"evaluating {name} after step {step}")
-            row |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
+        row |= self._evaluate(step, state, evaluators)
+        self.early.update(step, row)
+        if self.early.reason:  # this step is the last one, which evaluates everything
+            row |= self._evaluate(step, state, [name for name in self.run.setup.evaluators if name not in evaluators])
         self.best.update(step, row)
         if self.run.writer:
             self.run.writer.write(step, row, timing)
         self.run.progress.report(step, row, timing)
         self.row = row
 
+    def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
+        """Return the metrics of some evaluators, with the names of a row."""
+        found: dict[str, float] = {}
+        for name in evaluators:
+            self.run.watchdog(f"evaluating {name} after step {step}")
+            found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
+        return found
+
 
 class CheckpointHook(Hook):
-    """Saves checkpoints when they are due, and the best one."""
+    """Saves checkpoints when they are due, at the last step, and the best one."""
 
-    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, clock: StepClock):
-        self.run, self.guard, self.best, self.clock = run, guard, best, clock
+    def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, early: EarlyStop, clock: StepClock):
+        self.run, self.guard, self.best, self.early, self.clock = run, guard, best, early, clock
         self.interval, self.total_steps = run.setup.intervals.ckpt, run.setup.total_steps
         self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
         """Save a step that is due, or the best one so far."""
-        due = bool(self.interval) and (result.step == self.total_steps or is_due(self.interval, result.step))
+        last = result.step == self.total_steps or self.early.reason
+        due = bool(self.interval) and (last or is_due(self.interval, result.step))
         if not due and self.best.step != result.step:
             return
         self.guard.check(result)  # waits for the steps under way, which are not part of the pause
@@ -254,9 +290,9 @@ class CheckpointHook(Hook):
 class ProfilerHook(Hook):
     """Records a JAX profiler trace of the steps of `config.profile` in `<workdir>/profile`."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, early: EarlyStop):
         self.folder, (self.first, self.last) = str(run.workdir / "profile"), run.setup.options.profile
-        self.last = min(self.last, run.setup.total_steps)
+        self.last, self.early = min(self.last, run.setup.total_steps), early
         self.recording = False
 
     def before_step(self, step: int) -> None:
@@ -267,7 +303,7 @@ class ProfilerHook(Hook):
 
     def after_step(self, result: StepResult) -> None:
         """End the trace after the last step of the window."""
-        if self.recording and result.step == self.last:
+        if self.recording and (result.step == self.last or self.early.reason):
             jax.block_until_ready(result.state)
             jax.profiler.stop_trace()
             self.recording = False

@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -79,7 +79,7 @@ def corrupt_hint(what: str) -> str:
     return f"; --{what}.corrupt=skip skips damaged examples, and `dcvit check-data` lists them"
 
 
-def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
+def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str, bool]]:
     """Yield (name, data, preprocessing, optional) of the training data and of each evaluation's data.
 
     Raises:

@@ -67,6 +67,7 @@ class RunOptions:
 
     ckpt_keep: int
     ckpt_best: Sequence[str]
+    early_stop: Sequence[Any]
     on_corrupt: str
     nonfinite_skip: int
     watchdog_seconds: float
@@ -410,9 +411,10 @@ def _make_intervals(
 
 
 def _check_options(options: RunOptions, evaluators: Mapping[str, Any], total_steps: int) -> None:
-    """Raise ConfigError if `ckpt_best` names no metric of an evaluator, or `profile` no step of the run."""
+    """Raise ConfigError if `ckpt_best` or `early_stop` names no metric, or `profile` no step of the run."""
     known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
-    if options.ckpt_best and (metric := options.ckpt_best[0]) not in known:
-        raise ConfigError(f"config.ckpt_best: no evaluation yields {metric!r}; {nearest(metric, known)}")
+    for key, value in (("ckpt_best", options.ckpt_best), ("early_stop", options.early_stop)):
+        if value and value[0] not in known:
+            raise ConfigError(f"config.{key}: no evaluation yields {value[0]!r}; {nearest(value[0], known)}")
     if options.profile and options.profile[0] > total_steps:
         raise ConfigError(f"config.profile={tuple(options.profile)}: the run has {total_steps} steps")

@@ -23,6 +23,7 @@ from dcvit.runs.preemption import Preemption
 from dcvit.training.hooks import (
     BestCheckpoint,
     CheckpointHook,
+    EarlyStop,
     Hook,
     MetricsHook,
     NonFiniteGuard,
@@ -38,7 +39,7 @@ from dcvit.training.step import TrainState, Update, jit_update
 def train(
     setup: Setup, workdir: Folder, accept: Sequence[str] = (), preemption: Preemption | None = None
 ) -> dict[str, Any]:
-    """Train to the last step, resuming from the latest checkpoint of the workdir if there is one.
+    """Train to the last step, or until `config.early_stop` ends the run, from the latest checkpoint of the workdir.
 
     Writes config.json, data.json, metrics.jsonl, timing.jsonl and checkpoints/ to the workdir.
 
@@ -87,13 +88,14 @@ class Trainer:
         self.result: StepResult | None = None  # of the newest completed step
         self.clock = StepClock()
         self.guard, best = NonFiniteGuard(run), BestCheckpoint(run.setup.options.ckpt_best)
-        self.metrics = MetricsHook(run, self.guard, best, self.clock)
-        self.checkpoints = CheckpointHook(run, self.guard, best, self.clock)
-        profiler = [ProfilerHook(run)] if run.setup.options.profile else []
+        self.early = EarlyStop(run.setup.options.early_stop)
+        self.metrics = MetricsHook(run, self.guard, best, self.early, self.clock)
+        self.checkpoints = CheckpointHook(run, self.guard, best, self.early, self.clock)
+        profiler = [ProfilerHook(run, self.early)] if run.setup.options.profile else []
         self.hooks: list[Hook] = [self.metrics, self.checkpoints, *profiler]
 
     def run_steps(self, state: TrainState) -> None:
-        """Execute all steps after `run.start`, whose state is given."""
+        """Execute all steps after `run.start`, whose state is given, or those up to the one that stops early."""
         run, start, total = self.run, self.run.start, self.setup.total_steps
         with self.turn:
             self.started, self.result = start, StepResult(start, state, {})
@@ -104,6 +106,9 @@ class Trainer:
             self.metrics.catch_up(state)
         else:
             self.metrics.first_row(state)
+        if start == total or self.early.reason:
+            run.progress.line(f"the run is complete: {self.early.reason or f'all {total} steps are done'}")
+            return
         rows = local_rows(self.setup.mesh, self.setup.data.batch_size)
         with contextlib.closing(self.setup.data.batches(start, rows)) as batches:
             on_devices = prefetch(itertools.islice(batches, total - start), self.setup.mesh, self.setup.data.batch_size)
@@ -124,6 +129,8 @@ class Trainer:
                 run.progress.advance(step)
                 for hook in self.hooks:
                     hook.after_step(result)
+                if self._ends_early():
+                    break
 
     def stop(self) -> str:
         """Save the newest completed step, and let the main thread start no other; return a message for the user.
@@ -164,6 +171,12 @@ class Trainer:
         update: Update = jit_update(self.setup, self.run.shapes).lower(state, batch).compile()
         self.clock.start()
         return update
+
+    def _ends_early(self) -> bool:
+        """Return True, and say why, if the step that was completed last is the last one by `config.early_stop`."""
+        if self.early.reason:
+            self.run.progress.line(self.early.reason)
+        return self.early.reason is not None
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
         """Execute one step; wait for ever if the run was stopped before it."""

@@ -19,6 +19,7 @@ from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.steps import saved_steps
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, preemption
 
@@ -134,6 +135,14 @@ def test_two_processes_train_and_evaluate_like_one(alone, two):
 @pytest.mark.exhaustive
 def test_four_processes_on_another_mesh_train_like_one(alone, tmp_path):
     check_same(alone, run(4, 2, tmp_path / "four", **BOTH))
+
+
+@pytest.mark.exhaustive
+def test_two_processes_stop_early_at_the_same_step(tmp_path):
+    stop = {"early_stop": ("test/loss", "max", 2), "evals.test.log_steps": 1}
+    one, two = run(1, 8, tmp_path / "one", **stop), run(2, 4, tmp_path / "two", **stop)
+    check_same(one, two)
+    assert saved_steps(two)[-1] == metrics.read(two / "metrics.jsonl")[-1]["step"] == 3
 
 
 @pytest.mark.exhaustive

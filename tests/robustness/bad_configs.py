@@ -93,6 +93,9 @@ VALUES = {
     "schedule end that is a word": bad(vit("schedule.end=low"), "end='low'", "float"),
     "negative warm-up": bad(vit("schedule.warmup_percent=-1"), "config.schedule.warmup_percent=-1"),
     "warm-up longer than the run": bad(vit("schedule.warmup_steps=100"), "2 steps"),
+    "early stop without patience": bad(vit("early_stop=('test/top1', 'max')"), "config.early_stop", "NAME/METRIC"),
+    "early stop of no evaluation": bad(vit("early_stop=('test/top1', 'max', 0)"), "config.early_stop", "1 or more"),
+    "early stop with a fraction": bad(vit("early_stop=('test/top1', 'max', 1.5)"), "config.early_stop", "1 or more"),
     "negative checkpoint interval": bad(vit("keep_ckpt_steps=-1"), "config.keep_ckpt_steps=-1"),
     "mesh of 3 of 8 devices": bad(vit("mesh=[('data', 3)]"), "8 devices", "3"),
     "strategy without its mesh axis": bad(vit("sharding_strategy=fsdp"), "config.mesh", "'fsdp'"),
@@ -221,6 +224,8 @@ MISSPELT_VIT = {  # override of a training run on images -> the correct spelling
     "ckpt_best=('tset/top1', 'max')": "test",
     "ckpt_best=('test/topp1', 'max')": "test/top1",
     "ckpt_best=('test/top1', 'mxa')": "max",
+    "early_stop=('test/topp1', 'max', 3)": "test/top1",
+    "early_stop=('test/top1', 'mxa', 3)": "max",
 }
 
 MISSPELT_LM = {  # the same for text
