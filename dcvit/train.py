@@ -3,16 +3,26 @@
 Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM, everything is saved; 124
 ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 a second SIGTERM;
 1 a bug, or another process of the run failed.
+
+`--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
+that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.
+At the end it prints mean and 95 % confidence interval of each final metric and writes them to seeds.csv and seeds.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dcvit import cli
-from dcvit.errors import escaped
+from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
+from dcvit.training.seeds import final_metrics, parse_seeds, rounded, summarize, workdir_of, write
+
+if TYPE_CHECKING:
+    from dcvit.runs.preemption import Preemption
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train a model from a config.",
         examples=[
             "dcvit train --config vit_digits --workdir runs/digits",
+            "dcvit train --config vit_digits --workdir runs/three --seeds 0,1,2",
             "dcvit train --config vit_i1k:variant=ViT-S/16 --workdir gs://bucket/run --config.lr=0.0005",
         ],
     )
@@ -32,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--accept", metavar="KEY", action="append", default=[],
         help="resume the run of the workdir although this config key, or `data`, differs; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=parse_seeds, metavar="SEEDS",
+        help="seeds of several runs, such as 0,1,2, or their number; each has a folder in the workdir",
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
@@ -51,8 +66,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.continue_without_reader(), Preemption() as preemption:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
+        if args.seeds:
+            return _train_seeds(args, overrides, preemption)
         train(make_setup(config, workdir=args.workdir), args.workdir, args.accept, preemption)
     return 0
+
+
+def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption: Preemption) -> int:
+    """Train one run per seed, show and write their final metrics, and return the exit status.
+
+    Raises:
+      ConfigError, InputError: the config or the data is invalid, which concerns every seed.
+    """
+    from dcvit import config as configs
+    from dcvit.training.setup import make_setup
+    from dcvit.training.trainer import train
+
+    if not multihost.is_single_process():
+        raise ConfigError("--seeds needs a run of one process; start one run of several processes per seed")
+    if any(override.partition("=")[0] == "seed" for override in overrides):
+        raise ConfigError("give either --seeds or --config.seed")
+    if (args.workdir / "config.json").is_file():
+        raise ConfigError(f"{args.workdir} holds a run; --seeds needs a folder for the workdirs of its runs")
+    results, failed = {}, []
+    for seed in args.seeds:
+        workdir = workdir_of(args.workdir, seed)
+        setup = make_setup(configs.load(args.config, [*overrides, f"seed={seed}"]), workdir=workdir)
+        print(f"seed {seed}, to {workdir}")
+        try:
+            train(setup, workdir, args.accept, preemption)
+            results[seed] = final_metrics(workdir)
+        except cli.EXPECTED as e:
+            failed.append(seed)
+            print(f"error: seed {seed}: {e}", file=sys.stderr)
+    if rows := summarize(results):
+        write(args.workdir, rows)
+        shown = [{key: rounded(value) for key, value in row.items()} for row in rows]
+        cli.show(shown, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
+        print(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}")
+    return 2 if failed else 0
 
 
 if __name__ == "__main__":

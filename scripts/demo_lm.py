@@ -15,11 +15,6 @@ PROMPT = "def main("
 NUM_BYTES = 118  # length of each sample
 
 
-def parse_seeds(text: str) -> list[int]:
-    """Parse a list of numbers such as "0,1,2"."""
-    return [int(word) for word in text.split(",")]
-
-
 def spread(values: list[float], form: str) -> str:
     """Format one value, or the mean, minimum and maximum of several values."""
     mean = format(statistics.mean(values), form)
@@ -41,15 +36,14 @@ def result(name: str, workdirs: list[Path]) -> dict[str, str]:
     }
 
 
-def train(workdirs: dict[str, list[Path]], seeds: list[int], steps: int) -> None:
-    """Train every model of `RUNS` with every seed, each in an empty workdir."""
-    for workdir in [workdir for each in workdirs.values() for workdir in each]:
-        make_folder(workdir)
-    for i, seed in enumerate(seeds):
-        for name, attention in RUNS.items():
-            print(f"\ntraining {name}, seed {seed}")
-            config = f"configs/lm_stdlib.py:attention={attention},steps={steps}"
-            run("dcvit.train", "--config", config, "--workdir", workdirs[name][i], f"--config.seed={seed}")
+def train(out: Path, seeds: str, steps: int) -> None:
+    """Train every model of `RUNS` with every seed, in an empty folder per model."""
+    for name in RUNS:
+        make_folder(out / name)
+    for name, attention in RUNS.items():
+        print(f"\ntraining {name}")
+        config = f"configs/lm_stdlib.py:attention={attention},steps={steps}"
+        run("dcvit.train", "--config", config, "--workdir", out / name, "--seeds", seeds)
 
 
 def report(out: Path, workdirs: dict[str, list[Path]], steps: int) -> None:
@@ -71,17 +65,17 @@ def report(out: Path, workdirs: dict[str, list[Path]], steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="demo.sh lm", description=__doc__)
     parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
-    parser.add_argument("--seeds", type=parse_seeds, default=[0], help="runs of each model, such as 0,1,2 (default 0)")
+    parser.add_argument("--seeds", default="1", help="seeds of each model, such as 0,1,2, or their number (default 1)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/demo_lm", help="folder for all results")
     args = parser.parse_args()
     started = time.monotonic()
     out = Path(os.path.relpath(args.out.resolve(), ROOT))  # the commands run in the clone
     os.chdir(ROOT)
-    workdirs = {name: [out / f"{name}-seed{seed}" for seed in args.seeds] for name in RUNS}
-    train(workdirs, args.seeds, args.steps)
+    train(out, args.seeds, args.steps)
+    workdirs = {name: sorted((out / name).glob("seed*/")) for name in RUNS}
     report(out, workdirs, args.steps)
     print(f"\nall results are in {out.resolve()}:")
-    print("  MODEL-seedN/    config.json, metrics.jsonl, timing.jsonl, checkpoints/")
+    print("  MODEL/seedN/    config.json, metrics.jsonl, timing.jsonl, checkpoints/")
     print("  curves.png      training loss and validation bits per byte; table.json, the table above")
     print(f"generate more with   python -m dcvit.generate --workdir {workdirs['DCFormer++'][0]} --prompt TEXT")
     print(f"took {time.monotonic() - started:.0f} s")

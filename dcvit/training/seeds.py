@@ -1,0 +1,76 @@
+"""Runs of one config with several seeds: their workdirs, and mean and confidence interval of their final metrics."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from dcvit.checkpoint.files import Folder, replace
+from dcvit.runs import metrics
+
+LEVEL = 0.95  # of the confidence interval
+Row = dict[str, str | int | float | None]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse a list of seeds such as "0,1,2", or their number, such as "3" for the same seeds."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words) or text.strip() == "0":
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seeds such as 3, or a list such as 0,1,2")
+    seeds = [int(word) for word in words] if len(words) > 1 else list(range(int(text)))
+    if len({*seeds}) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
+    return seeds
+
+
+def workdir_of(folder: Folder, seed: int) -> Folder:
+    """Return the workdir of the run with a seed."""
+    return folder / f"seed{seed}"
+
+
+def final_metrics(workdir: Folder) -> dict[str, float]:
+    """Return the loss and the metrics of the evaluations in the last row of a run, without those that are not finite.
+
+    Numbers of examples or tokens, which are integers, are omitted.
+    """
+    rows = metrics.read(workdir / "metrics.jsonl")
+    row = rows[-1] if rows else {}
+    return {key: value for key, value in row.items() if isinstance(value, float) and (key == "loss" or "/" in key)}
+
+
+def summarize(results: Mapping[int, Mapping[str, float]]) -> list[Row]:
+    """Return one row per metric: mean, half width of the 95 % confidence interval, n, and the value of each seed.
+
+    The interval is that of Student's t distribution with n - 1 degrees of freedom, None for one value.
+    """
+    from scipy import stats  # takes long to import
+
+    rows: list[Row] = []
+    for metric in dict.fromkeys(key for found in results.values() for key in found):
+        values = [found[metric] for found in results.values() if metric in found]
+        n, width = len(values), None
+        if n > 1:
+            width = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+        seeds = {f"seed {seed}": found.get(metric) for seed, found in results.items()}
+        rows.append({"metric": metric, "mean": statistics.fmean(values), "± 95 %": width, "n": n, **seeds})
+    return rows
+
+
+def write(folder: Folder, rows: Sequence[Row]) -> None:
+    """Write the rows of `summarize` to seeds.csv and, rounded, to the table seeds.md."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace(folder / "seeds.csv", text.getvalue())
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([rounded(value) for value in row.values()] for row in rows)]
+    replace(folder / "seeds.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def rounded(value: str | float | None) -> str:
+    """Return a cell of a table: a float with four decimals, and a dash for None."""
+    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
