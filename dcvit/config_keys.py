@@ -95,6 +95,9 @@ KEYS = {
     "watchdog_seconds": Key(float, 1800.0, "Report all stacks after this time without progress. 0: never."),
     "watchdog_exit": Key(bool, False, "Exit with status 124 after that report."),
     "tensorboard": Key(bool, True, "Write TensorBoard events if the `data` extra is installed."),
+    "wandb": Key(
+        dict, {}, "Arguments of `wandb.init`, such as project, name and mode: also write metrics to Weights & Biases."
+    ),
     "profile": Key(Sequence[int], (), "(first, last) step of a JAX profiler trace, written to <workdir>/profile."),
 }  # fmt: skip
 INPUT_KEYS = {

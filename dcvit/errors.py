@@ -7,11 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from input_pipeline.errors import InputError, check_arguments, first_line, has_type, nearest, type_name
+from input_pipeline.errors import (
+    InputError,
+    check_arguments,
+    first_line,
+    first_line_with_type,
+    has_type,
+    nearest,
+    type_name,
+)
 
 __all__ = [
     "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex", "check_values",
-    "escaped", "first_line", "has_type", "nearest", "type_name", "unknown_key",
+    "escaped", "first_line", "first_line_with_type", "has_type", "nearest", "type_name", "unknown_key",
 ]  # fmt: skip
 
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config

@@ -69,7 +69,7 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("vit_digits:attention=mla", [], "attention='mla'; known: dcmha, mha"),
         ("vit_digits:attention", [], "not of the form key=value"),
         ("vit_digits:epochs=many", [], "argument epochs=many should be of type int, not str"),
-        ("vit_digits", ["wandb=1"], "unknown key 'config.wandb'; `dcvit help config` lists all keys"),
+        ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
         ("vit_digits", ["total_epoch=3"], "unknown key 'config.total_epoch'; did you mean 'total_epochs'"),
         ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
         ("vit_digits", ["modle.width=3"], "unknown key 'config.modle'; did you mean 'model'"),

@@ -25,6 +25,7 @@ from dcvit.errors import first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
 from dcvit.runs.parameters import write_overview
+from dcvit.runs.tracking import WandbRun
 from dcvit.training.resume import Run
 from dcvit.training.step import Metrics, TrainState, non_finite_arrays
 
@@ -53,6 +54,9 @@ class Hook:
 
     def after_step(self, result: StepResult) -> None:
         """Run after a step was started on the devices, and the step before it was checked."""
+
+    def close(self, *, failed: bool) -> None:
+        """Run once after the last step, or after an error."""
 
 
 class StepClock:
@@ -168,7 +172,8 @@ class MetricsHook(Hook):
         self.run, self.guard, self.best, self.early, self.clock = run, guard, best, early, clock
         self.intervals, self.total_steps = run.setup.intervals, run.setup.total_steps
         self.peak = peak_examples_per_second(run.setup.model, run.setup.task.example, jax.devices())
-        self.row: dict[str, Any] = {}  # the last row of metrics
+        self.row: dict[str, Any] = {}  # the last row of metrics, and its step
+        self.row_step = -1
 
     def after_step(self, result: StepResult) -> None:
         """Write the row of a step that logs or evaluates."""
@@ -232,7 +237,7 @@ class MetricsHook(Hook):
         if self.run.writer:
             self.run.writer.write(step, row, timing)
         self.run.progress.report(step, row, timing)
-        self.row = row
+        self.row, self.row_step = row, step
 
     def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
         """Return the metrics of some evaluators, with the names of a row."""
@@ -241,6 +246,32 @@ class MetricsHook(Hook):
             self.run.watchdog(f"evaluating {name} after step {step}")
             found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
         return found
+
+
+class WandbHook(Hook):
+    """Copies the rows of metrics to Weights & Biases, in the first process."""
+
+    def __init__(self, run: Run, metrics: MetricsHook):
+        self.metrics, self.sent = metrics, -1
+        self.tracked = WandbRun(run.workdir, run.setup.options.wandb, run.setup.record, resumed=bool(run.start))
+
+    def before_step(self, step: int) -> None:
+        """Send the row of step 0, or the row that was lost before a resumed run."""
+        self._send()
+
+    def after_step(self, result: StepResult) -> None:
+        """Send the row of a step that has one."""
+        self._send()
+
+    def close(self, *, failed: bool) -> None:
+        """Send the last row and complete the W&B run."""
+        self._send()
+        self.tracked.close(failed=failed)
+
+    def _send(self) -> None:
+        if self.metrics.row_step > self.sent:
+            self.sent = self.metrics.row_step
+            self.tracked.write(self.sent, self.metrics.row)
 
 
 class CheckpointHook(Hook):

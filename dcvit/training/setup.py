@@ -29,6 +29,7 @@ from dcvit.config import UNITS, Options, duration, is_duration, load
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
+from dcvit.runs.tracking import check_wandb
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training import optim
 from dcvit.training.inputs import (
@@ -73,6 +74,7 @@ class RunOptions:
     watchdog_seconds: float
     watchdog_exit: bool
     tensorboard: bool
+    wandb: Mapping[str, object]
     profile: Sequence[int]
 
 
@@ -155,8 +157,9 @@ def _build(
     evaluators = make_evaluators(config, predictor(model), mesh, task, source) if evaluate else {}
     for example in {evaluator.example for evaluator in evaluators.values()} - {task.example}:
         param_shapes(model, example)  # rows may be longer than those of training, or too long
-    options = RunOptions(**{field.name: config[field.name] for field in dataclasses.fields(RunOptions)})
+    options = RunOptions(**{field.name: config.to_dict()[field.name] for field in dataclasses.fields(RunOptions)})
     _check_options(options, evaluators, total_steps)
+    check_wandb(options.wandb)
     return Setup(
         record=json.loads(config.to_json()), seed=config.seed, mesh=mesh, sharding_strategy=config.sharding_strategy,
         model=model, load_initial=_make_loader(config, shapes), task=task, data=data, total_steps=total_steps,

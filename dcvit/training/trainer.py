@@ -30,6 +30,7 @@ from dcvit.training.hooks import (
     ProfilerHook,
     StepClock,
     StepResult,
+    WandbHook,
 )
 from dcvit.training.resume import Run, open_run
 from dcvit.training.setup import Setup
@@ -65,9 +66,13 @@ def train(
                 with preemption.saving(trainer.stop, trainer.end):
                     trainer.run_steps(run.start_state())
             finally:
-                if sys.exception() is None or multihost.is_single_process():  # others may not finish a common save
-                    run.watchdog("finishing the last checkpoint")
-                    run.checkpointer.close()
+                failed = sys.exception() is not None
+                try:
+                    if not failed or multihost.is_single_process():  # others may not finish a common save
+                        run.watchdog("finishing the last checkpoint")
+                        run.checkpointer.close()
+                finally:
+                    trainer.close(failed=failed)
         multihost.gather("ended", True)
     return trainer.metrics.row
 
@@ -92,7 +97,8 @@ class Trainer:
         self.metrics = MetricsHook(run, self.guard, best, self.early, self.clock)
         self.checkpoints = CheckpointHook(run, self.guard, best, self.early, self.clock)
         profiler = [ProfilerHook(run, self.early)] if run.setup.options.profile else []
-        self.hooks: list[Hook] = [self.metrics, self.checkpoints, *profiler]
+        wandb = [WandbHook(run, self.metrics)] if run.setup.options.wandb and multihost.is_first() else []
+        self.hooks: list[Hook] = [self.metrics, self.checkpoints, *profiler, *wandb]
 
     def run_steps(self, state: TrainState) -> None:
         """Execute all steps after `run.start`, whose state is given, or those up to the one that stops early."""
@@ -163,6 +169,11 @@ class Trainer:
         with self.turn:
             self.ended = True
             self.turn.notify_all()
+
+    def close(self, *, failed: bool) -> None:
+        """Close the hooks."""
+        for hook in self.hooks:
+            hook.close(failed=failed)
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
         """Compile the training step for a state and a batch."""
