@@ -40,7 +40,7 @@ def get_config(attention: str = "dcmha", steps: int = 600) -> ConfigDict:
     config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
     config.schedule = {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
 
-    config.log_steps = 50
+    config.log_percent = 5
     config.ckpt_percent = 50
     config.evals = {
         "validation": {

@@ -41,12 +41,12 @@ def get_config(attention: str = "dcmha", epochs: int = 120) -> ConfigDict:
     config.wd = 1e-4
     config.schedule = {"decay_type": "cosine", "warmup_percent": 4}
 
-    config.log_steps = 100
+    config.log_percent = 5
     config.ckpt_epochs = 40
     config.evals = {
         "test": {
             "type": "classification", "data": {"kind": "digits", "split": "test"},
-            "pp": "value_range(-1, 1)" + pp_label, "batch_size": 120, "log_epochs": 10,
+            "pp": "value_range(-1, 1)" + pp_label, "batch_size": 120, "log_percent": 10,
         }
     }  # fmt: skip
     return config

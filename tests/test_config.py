@@ -160,3 +160,15 @@ def test_durations_are_given_once_and_are_numbers():
             duration({"x_steps": bad}, "x", **sizes)
     with pytest.raises(ConfigError, match="percentage of itself"):
         duration({"x_percent": 1}, "x", **sizes)
+
+
+@pytest.mark.parametrize("spec", ["vit_digits:epochs=2", "vit_digits:epochs=120", "lm_stdlib:steps=20"])
+def test_short_runs_of_the_small_configs_have_curves(spec):
+    """A plot shows at least ten rows of losses, and four evaluations."""
+    loaded = configs.load(spec)
+    sizes = {"batch_size": 64, "examples": 1437}
+    total = duration(loaded, "total", **sizes)
+    (evaluator,) = loaded.evals.values()
+    rows, evaluations = (total // duration(part, "log", **sizes, total_steps=total) for part in (loaded, evaluator))
+    assert rows >= 10
+    assert evaluations >= 4

@@ -56,11 +56,11 @@ STRUCTURE = {
         "config.schedule.warmup_steps",
         "config.schedule.warmup_percent",
     ),
-    "two intervals": bad(digits_config("config.log_epochs = 3"), "config.log_steps", "config.log_epochs"),
+    "two intervals": bad(digits_config("config.log_epochs = 3"), "config.log_percent", "config.log_epochs"),
     "two intervals of an evaluator": bad(
         digits_config("config.evals.test.log_steps = 3"),
         "config.evals.test.log_steps",
-        "config.evals.test.log_epochs",
+        "config.evals.test.log_percent",
     ),
     "total as a percentage": bad(digits_config("del config.total_epochs", "config.total_percent = 5"), "percentage"),
     "no total": bad(digits_config("del config.total_epochs"), "total_epochs", "total_steps", "total_examples"),
