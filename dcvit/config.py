@@ -281,8 +281,6 @@ def check_types(config: ConfigDict) -> None:
             check_regex(rule[0] if paired else rule, f"config.{key}")
 
 
-
-
 def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
     """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
     filled = replaced(config, num_classes=num_classes).unlock()

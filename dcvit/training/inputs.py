@@ -150,6 +150,12 @@ def check_data(data: object, what: str) -> None:
     check_call(input_pipeline.open_source, common, what)
 
 
+def trains_tokenizer(config: ConfigDict) -> bool:
+    """Return True if the data names `OWN_TOKENIZER`."""
+    data = config.input.get("data")
+    return isinstance(data, Mapping | ConfigDict) and data.get("tokenizer") == OWN_TOKENIZER
+
+
 def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
     """Return the tokenizer.json of a run whose data names `OWN_TOKENIZER`; None for other data.
 
@@ -160,9 +166,9 @@ def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
       ConfigError: the config has no `vocab_size`.
       InputError: the text is missing, invalid or too large.
     """
-    data = config.input.get("data", {})
-    if data.get("tokenizer") != OWN_TOKENIZER:
+    if not trains_tokenizer(config):
         return None
+    data = config.input.data
     check_data(data, "config.input.data")
     if data["kind"] != "text" or config.vocab_size is None:
         raise ConfigError("config.input.data.tokenizer: a tokenizer to train needs kind='text' and config.vocab_size")

@@ -23,7 +23,7 @@ from dcvit.errors import ConfigError, first_line
 from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
 from dcvit.runs.workdir import check_checkpoint, is_free
-from dcvit.training.inputs import OWN_TOKENIZER, TOKENIZER, with_tokenizer
+from dcvit.training.inputs import TOKENIZER, trains_tokenizer, with_tokenizer
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -162,7 +162,7 @@ def _own_tokenizer(config: ConfigDict, folder: Folder) -> str | None:
     Raises:
       ConfigError: the folder has no tokenizer.
     """
-    if config.input.get("data", {}).get("tokenizer") != OWN_TOKENIZER:
+    if not trains_tokenizer(config):
         return None
     try:
         return (folder / TOKENIZER).read_text()
