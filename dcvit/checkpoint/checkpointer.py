@@ -32,8 +32,8 @@ DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 SAVE_TIMEOUT = 6 * 3600  # seconds; a store may be slow
 
 LOG = logging.getLogger(__name__)
-# Orbax logs errors with their traceback before it raises them; they are reported once, in one line, by the caller.
-logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
+# Orbax logs warnings, and errors with their traceback, before it raises them; the caller reports them in one line.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 class Checkpointer:
@@ -100,16 +100,11 @@ class Checkpointer:
             self.wait()
             args = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
             args["about"] = ocp.args.JsonSave({"step": step, **about})
-            try:
-                if not isinstance(self.folder, Path) and multihost.is_first():
-                    remove(self.folder / str(step))  # a checkpoint that was set aside
-                self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
-            except Exception as e:
-                self._fail(step, e)
-                self.check_for_errors()
+            # Orbax's threads are daemons, as the one that starts them is: those of a failed save may wait for hours.
+            _daemon(self._start, step, args).join()
+            self.check_for_errors()
             self.saved = step
-            self.finishing = threading.Thread(target=self._finish, args=(step, best), name="checkpoint", daemon=True)
-            self.finishing.start()
+            self.finishing = _daemon(self._finish, step, best)
 
     def wait(self) -> None:
         """Wait until no save is in progress. Raise CheckpointError if the last one failed."""
@@ -117,11 +112,6 @@ class Checkpointer:
             if self.finishing:
                 self.finishing.join()
             self.check_for_errors()
-
-    def finish(self) -> str:
-        """Wait like `wait`, and return a message for a run that is stopped after its last step."""
-        self.wait()
-        return "the last checkpoint is complete"
 
     def check_for_errors(self) -> None:
         """Raise CheckpointError if a save failed in the background."""
@@ -133,12 +123,12 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self.writer.close()
+            try:
+                self.writer.close()
+            except Exception:  # the thread of a failed save may not have started
+                if not self.failure:
+                    raise
             self.reader.close()
-
-    def about(self, step: int) -> dict[str, Any]:
-        """Return the description of the run that was saved with a step."""
-        return steps.about(self.folder / str(step))
 
     def restore(self, step: int, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Restore items of a step that `latest` has verified, with the structure, dtypes and shardings of `items`.
@@ -148,7 +138,12 @@ class Checkpointer:
         """
         self.check_compatible(step, items)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
-        return self._restore(step, {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        path = absolute(self.folder / str(step))
+        try:
+            return dict(self.reader.restore(path, args=ocp.args.Composite(**args)).items())
+        except Exception as e:
+            raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
 
     def check_compatible(self, step: int, items: Mapping[str, PyTree]) -> None:
         """Raise CheckpointError if a tree or shape of a step differs from the given ones."""
@@ -158,21 +153,23 @@ class Checkpointer:
                 raise CheckpointError(f"{path} has no {name}")
             check_tree(shapes_of(_metadata(path / name)), shapes_of(items[name]), str(path))
 
-    def _restore(self, step: int, args: Mapping[str, ocp.args.CheckpointArgs]) -> dict[str, PyTree]:
-        path = absolute(self.folder / str(step))
-        try:
-            return dict(self.reader.restore(path, args=ocp.args.Composite(**args)).items())
-        except Exception as e:
-            raise CheckpointError(f"cannot restore {path}: {first_line(e)}") from e
-
     def _problems(self, step: int) -> list[str]:
         """Return the damaged files of a step. Each process reads a part of the files and gets the result of all."""
         share = (jax.process_index(), jax.process_count())
         found = multihost.gather(f"verified/{step}", steps.problems(self.folder / str(step), share=share))
         return sorted({line for lines in found for line in lines})
 
+    def _start(self, step: int, args: Mapping[str, ocp.args.CheckpointArgs]) -> None:
+        """Start to save a step; return once the arrays are copied."""
+        try:
+            if not isinstance(self.folder, Path) and multihost.is_first():
+                remove(self.folder / str(step))  # a checkpoint that was set aside
+            self.writer.save(absolute(self.folder / str(step)), args=ocp.args.Composite(**args))
+        except BaseException as e:
+            self._fail(step, e)
+
     def _finish(self, step: int, best: int | None) -> None:
-        """Wait until a step is saved, then remove checkpoints that are not to be kept; run in its own thread."""
+        """Wait until a step is saved, then remove checkpoints that are not to be kept."""
         try:
             self.writer.wait_until_finished()
             if multihost.is_first():
@@ -188,6 +185,13 @@ class Checkpointer:
                 steps.remove_incomplete(self.folder)
 
 
+def _daemon(function: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread that does not keep the process from ending."""
+    thread = threading.Thread(target=function, args=args, name="checkpoint", daemon=True)
+    thread.start()
+    return thread
+
+
 def _processes() -> ocp.options.MultiprocessingOptions:
     """Return options by which processes synchronize through the coordinator.
 
@@ -199,6 +203,7 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
     orbax_patches.stop_leak()
+    orbax_patches.silence_failed_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

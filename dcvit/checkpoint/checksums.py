@@ -39,7 +39,7 @@ def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
 def items(folder: Folder) -> set[str]:
     """Return the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
     try:
-        return {name.partition("/")[0] for name in _parse((folder / NAME).read_bytes()) if "/" in name}
+        return {name.partition("/")[0] for name in _read(folder / NAME) if "/" in name}
     except (OSError, ValueError):
         return set()
 
@@ -66,7 +66,7 @@ def problems(
             return f"{name}: {first_line(e)}"
 
     try:
-        sums = _parse((folder / NAME).read_bytes())
+        sums = _read(folder / NAME)
         names = _files(folder)
     except (OSError, ValueError) as e:
         return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
@@ -86,10 +86,17 @@ def _files(folder: Folder) -> list[str]:
     return sorted(name for name in found if name != NAME)
 
 
-def _parse(text: bytes) -> dict[str, str]:
-    """Return the SHA-256 by file name. Raise ValueError for any line that `write` does not write."""
+def _read(path: Folder) -> dict[str, str]:
+    """Return the SHA-256 by file name.
+
+    Raises:
+      OSError: the file is missing, or is not a regular file.
+      ValueError: the file has a line that `write` does not write.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("is not a regular file")
     sums: dict[str, str] = {}
-    lines = text.decode().split("\n")
+    lines = path.read_bytes().decode().split("\n")
     if lines.pop() != "" or not lines:
         raise ValueError("is truncated")
     for number, line in enumerate(lines, start=1):

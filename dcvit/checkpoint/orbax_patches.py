@@ -1,15 +1,20 @@
-"""Workarounds for defects of Orbax 0.12 and TensorStore 0.1.86. Each replaces one private function of Orbax.
-
-A version of Orbax without such a function is used as it is.
-"""
+"""Workarounds for defects of Orbax 0.12 and TensorStore 0.1.86: growing memory, and tracebacks of failed saves."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
+import logging
+import sys
+import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from orbax.checkpoint._src.serialization import tensorstore_utils
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs as Unraisable
 
 Spec = dict[str, object]  # of TensorStore, as JSON
 
@@ -41,5 +46,25 @@ def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
 
 
 def _replace(name: str, wrap: Callable[[Callable[..., Spec]], Callable[..., object]]) -> None:
+    """Replace a private function of Orbax, if its version has such a function."""
     if original := getattr(tensorstore_utils, name, None):
         setattr(tensorstore_utils, name, wrap(original))
+
+
+@functools.cache
+def silence_failed_saves() -> None:
+    """Print no traceback when a save fails: the caller of Orbax gets the first error, and reports it in one line.
+
+    Orbax closes its event loop at the first error of a save. Other writes that are still in progress then report their
+    own errors to asyncio's logger, or cannot report their success because the loop is closed.
+    """
+    logging.getLogger("asyncio").addFilter(lambda record: "was never retrieved" not in record.getMessage())
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report = sys.unraisablehook
+
+    def except_closed_loop(error: Unraisable) -> None:
+        closed = error.object is None and str(error.exc_value) == "Event loop is closed"
+        if not closed and error.object is not asyncio.BaseEventLoop.__del__:  # of a loop that could not be opened
+            report(error)
+
+    sys.unraisablehook = except_closed_loop  # TensorStore's threads call it

@@ -23,7 +23,8 @@ class Watchdog:
     """Reports a run that makes no progress for a given time.
 
     Call the instance with a description of the current work whenever the run makes progress. Each stall is reported
-    once, to stderr and to `watchdog.log` in the workdir.
+    once, to stderr and to `watchdog.log` in the workdir. A stall while the run waits for a checkpoint always ends the
+    process, because nothing is lost by it: the same command resumes the run.
     """
 
     def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):
@@ -32,7 +33,7 @@ class Watchdog:
         Args:
           workdir: the folder for `watchdog.log`.
           seconds: time without progress that counts as a stall; 0 disables the watchdog.
-          exit_on_stall: if True, end the process with status 124 after the report.
+          exit_on_stall: if True, end the process with status 124 after the report of any stall.
         """
         self.workdir, self.seconds, self.exit_on_stall = workdir, seconds, exit_on_stall
         self.ended = threading.Event()
@@ -41,7 +42,8 @@ class Watchdog:
             self._arm()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def __call__(self, phase: str) -> None:
+    def __call__(self, phase: str, *, saves: bool = False) -> None:
+        self.ends = self.exit_on_stall or saves
         self.phase, self.since, self.reported = phase, time.monotonic(), False
 
     def close(self) -> None:
@@ -69,9 +71,9 @@ class Watchdog:
                 reporter.start()
                 reporter.join(REPORT_SECONDS)  # the run may be waiting for the disk that the log is on
                 faulthandler.cancel_dump_traceback_later()
-                if self.exit_on_stall and multihost.is_single_process():
+                if self.ends and multihost.is_single_process():
                     multihost.exit_process(STALLED)
-                elif self.exit_on_stall:
+                elif self.ends:
                     multihost.fail(line, STALLED)
         faulthandler.cancel_dump_traceback_later()
 

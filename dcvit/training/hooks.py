@@ -290,7 +290,7 @@ class CheckpointHook(Hook):
             return
         self.guard.check(result)  # waits for the steps under way, which are not part of the pause
         with self.clock.paused():
-            self.run.watchdog(f"saving step {result.step}")
+            self.run.watchdog(f"saving step {result.step}", saves=True)
             self.save(result)
 
     def save(self, result: StepResult) -> None:

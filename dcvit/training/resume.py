@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcvit.checkpoint import steps
 from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.checkpoint.files import Folder, replace
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, workdir
@@ -107,7 +107,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = workdir.data_identity(setup.data.source)
-    saved = saved_steps(folder)
+    saved = steps.saved_steps(folder)
     sizes = {"data": data, "steps": setup.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
@@ -167,7 +167,7 @@ def _find_start(
     if start > setup.total_steps:
         raise ConfigError(f"{folder} is at step {start}, beyond the {setup.total_steps} steps of this config")
     checkpointer.check_compatible(start, shapes.items())
-    return start, checkpointer.about(start)
+    return start, steps.about(checkpointer.folder / str(start))
 
 
 def _is_none(leaf: object) -> bool:

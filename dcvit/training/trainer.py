@@ -61,7 +61,7 @@ def train(
     preemption = preemption or Preemption()
     with open_run(setup, workdir, accept) as run:
         trainer = Trainer(run)
-        with jax.set_mesh(setup.mesh), preemption.saving(run.checkpointer.finish):
+        with jax.set_mesh(setup.mesh), preemption.saving(trainer.finish):
             try:
                 with preemption.saving(trainer.stop, trainer.end):
                     trainer.run_steps(run.start_state())
@@ -69,7 +69,7 @@ def train(
                 failed = sys.exception() is not None
                 try:
                     if not failed or multihost.is_single_process():  # others may not finish a common save
-                        run.watchdog("finishing the last checkpoint")
+                        run.watchdog("finishing the last checkpoint", saves=True)
                         run.checkpointer.close()
                 finally:
                     trainer.close(failed=failed)
@@ -163,6 +163,11 @@ class Trainer:
         self.checkpoints.save(result)
         self.run.checkpointer.wait()
         return f"step {result.step} is saved"
+
+    def finish(self) -> str:
+        """Wait for the last checkpoint of a run that is stopped after its last step; return a message for the user."""
+        self.run.checkpointer.wait()
+        return "the last checkpoint is complete"
 
     def end(self) -> None:
         """Tell `stop` that the main thread completes no further step."""

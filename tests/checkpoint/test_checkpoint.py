@@ -70,7 +70,7 @@ def test_restored_arrays_are_bitwise_equal_and_about_is_returned(three):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree(3)), strict=True):
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert checkpointer.about(3) == {"step": 3, "row": {"loss": 1.0}}
+    assert steps.about(checkpointer.folder / "3") == {"step": 3, "row": {"loss": 1.0}}
     checkpointer.close()
 
 
@@ -169,6 +169,7 @@ DAMAGE = {
     "additional file": lambda folder: (folder / "params" / "d" / "foreign").write_text("x"),
     "additional pipe": lambda folder: (largest(folder).unlink(), os.mkfifo(folder / "params" / "pipe")),
     "pipe in place of a file": lambda folder: pipe(largest(folder / "params")),
+    "pipe in place of the checksums": lambda folder: pipe(folder / checksums.NAME),
     "dangling link": lambda folder: link(largest(folder / "params")),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     "checksums of another step": lambda folder: shutil.copy(folder.parent / "1" / checksums.NAME, folder),

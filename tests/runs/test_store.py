@@ -39,14 +39,14 @@ import sys
 import jax.numpy as jnp
 from dcvit.checkpoint import files, steps
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
-from dcvit.checkpoint.steps import saved_steps
+from dcvit.checkpoint.steps import about, saved_steps
 workdir = files.folder("gs://bucket/run")
 checkpointer = Checkpointer(workdir, keep=2)
 for step in (1, 2, 3):
     checkpointer.save(step, {"params": {"w": jnp.full(9, step)}}, {"row": {"loss": step}})
 checkpointer.wait()
 loaded = load_params(workdir)["w"].tolist()
-print(saved_steps(workdir), checkpointer.latest(), checkpointer.about(3), loaded, flush=True)
+print(saved_steps(workdir), checkpointer.latest(), about(workdir / "checkpoints" / "3"), loaded, flush=True)
 sys.stdin.readline()
 checkpointer = Checkpointer(workdir, keep=2)
 print(saved_steps(workdir), checkpointer.latest("previous"), saved_steps(workdir), flush=True)

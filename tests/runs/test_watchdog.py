@@ -86,7 +86,9 @@ STALL = """
 import ctypes, pathlib, sys, time
 from dcvit.runs import watchdog
 watchdog.REPORT_SECONDS = 0.1 if sys.argv[2] == "holding" else 600
-watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=True)
+dog = watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=sys.argv[3] == "any")
+if sys.argv[3] == "save":
+    dog("saving step 2", saves=True)
 if sys.argv[2] == "holding":
     ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL does not release the interpreter lock
 time.sleep(600)
@@ -94,22 +96,24 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lock", "status"), [("released", STALLED), ("holding", 1)])
-def test_stalled_process_reports_its_stack_and_exits_if_asked_to(tmp_path, lock, status):
+@pytest.mark.parametrize(
+    ("lock", "stall", "status"), [("released", "any", STALLED), ("holding", "any", 1), ("released", "save", STALLED)]
+)
+def test_stalled_process_reports_its_stack_and_exits_if_asked_to_or_while_it_saves(tmp_path, lock, stall, status):
     completed = subprocess.run(
-        [sys.executable, "-c", STALL, str(tmp_path), lock], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", STALL, str(tmp_path), lock, stall], capture_output=True, text=True, timeout=300,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert completed.returncode == status, completed.stderr
-    expected = "Timeout (0:00:00.6" if lock == "holding" else "no progress for 0.5 s while starting"
+    expected = "Timeout (0:00:00.6" if lock == "holding" else "no progress for 0.5 s while "
     assert expected in completed.stderr
-    assert f'File "<string>", line {7 if lock == "holding" else 8}' in completed.stderr
+    assert f'File "<string>", line {9 if lock == "holding" else 10}' in completed.stderr
 
 
 @pytest.mark.usefixtures("library_promotion")
 def test_run_announces_each_kind_of_work(digits_run, monkeypatch):
     phases = []
-    monkeypatch.setattr(Watchdog, "__call__", lambda self, phase: phases.append(phase))
+    monkeypatch.setattr(Watchdog, "__call__", lambda self, phase, **_: phases.append(phase))
     assert digits_run(total_steps=2, ckpt_steps=1, watchdog_seconds=0)[0] == 0
     assert [phase for phase in phases if "step 2" in phase] == [
         "waiting for the data of step 2", "at step 2", "evaluating test after step 2", "saving step 2",
