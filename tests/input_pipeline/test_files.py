@@ -105,7 +105,7 @@ def deep(tmp_path, monkeypatch, request):
 def test_files_in_folders_nested_deeply_are_found(deep):
     source = open_source("folder", data_dir=str(deep.parent), split=deep.name)
     assert source[0]["image"] == b"some text"
-    assert len(find_images([deep])) == 1
+    assert len(find_images([deep], pytest.fail)) == 1
     assert len(open_source("text", path=str(deep), context=8)) == 1
 
 
@@ -113,7 +113,7 @@ def test_files_in_folders_nested_deeply_are_found(deep):
 def test_path_that_is_too_long_is_a_one_line_error(deep):
     for search in (
         lambda: open_source("folder", data_dir=str(deep.parent), split=deep.name),
-        lambda: find_images([deep]),
+        lambda: find_images([deep], pytest.fail),
         lambda: open_source("text", path=str(deep), context=8),
     ):
         with pytest.raises(InputError, match=r"cannot read .*ddd…: File name too long") as error:

@@ -21,6 +21,7 @@ from workspace import Workspace
 
 from dcvit.__main__ import dispatch
 from dcvit.cli import run
+from dcvit.runs import metrics
 
 TABLES = {
     "config": BAD_CONFIGS, "data": BAD_DATA, "checkpoint": BAD_CHECKPOINTS, "command line": BAD_COMMAND_LINES
@@ -98,7 +99,7 @@ def test_bad_input_is_one_line_with_its_facts_and_changes_nothing(name, workspac
 def test_a_run_with_metrics_that_are_not_finite_is_plotted(digits_workdir, tmp_path):
     """`dcvit.runs.metrics` writes them as null."""
     workdir = Path(shutil.copytree(digits_workdir, tmp_path / "vit"))
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics.read(workdir / "metrics.jsonl")
     rows[-1] |= {"loss": None, "test/top1": None}
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(dispatch, ["plot", str(workdir), "--out", str(tmp_path / "curves.png")]) == 0

@@ -72,7 +72,7 @@ BAD = {
     "evaluator kind of number": ({"evals.test.data": "{'kind':3}"}, "config.evals.test.data.kind names the kind"),
     "optimizer that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
     "dictionary": ({"model": "{'a.b':2}"}, "error: "),
-    "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, multiplier"),
+    "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, finite multiplier"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
     "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),

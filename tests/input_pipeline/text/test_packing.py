@@ -107,7 +107,7 @@ def test_limited_and_cached_sources_keep_the_properties_of_the_tokens(kinds):
     for source in kinds[1].values():
         wrapped = ip.open_source("stdlib", split="validation", context=CONTEXT, limit=5, cache=True)
         assert isinstance(wrapped, ip.TokenSource)
-        limited = type(wrapped.source)(source, 5)
+        limited = type(wrapped.source)(source, range(5))
         for name in ("context", "vocab_size", "end_of_text", "class_names"):
             assert getattr(limited, name) == getattr(source, name)
         assert rows(limited) == rows(source)[:5]
