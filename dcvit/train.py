@@ -98,7 +98,7 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
             results[seed] = final_metrics(workdir)
         except cli.EXPECTED as e:
             failed.append(seed)
-            print(f"error: seed {seed}: {e}", file=sys.stderr)
+            cli.print_error(f"seed {seed}: {e}")
     if rows := summarize(results):
         write(args.workdir, rows)
         shown = [{key: rounded(value) for key, value in row.items()} for row in rows]

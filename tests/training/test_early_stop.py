@@ -48,7 +48,7 @@ def test_nothing_stops_a_run_without_the_key():
     assert early.reason is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stopped_run_is_evaluated_saved_and_complete(digits_run, capsys):
     again = {"type": "classification", "data": {"kind": "digits", "split": "test", "limit": 8}, "pp": "onehot(10)"}
     again["pp"] = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'
@@ -81,7 +81,7 @@ def test_resumed_run_stops_at_the_same_step_with_the_same_bits(digits_run, monke
     assert same(load_params(workdir), load_params(uninterrupted))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_row_of_the_last_step_lost_in_a_kill_is_written_by_the_next_start(digits_run, capsys):
     _, workdir = digits_run(**OPTIONS)
     path = workdir / "metrics.jsonl"

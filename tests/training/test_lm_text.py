@@ -72,7 +72,7 @@ def test_record_of_a_run_with_its_own_tokenizer_names_no_temporary_file(books):
     assert run.tokenizer == train_tokenizer(str(books), 300)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_moved_workdir_generates_evaluates_and_resumes_with_its_own_tokenizer(books, tmp_path, capsys):
     arguments = f"data_dir={books},context=16,tokenizer=train,vocab_size=300,batch_size=8,steps=2"
     assert command(arguments, tmp_path / "run") == 0
