@@ -9,93 +9,66 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import select
 import signal
-import threading
-import time
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-# The first line of what JAX writes before it aborts, and the processes that it names.
-REPORT = re.compile(rb"^[EF]\d{4} [\d:.]+ +\d+ (?:coordination_service|coordination_service_agent|client)\.\w+:", re.M)
-UNHEALTHY = re.compile(rb"stopped sending heartbeats\):\n(\d+)")
-HOLD_SECONDS = 5  # between the beginning of the report and abort()
+from dcvit.parallel import stderr_relay
+
 STDERR = 2
+VERDICT_SECONDS = 5  # until the relay says why JAX has called abort()
 
 
 class StderrRelay:
-    """Passes on what is written to file descriptor 2, but holds back JAX's report before it aborts the process.
+    """Sends what is written to file descriptor 2 through the process `dcvit.parallel.stderr_relay`."""
 
-    The report is dropped if the process is then aborted, and otherwise passed on.
-    """
-
-    def __init__(self, lost: Callable[[str], None]):
-        """Redirect file descriptor 2 and handle SIGABRT.
+    def __init__(self, lost: Callable[[], None]):
+        """Start the process, redirect file descriptor 2 and handle SIGABRT.
 
         Args:
-          lost: ends the process because of a lost process, which is given as a clause.
+          lost: ends this process; called if JAX aborts it because of a lost process, after the line about it.
         """
         self.lost = lost
         self.stderr = os.dup(STDERR)
-        self.reader, writer = os.pipe()
-        os.set_blocking(self.reader, False)
+        reader, writer = os.pipe()
+        self.verdict, verdict = os.pipe()
+        command = [sys.executable, "-I", "-S", stderr_relay.__file__, str(verdict)]
+        with Path(os.devnull).open("w") as null:
+            self.process = subprocess.Popen(command, stdin=reader, stdout=null, pass_fds=[verdict])
+        os.close(reader)
+        os.close(verdict)
         os.dup2(writer, STDERR)
         os.close(writer)
-        self.held, self.held_since = b"", 0.0
-        self.lock = threading.Lock()
-        self.closed = threading.Event()
-        self.thread = threading.Thread(target=self._relay, name="stderr", daemon=True)
-        self.thread.start()
+        self.closed = False
         # Not signal.signal: Python would run the handler in the main thread, and abort() does not wait for it.
         self.libc = ctypes.CDLL(None)
         self.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
         self.libc.signal(int(signal.SIGABRT), self.handler)
 
     def close(self, *, drop_report: bool = False) -> None:
-        """Restore file descriptor 2, after everything that was written to it has been passed on.
+        """Restore file descriptor 2, and return once everything that was written to it has been passed on.
 
         Args:
-          drop_report: do not pass on what is held back.
+          drop_report: do not pass on JAX's report about a lost process.
         """
-        if self.closed.is_set():
+        if self.closed:
             return
+        self.closed = True
+        if drop_report:
+            os.write(STDERR, stderr_relay.DROP)
         os.dup2(self.stderr, STDERR)
-        self.closed.set()
-        self.thread.join(HOLD_SECONDS)
-        with self.lock:
-            self._pass_on(hold=drop_report)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of this process still has the pipe
+            self.process.wait(VERDICT_SECONDS)
         self.libc.signal(int(signal.SIGABRT), None)
-
-    def _relay(self) -> None:
-        while not self.closed.is_set():
-            select.select([self.reader], [], [], 0.1)
-            with self.lock:
-                self._pass_on(hold=not self.held or time.monotonic() < self.held_since + HOLD_SECONDS)
-
-    def _pass_on(self, *, hold: bool) -> None:
-        """Write to stderr what was read from the pipe; with `hold`, only what precedes a report."""
-        text = b""
-        with contextlib.suppress(BlockingIOError):
-            while read := os.read(self.reader, 65536):
-                text += read
-        if not self.held:
-            self.held_since = time.monotonic()
-        text, self.held = self.held + text, b""
-        if hold and (found := REPORT.search(text)):
-            text, self.held = text[: found.start()], text[found.start() :]
-        with contextlib.suppress(OSError):  # nobody reads stderr
-            while text:
-                text = text[os.write(self.stderr, text) :]
 
     def _aborted(self, _: int) -> None:
         """Handle SIGABRT, in the thread that called abort(), which ends the process when this returns."""
-        locked = self.lock.acquire(timeout=1)
-        self._pass_on(hold=True)
-        if REPORT.match(self.held):
-            process = UNHEALTHY.search(self.held)
-            self.held = b""
-            if locked:
-                self.lock.release()
-            self.lost(f"process {int(process[1]) if process else 0} was lost")
-        self._pass_on(hold=False)
+        with contextlib.suppress(OSError):
+            os.write(STDERR, stderr_relay.ABORTED)
+            ready = select.select([self.verdict], [], [], VERDICT_SECONDS)[0]
+            if ready and os.read(self.verdict, 1) == stderr_relay.LOST:
+                self.lost()
         self.libc.signal(int(signal.SIGABRT), None)

@@ -2,7 +2,8 @@
 
 Each process sets its key in the coordinator's key-value store to a new value every `BEAT_SECONDS`. Process 0 reports a
 process whose value does not change; the others report process 0 if it does not answer. Silence is measured in polls of
-this process, not by a clock, so that a process which was stopped itself and continues does not blame the others.
+this process, not by a clock, so that a process which was stopped itself and continues does not blame the others. C code
+that holds the interpreter lock for `LOST_SECONDS` counts as a stopped process.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Liveness:
         self.coordinator, self.index, self.count, self.end = coordinator, index, count, end
         self.leaving = threading.Event()
         self.answers = 0  # number of polls that the coordinator has answered
+        self.error = ""  # of the last poll
         self.silence: dict[int, tuple[str, int]] = {}  # in process 0: last value of each process, how often it was seen
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._await_answers)]
         for thread in self.threads:
@@ -72,8 +74,11 @@ class Liveness:
                     self._beat(str(self.answers))
                 failure = self.coordinator.key_value_try_get(FAILURE)
             except Exception as e:
-                failure = "" if "NOT_FOUND" in str(e) else f"process 0 was lost: {first_line(e)}"
-            self.answers += 1
+                if "NOT_FOUND" not in str(e):
+                    self.error = f": {first_line(e)}"  # it may pass
+                    continue
+                failure = ""
+            self.answers, self.error = self.answers + 1, ""
             if failure:
                 self.end(failure)
         with contextlib.suppress(Exception):  # the coordinator may have ended
@@ -99,4 +104,4 @@ class Liveness:
         while not self.leaving.wait(1):
             answered, polls = self.answers, polls + 1 if self.answers == answered else 0
             if polls >= LOST_SECONDS:
-                self.end(f"process 0 was lost: no answer for {LOST_SECONDS} s")
+                self.end(f"process 0 was lost: no answer for {LOST_SECONDS} s{self.error}")

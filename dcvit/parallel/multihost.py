@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dcvit.errors import ConfigError, first_line
-from dcvit.parallel.aborts import STDERR, StderrRelay
+from dcvit.errors import ConfigError, escaped, first_line
+from dcvit.parallel.aborts import StderrRelay
 from dcvit.parallel.liveness import BEAT_SECONDS, FAILURE, LOST_SECONDS, Coordinator, Liveness
 
 HEARTBEAT_SECONDS = 120  # of JAX, which aborts a process; longer than LOST_SECONDS
@@ -65,7 +65,7 @@ def initialize(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of this process
     global _relay
-    _relay = StderrRelay(_end_because)
+    _relay = StderrRelay(_leave)
     atexit.register(_relay.close)  # after JAX's own exit handler, which waits for all processes
     try:
         jax.distributed.initialize(
@@ -199,7 +199,7 @@ def _send_failure(message: str) -> None:
     try:
         coordinator.key_value_set(FAILURE, f"process {index()} failed: {message}")
     except Exception:  # the key exists
-        print(f"error: stopped because {coordinator.key_value_try_get(FAILURE)}", file=sys.stderr)
+        print(escaped(f"error: stopped because {coordinator.key_value_try_get(FAILURE)}"), file=sys.stderr)
 
 
 def _exit(status: int) -> NoReturn:
@@ -241,21 +241,23 @@ def wait_if_lost() -> None:
     time.sleep(LOST_SECONDS + 5 * BEAT_SECONDS)
 
 
-def stderr() -> int:
-    """Return the file descriptor of stderr for C code that writes to it before it ends the process."""
-    return _relay.stderr if _relay else STDERR
-
-
 def _end_because(failure: str) -> None:
     """End this process because of the failure of another one, unless it is ending already."""
-    if ENDED.is_set() or not _first_failure.acquire(blocking=False):
-        time.sleep(EXIT_SECONDS)
-    else:
-        ENDED.set()
+    if not ENDED.is_set() and _first_failure.acquire(blocking=False):
         if _relay:
             _relay.close(drop_report=True)
         with contextlib.suppress(OSError, ValueError):
-            print(f"error: stopped because {failure}", file=sys.stderr, flush=True)
-        if is_first():
-            time.sleep(FAREWELL_SECONDS)
+            print(escaped(f"error: stopped because {failure}"), file=sys.stderr, flush=True)
+        _leave()
+    time.sleep(EXIT_SECONDS)
+    _exit(1)
+
+
+def _leave() -> None:
+    """Exit with status 1, unless this process is ending already."""
+    if ENDED.is_set():
+        time.sleep(EXIT_SECONDS)
+    ENDED.set()
+    if is_first():
+        time.sleep(FAREWELL_SECONDS)
     _exit(1)

@@ -15,16 +15,18 @@ from dcvit.checkpoint.files import Folder
 from dcvit.parallel import multihost
 
 LOG = "watchdog.log"
+STDERR = 2  # the file descriptor: `sys.stderr` may be replaced
 STALLED = 124  # exit status, as of timeout(1)
 REPORT_SECONDS = 10  # until a report is written
+SAVE_FACTOR = 4  # a save that stalls is reported like other work, and ends the process after this multiple of the time
 
 
 class Watchdog:
     """Reports a run that makes no progress for a given time.
 
     Call the instance with a description of the current work whenever the run makes progress. Each stall is reported
-    once, to stderr and to `watchdog.log` in the workdir. A stall while the run waits for a checkpoint always ends the
-    process, because nothing is lost by it: the same command resumes the run.
+    once, to stderr and to `watchdog.log` in the workdir. A run that waits for a checkpoint `SAVE_FACTOR` times as long
+    ends.
     """
 
     def __init__(self, workdir: Folder, seconds: float, *, exit_on_stall: bool = False):
@@ -43,7 +45,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def __call__(self, phase: str, *, saves: bool = False) -> None:
-        self.ends = self.exit_on_stall or saves
+        self.saves = saves
         self.phase, self.since, self.reported = phase, time.monotonic(), False
 
     def close(self) -> None:
@@ -57,24 +59,27 @@ class Watchdog:
         then writes the stacks to stderr; it cannot list what input workers read, and it exits with status 1. The timer
         leaves the watchdog thread enough time for its own report.
         """
-        faulthandler.dump_traceback_later(
-            self.seconds + REPORT_SECONDS, file=multihost.stderr(), exit=self.exit_on_stall
-        )
+        faulthandler.dump_traceback_later(self.seconds + REPORT_SECONDS, file=STDERR, exit=self.exit_on_stall)
 
     def _watch(self) -> None:
         while not self.ended.wait(self.seconds / 8):
             self._arm()
-            if time.monotonic() - self.since > self.seconds and not self.reported:
+            since, saves = self.since, self.saves
+            stalled = time.monotonic() - since
+            line = f"no progress for {self.seconds:g} s while {self.phase}"
+            if stalled > self.seconds and not self.reported:
                 self.reported = True
-                line = f"no progress for {self.seconds:g} s while {self.phase}"
+                # If not even a thread can be started, the timer ends a save.
+                faulthandler.dump_traceback_later(self.seconds * SAVE_FACTOR, file=STDERR, exit=saves)
                 reporter = threading.Thread(target=self._report, args=(line,), daemon=True)
                 reporter.start()
                 reporter.join(REPORT_SECONDS)  # the run may be waiting for the disk that the log is on
                 faulthandler.cancel_dump_traceback_later()
-                if self.ends and multihost.is_single_process():
+            ends = self.exit_on_stall or (saves and stalled > SAVE_FACTOR * self.seconds)
+            if ends and self.reported and self.since == since:
+                if multihost.is_single_process():
                     multihost.exit_process(STALLED)
-                elif self.ends:
-                    multihost.fail(line, STALLED)
+                multihost.fail(line, STALLED)
         faulthandler.cancel_dump_traceback_later()
 
     def _report(self, line: str) -> None:

@@ -1,5 +1,6 @@
 """JAX's report about a lost process becomes one line; everything else that is written to stderr is passed on."""
 
+import signal
 import subprocess
 import sys
 
@@ -22,11 +23,7 @@ def run(tmp_path, text, end):
     script = (
         "import os, pathlib, sys\n"
         "from dcvit.parallel.aborts import StderrRelay\n"
-        "def lost(clause):\n"
-        "    relay.close()\n"
-        "    print(clause, file=sys.stderr, flush=True)\n"
-        "    os._exit(1)\n"
-        "relay = StderrRelay(lost)\n"
+        "relay = StderrRelay(lambda: os._exit(1))\n"
         "print('first', file=sys.stderr, flush=True)\n"
         "os.write(2, pathlib.Path('text').read_bytes())\n" + end
     )
@@ -36,7 +33,10 @@ def run(tmp_path, text, end):
 
 @pytest.mark.parametrize(("report", "process"), [(CLOSED, 0), (UNHEALTHY, 3)])
 def test_abort_because_of_a_lost_process_is_one_line(tmp_path, report, process):
-    assert run(tmp_path, report, "os.abort()") == (1, f"first\nprocess {process} was lost\n".encode())
+    assert run(tmp_path, report, "os.abort()") == (
+        1,
+        f"first\nerror: stopped because process {process} was lost\n".encode(),
+    )
 
 
 def test_other_abort_keeps_its_output_and_its_status(tmp_path):
@@ -49,8 +49,17 @@ def test_report_without_abort_is_passed_on_unless_it_is_dropped(tmp_path, drop):
 
 
 def test_report_is_passed_on_after_some_seconds_without_abort(tmp_path):
-    end = "from dcvit.parallel import aborts; import time\naborts.HOLD_SECONDS = 0.1; time.sleep(2); os._exit(0)"
-    assert run(tmp_path, CLOSED, end) == (0, b"first\n" + CLOSED)
+    assert run(tmp_path, CLOSED, "import time; time.sleep(6); os.kill(os.getpid(), 9)") == (-9, b"first\n" + CLOSED)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_last_lines_of_a_process_that_crashes_are_not_lost(tmp_path, number):
+    assert run(tmp_path, FOREIGN, f"os.kill(os.getpid(), {int(number)})") == (-number, b"first\n" + FOREIGN)
+
+
+def test_code_that_holds_the_interpreter_lock_can_write_more_than_a_pipe_holds(tmp_path):
+    end = "import ctypes; ctypes.PyDLL(None).write(2, b'x' * 200_000, 200_000); relay.close()"
+    assert run(tmp_path, b"", end) == (0, b"first\n" + b"x" * 200_000)
 
 
 def test_long_output_is_complete(tmp_path):

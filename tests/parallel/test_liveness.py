@@ -83,7 +83,8 @@ def test_failure_of_a_process_ends_the_others(two):
         assert set(process.failures) == {"process 1 failed: broken"}
 
 
-def test_connection_that_is_closed_is_the_end_of_process_0(two, monkeypatch):
+def test_error_of_the_connection_that_does_not_pass_is_the_end_of_process_0(two, monkeypatch):
+    monkeypatch.setattr(liveness, "LOST_SECONDS", 1)
     store, (_, second) = two
 
     def refuse(key):
@@ -91,7 +92,7 @@ def test_connection_that_is_closed_is_the_end_of_process_0(two, monkeypatch):
 
     monkeypatch.setattr(store, "key_value_try_get", refuse)
     assert second.ended.wait(20)
-    assert set(second.failures) == {"process 0 was lost: UNAVAILABLE: Socket closed"}
+    assert set(second.failures) == {"process 0 was lost: no answer for 1 s: UNAVAILABLE: Socket closed"}
 
 
 def test_process_0_that_does_not_answer_is_reported(monkeypatch):
