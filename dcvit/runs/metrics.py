@@ -93,7 +93,7 @@ class JsonLines:
         rows, found = about.get("metrics_rows", 0), self.resumed
         if len(found) < rows:
             return f"{self.path}: {rows - len(found)} of the {rows} rows before the checkpoint are missing"
-        if rows and found[rows - 1].checksum != about["metrics_checksum"]:
+        if rows > 0 and found[rows - 1].checksum != about.get("metrics_checksum"):
             return f"{self.path}: the rows before the checkpoint are not those that the run has written"
         return None
 

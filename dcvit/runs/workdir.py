@@ -15,7 +15,7 @@ import numpy as np
 
 from dcvit import config as configs
 from dcvit.checkpoint.files import Folder, replace
-from dcvit.checkpoint.steps import FOLDER, about, saved_steps
+from dcvit.checkpoint.steps import ABOUT, FOLDER, about, problems, saved_steps
 from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
 from dcvit.runs import metrics
 from input_pipeline import InputError, Source
@@ -126,7 +126,7 @@ def check_checkpoint(path: Folder) -> None:
     run, accept = existing(path), accepted(path)
     found = _run_differences(description, run["config"], run.get("data"))
     refused = [f"{key} ({values})" for key, values in found.items() if not _is_accepted(key, accept)]
-    if refused:
+    if refused and not problems(checkpoint, only=(ABOUT,)):
         raise CheckpointError(f"{checkpoint} is not a checkpoint of the run in {path}: {'; '.join(refused)}")
 
 

@@ -91,6 +91,19 @@ def test_checkpoint_of_another_run_is_refused(folder, other, capsys, linked):
         assert err.count("\n") == 1
 
 
+def test_checkpoint_whose_description_was_changed_is_damaged_and_not_of_another_run(folder, capsys):
+    about = folder / "checkpoints" / "60" / "about" / "metadata"
+    description = json.loads(about.read_text())
+    description["config"]["seed"] = 1
+    about.write_text(json.dumps(description))
+    for command in (evaluated, resume):
+        capsys.readouterr()
+        assert command(folder) == 2
+        err = capsys.readouterr().err
+        assert f"checkpoint {folder}/checkpoints/60 is damaged: about/metadata differs from what was saved" in err
+        assert err.count("\n") == 1
+
+
 def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):
     """The description of a checkpoint may state its step correctly although its arrays are of another one."""
     from dcvit.checkpoint import steps
