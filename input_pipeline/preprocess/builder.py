@@ -14,7 +14,6 @@ from input_pipeline.source import Example
 
 MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
-MAX_LEVELS = 32  # of expressions inside each other in an op; Python's `ast` fails at some hundreds
 
 
 class ValueRange(NamedTuple):
@@ -109,12 +108,6 @@ def _nodes(spec: str) -> list[ast.expr]:
         return []
     try:
         nodes = _operands(ast.parse(spec.strip(), mode="eval").body)
-<<<<<<< HEAD
-=======
-        if any(_is_nested(node, MAX_LEVELS) for node in nodes):
-            raise ValueError
-        return nodes
->>>>>>> 6eac335 (Refuse preprocessing strings that are nested too deep)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         nodes = []
     if not nodes or max(map(_depth, nodes)) > MAX_DEPTH:
@@ -129,7 +122,6 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-<<<<<<< HEAD
 def _depth(node: ast.expr) -> int:
     """Return the depth of an op's syntax tree, without recursion."""
     depth, level = 0, list[ast.AST]([node])
@@ -141,11 +133,6 @@ def _depth(node: ast.expr) -> int:
 def _shown(text: str) -> str:
     """Return a string as error messages show it."""
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}…"
-=======
-def _is_nested(node: ast.AST, levels: int) -> bool:
-    """Return whether a syntax tree has more than the given number of levels."""
-    return not levels or any(_is_nested(child, levels - 1) for child in ast.iter_child_nodes(node))
->>>>>>> 6eac335 (Refuse preprocessing strings that are nested too deep)
 
 
 def _call(node: ast.expr) -> ast.Call:
