@@ -89,21 +89,25 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
     if (args.workdir / "config.json").is_file():
         raise ConfigError(f"{args.workdir} holds a run; --seeds needs a folder for the workdirs of its runs")
     results, failed = {}, []
-    for seed in args.seeds:
+    loaded = {seed: configs.load(args.config, [*overrides, f"seed={seed}"]) for seed in args.seeds}
+    for seed, config in loaded.items():
         workdir = workdir_of(args.workdir, seed)
-        setup = make_setup(configs.load(args.config, [*overrides, f"seed={seed}"]), workdir=workdir)
-        print(f"seed {seed}, to {workdir}")
+        print(escaped(f"seed {seed}, to {workdir}"))
+        setup = None
         try:
+            setup = make_setup(config, workdir=workdir)
             train(setup, workdir, args.accept, preemption)
             results[seed] = final_metrics(workdir)
         except cli.EXPECTED as e:
+            if setup is None and seed == args.seeds[0]:  # concerns every seed
+                raise
             failed.append(seed)
             cli.print_error(f"seed {seed}: {e}")
     if rows := summarize(results):
         write(args.workdir, rows)
         shown = [{key: rounded(value) for key, value in row.items()} for row in rows]
         cli.show(shown, "table", title=f"{len(results)} of {len(args.seeds)} seeds")
-        print(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}")
+        print(escaped(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}"))
     return 2 if failed else 0
 
 

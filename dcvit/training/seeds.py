@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dcvit.checkpoint.files import Folder, replace
 from dcvit.runs import metrics
 
+MAX_SEEDS = 1000
 LEVEL = 0.95  # of the confidence interval
 Row = dict[str, str | int | float | None]
 
@@ -21,7 +22,10 @@ def parse_seeds(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words) or text.strip() == "0":
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seeds such as 3, or a list such as 0,1,2")
-    seeds = [int(word) for word in words] if len(words) > 1 else list(range(int(text)))
+    numbers = [int(word) for word in words]
+    if len(numbers) == 1 and numbers[0] > MAX_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at most {MAX_SEEDS} seeds")
+    seeds = numbers if len(numbers) > 1 else list(range(numbers[0]))
     if len({*seeds}) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
     return seeds
