@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dcvit import cli
+from dcvit.errors import escaped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except MissingDataError as e:
                 if not optional:
                     raise
-                print(f"{name}: skipped, {e}")
+                print(escaped(f"{name}: skipped, {e}"))
                 continue
-        lines = [f"{damage.location}: {damage.reason}" for damage in report.damaged]
+        lines = [escaped(f"{damage.location}: {damage.reason}") for damage in report.damaged]
         print("".join(f"{line}\n" for line in lines if line not in listed), end="")
         listed |= {*lines}
         reports.append((name, report))

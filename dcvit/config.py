@@ -144,8 +144,10 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
 
 def _run_config(checkpoint: str) -> dict[str, object]:
     """Return the config of the run whose workdir or checkpoint folder this is; {} for another path."""
-    place = expand(checkpoint) if checkpoint and "://" not in checkpoint else None
-    for folder in (place, place.parent.parent) if place else ():
+    if not checkpoint or "://" in checkpoint:
+        return {}
+    place = expand(checkpoint).absolute()
+    for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
         if (folder / "config.json").is_file():
             found: dict[str, object] = read_json(folder / "config.json").to_dict()
             return found

@@ -10,7 +10,7 @@ from input_pipeline.errors import InputError, MissingDataError, first_line_with_
 from input_pipeline.loader import thread_count
 from input_pipeline.preprocess.builder import Preprocess, decoding
 from input_pipeline.source import Source, open_source
-from input_pipeline.text.documents import Files, find_files, read_documents
+from input_pipeline.text.documents import LINE_SUFFIXES, SUFFIXES, Files, find_files, read_documents
 
 PIECE = 32  # examples that a thread reads at a time
 
@@ -72,6 +72,8 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
     for row in rows:
         try:
             decode(source[row], np.random.default_rng(0))
+        except MemoryError:
+            raise
         except Exception as e:
             if isinstance(e.__context__, ModuleNotFoundError):  # from `require`; concerns every example
                 raise
@@ -84,7 +86,7 @@ def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], N
     names = {"text": ("key",), "spans": ("inputs", "targets")}.get(str(data["kind"]), ())
     if not names or not isinstance(data.get("path"), str):
         return Report(0, [])
-    files = find_files(str(data["path"]))
+    files = find_files(str(data["path"]), LINE_SUFFIXES if data["kind"] == "spans" else SUFFIXES)
     default = {"key": "text", "inputs": "inputs", "targets": "targets"}
     keys = [str(data.get(name, default[name])) for name in names]
     damaged = []

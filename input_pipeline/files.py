@@ -44,7 +44,11 @@ def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:
             with os.scandir(inside) as scanned:
                 entries = [entry for entry in scanned if hidden or not entry.name.startswith(".")]
             pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-            files = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False) and entry.is_file()]
+            files = [
+                entry.path
+                for entry in entries
+                if not entry.is_dir(follow_symlinks=False) and os.path.isfile(entry)  # noqa: PTH113 - a link to itself is no file
+            ]
         except OSError as e:
             shown = inside if len(inside) <= MAX_SHOWN else f"{inside[:MAX_SHOWN]}…"
             raise InputError(f"cannot read {shown}: {e.strerror}") from None

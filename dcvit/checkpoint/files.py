@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from etils import epath
 
+from input_pipeline.errors import first_line
 from input_pipeline.files import expand
 
 Folder: TypeAlias = Path | epath.Path  # a local path, or a URL of an object store
@@ -48,7 +49,10 @@ def replace(path: Folder, text: str) -> None:
       OSError: the file could not be written; the message names it, and no temporary file is left.
     """
     if not isinstance(path, Path):
-        path.write_text(text)  # a store creates an object when it is complete
+        try:
+            path.write_text(text)  # a store creates an object when it is complete
+        except Exception as e:  # libraries for stores have error types of their own
+            raise OSError(f"cannot write {path}: {first_line(e)}") from e
         return
     fresh = path.with_name(path.name + ".new")
     try:

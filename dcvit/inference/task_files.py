@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from dcvit.errors import ConfigError, InputError
+from dcvit.errors import ConfigError, InputError, first_line
 from dcvit.inference import template_worker
 from input_pipeline.files import read_regular
 from input_pipeline.limited_process import LimitedProcess
@@ -94,8 +94,8 @@ class _LimitedTemplate(NamedTuple):
         """Return the text with the values of variables. Raises ConfigError if rendering fails or exceeds a limit."""
         try:
             return self.process(pickle.dumps((self.template, values)))[0].decode(errors="surrogatepass")
-        except InputError as e:
-            raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {e}") from None
+        except (InputError, pickle.PicklingError, TypeError, AttributeError) as e:
+            raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {first_line(e)}") from None
 
 
 def _check_structure(events: Iterator[Event]) -> None:

@@ -94,6 +94,7 @@ class Outcomes:
 
     def _add_confidence(self, confidence: np.ndarray, correct: np.ndarray) -> None:
         """Add examples to the bins; a confidence of 0, which a sigmoid can have, is in the first bin."""
+        confidence = np.minimum(confidence, 1)  # a softmax may round above it
         at = np.maximum(np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="left") - 1, 0)
         self.bin_examples += np.bincount(at, minlength=BINS)
         self.bin_correct += np.bincount(at[correct], minlength=BINS)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -54,10 +55,11 @@ class JsonLines:
         self.path = path
         self.resumed = [row for row in _read(path) if resume_step is not None and row.values["step"] <= resume_step]
         self.last_step: int = self.resumed[-1].values["step"] if self.resumed else -1
-        self.count, self.checksum = len(self.resumed), self.resumed[-1].checksum if self.resumed else ""
+        self.count, self.checksum = len(self.resumed), self.resumed[-1].checksum if self.resumed else path.name
         text = "".join(_line(json.dumps(values), checksum) for values, checksum in self.resumed)
         replace(path, text)
         self.file: TextIO | None = path.open("a") if isinstance(path, Path) else None
+        self.lock = threading.RLock()  # of an upload; the thread that handles a stop signal also uploads
         self.text, self.uploaded, self.due = text, text, time.monotonic() + UPLOAD_SECONDS
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
@@ -79,9 +81,10 @@ class JsonLines:
             except OSError as e:
                 raise OSError(e.errno, os.strerror(e.errno or 0), str(self.path)) from None
         else:
-            self.text += line
-            if time.monotonic() > self.due:
-                self.flush()
+            with self.lock:
+                self.text += line
+                if time.monotonic() > self.due:
+                    self.flush()
         self.last_step, self.count, self.checksum = step, self.count + 1, checksum
 
     def position(self) -> dict[str, int | str]:
@@ -107,9 +110,12 @@ class JsonLines:
             os.fsync(self.file.fileno())
             if file_identity(self.path) != file_identity(self.file.fileno()):
                 raise MetricsError(f"{self.path} was removed or replaced during the run; its rows are lost")
-        elif self.text != self.uploaded:
-            replace(self.path, self.text)
-            self.uploaded, self.due = self.text, time.monotonic() + UPLOAD_SECONDS
+            return
+        with self.lock:
+            text = self.text
+            if text != self.uploaded:
+                replace(self.path, text)
+                self.uploaded, self.due = text, time.monotonic() + UPLOAD_SECONDS
 
     def close(self) -> None:
         """Write remaining rows and close the file."""
@@ -146,7 +152,7 @@ def _read(path: Folder) -> list[Row]:
             sealed = sealed or bool(found)
             text = (found[1] + b"}" if found else line).decode()
             values = _parse(text, rows[-1].values["step"] if rows else -1)
-            checksum = _checksum(text if found else json.dumps(values), rows[-1].checksum if rows else "")
+            checksum = _checksum(text if found else json.dumps(values), rows[-1].checksum if rows else path.name)
             if found and found[2].decode() != checksum:
                 raise ValueError("its checksum differs: it was changed, or a line before it was removed")
         except (ValueError, RecursionError) as e:
@@ -171,7 +177,7 @@ def _parse(text: str, previous_step: int) -> Values:
 
 
 def _checksum(row: str, previous: str) -> str:
-    """Return the CRC-32 of a row and of the checksum of the row before it, as 8 hexadecimal digits."""
+    """Return the CRC-32 of a row and of the checksum before it, or the name of the file, as 8 hexadecimal digits."""
     return f"{zlib.crc32((previous + row).encode()):08x}"
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dcvit.errors import first_line
+from dcvit.errors import escaped, first_line
 from dcvit.parallel import multihost
 
 SAVED = 75  # exit status EX_TEMPFAIL of sysexits.h: the same command resumes the run
@@ -137,4 +137,4 @@ def say(line: str) -> None:
     """Print a line to stderr in the first process; ignore errors, such as a closed pipe."""
     if multihost.is_first():
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+            print(escaped(line), file=sys.stderr, flush=True)

@@ -159,6 +159,7 @@ class EarlyStop:
         if metric is None or not step or metric not in row:
             return
         self.best.update(step, row)
+        self.reason = None  # of an earlier row, where the patience or the metric was changed
         self.waited = 0 if self.best.step == step else self.waited + 1
         if self.waited >= self.patience:
             best = f"is {self.best.value:.6g} at step {self.best.step}" if self.best.step else "was never finite"
@@ -336,8 +337,13 @@ class ProfilerHook(Hook):
         """End the trace after the last step of the window."""
         if self.recording and (result.step == self.last or self.early.reason):
             jax.block_until_ready(result.state)
-            jax.profiler.stop_trace()
+            self.close(failed=False)
+
+    def close(self, *, failed: bool) -> None:
+        """End the trace of a run that ends inside the window."""
+        if self.recording:
             self.recording = False
+            jax.profiler.stop_trace()
 
 
 def is_due(interval: int | None, step: int) -> bool:

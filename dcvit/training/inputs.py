@@ -18,7 +18,7 @@ import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.checkpoint.steps import saved_steps
 from dcvit.config import INPUT_KEYS, Options, replaced
-from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
 from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
@@ -95,6 +95,8 @@ def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str
             if data.get("tokenizer") == OWN_TOKENIZER:
                 del data["tokenizer"]  # bytes show whether text can be read
             pp = holder.get("pp") or ""
+            if not isinstance(pp, str):
+                raise ConfigError(f"{name}.pp={pp!r} should be of type str")
             yield f"{name}.{key}", data, pp.replace("{num_classes}", "1"), bool(holder.get("optional"))
 
 
@@ -173,8 +175,20 @@ def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
     if data["kind"] != "text" or config.vocab_size is None:
         raise ConfigError("config.input.data.tokenizer: a tokenizer to train needs kind='text' and config.vocab_size")
     if workdir and saved_steps(workdir) and (workdir / TOKENIZER).is_file():
-        return (workdir / TOKENIZER).read_text()
+        return stored_tokenizer(workdir)
     return train_tokenizer(str(data.get("path")), config.vocab_size, data.get("key", "text"))
+
+
+def stored_tokenizer(workdir: Folder) -> str:
+    """Return the tokenizer.json that a run has trained and stored in its workdir.
+
+    Raises:
+      ConfigError: the file is missing or damaged.
+    """
+    try:
+        return (workdir / TOKENIZER).read_text()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read {workdir / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
 
 
 @contextlib.contextmanager

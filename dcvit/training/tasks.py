@@ -185,6 +185,8 @@ class TokenTask:
           ConfigError: neither config states one of them.
         """
         model, data = run.get("model", {}), config.input.get("data", {})
+        if not isinstance(model, Mapping | ConfigDict) or not isinstance(data, Mapping | ConfigDict):
+            raise ConfigError("config.model and config.input.data should be dicts")
         context = model.get("context", data.get("context"))
         return _with_text(config, run.get("vocab_size"), context, model.get("end_of_text"))
 

@@ -19,11 +19,11 @@ from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder
 from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.errors import ConfigError, first_line
+from dcvit.errors import ConfigError
 from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
 from dcvit.runs.workdir import check_checkpoint, is_free
-from dcvit.training.inputs import TOKENIZER, trains_tokenizer, with_tokenizer
+from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -153,21 +153,11 @@ def open_trained(
     folder = checkpoint or workdir
     assert folder is not None
     check_checkpoint(folder)
-    return TrainedModel(task_class(found).complete(found, run), folder, _own_tokenizer(found, workdir or folder))
-
-
-def _own_tokenizer(config: ConfigDict, folder: Folder) -> str | None:
-    """Return the tokenizer.json that a run has trained and stored in its workdir; None if it trained none.
-
-    Raises:
-      ConfigError: the folder has no tokenizer.
-    """
-    if not trains_tokenizer(config):
-        return None
-    try:
-        return (folder / TOKENIZER).read_text()
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"cannot read {folder / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
+    return TrainedModel(
+        task_class(found).complete(found, run),
+        folder,
+        stored_tokenizer(workdir or folder) if trains_tokenizer(found) else None,
+    )
 
 
 def _text_options(config: ConfigDict) -> Mapping[str, Any]:

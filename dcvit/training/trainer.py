@@ -72,6 +72,7 @@ def train(
                         run.watchdog("finishing the last checkpoint", saves=True)
                         run.checkpointer.close()
                 finally:
+                    run.watchdog("ending")
                     trainer.close(failed=failed)
         multihost.gather("ended", True)
     return trainer.metrics.row

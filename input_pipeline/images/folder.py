@@ -120,7 +120,7 @@ def _split_files(files: list[str], split: str, val_fraction: float, root: Path) 
     The files with the smallest hashes of their names are in "val", so that adding or removing a file moves at most a
     few other files to the other split.
     """
-    ranked = sorted(files, key=lambda file: hashlib.sha256(os.path.relpath(file, root).encode()).digest())
+    ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(os.path.relpath(file, root))).digest())
     held_out = max(1, round(val_fraction * len(files)))
     if held_out == len(files):
         raise InputError(f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val")

@@ -47,6 +47,13 @@ def test_damaged_images_are_listed_with_file_and_reason(pets, capsys):
     assert (status, [line.split(", ")[-1] for line in lines]) == (0, ["0 damaged"] * 2)
 
 
+def test_names_of_files_are_escaped(pets, capsys):
+    (pets / "train" / "cat" / "3.png").rename(pets / "train" / "cat" / "3\nok\x1b[31m.png")
+    status, lines, _ = check(capsys, "--config", f"vit_folder:data_dir={pets},res=32")
+    assert (status, len(lines)) == (1, 5)
+    assert lines[0].startswith(str(pets / "train" / "cat" / "3\\nok\\x1b[31m.png"))
+
+
 def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some words " * 90)

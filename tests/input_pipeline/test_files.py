@@ -9,7 +9,7 @@ from dcvit import cli, predict
 from dcvit.inference.classifier import find_images
 from dcvit.inference.texts import read_prompts
 from input_pipeline import InputError, open_source, tfrecord
-from input_pipeline.files import expand, read_regular
+from input_pipeline.files import expand, files_below, read_regular
 from input_pipeline.text.tokenizer import open_tokenizer
 
 
@@ -142,3 +142,9 @@ def test_unknown_user_is_named(capsys):
     assert cli.run(predict.main, ["--workdir", "~nosuchuser/x", "a.png"]) == 2
     assert "there is no user 'nosuchuser'" in capsys.readouterr().err
     assert expand("~/x").is_absolute()
+
+
+def test_link_to_itself_is_no_file(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "loop").symlink_to("loop")
+    assert list(files_below(tmp_path, hidden=True)) == [str(tmp_path / "a.txt")]

@@ -102,6 +102,13 @@ def test_removed_repeated_and_exchanged_lines_are_found(four_rows, order):
         metrics.read(path)
 
 
+def test_rows_of_another_file_are_found(four_rows):
+    path, _ = four_rows
+    path.rename(path.with_name("timing.jsonl"))
+    with pytest.raises(errors.MetricsError, match=r"timing\.jsonl:1 is damaged"):
+        metrics.read(path.with_name("timing.jsonl"))
+
+
 def test_rows_missing_at_the_end_are_reported_on_resuming(four_rows):
     path, position = four_rows
     lines = path.read_text().splitlines(keepends=True)
