@@ -30,6 +30,7 @@ from fuzz_targets import Target, targets
 from hypothesis import HealthCheck, Phase, settings
 
 from dcvit.cli import EXPECTED
+from dcvit.parallel import runtime
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests" / "robustness" / "corpus"
 SECONDS, MEMORY = 10, 2 << 30  # limits of one example
@@ -154,6 +155,7 @@ def main() -> int:
     parser.add_argument("--target", action="append", help="name of a target; may be repeated (default: all)")
     parser.add_argument("--out", type=Path, default=CORPUS, help="folder for the findings")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()
     logging.disable()
     known = targets()
     names = args.target or list(known)

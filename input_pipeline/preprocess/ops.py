@@ -24,6 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 Op = Callable[[Example, np.random.Generator], Example]
+MAX_LAYERS = 100  # of randaug
 
 
 def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
@@ -210,8 +211,8 @@ def randaug(num_layers: int = 2, magnitude: float = 10) -> Op:
       num_layers: number of ops, each drawn uniformly from the 16 ops of `input_pipeline.preprocess.randaug`.
       magnitude: strength of each op, 0 to 30.
     """
-    if num_layers < 0 or not 0 <= magnitude <= 30:
-        raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 or more layers of magnitude 0 to 30")
+    if not 0 <= num_layers <= MAX_LAYERS or not 0 <= magnitude <= 30:
+        raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 to {MAX_LAYERS} layers of magnitude 0 to 30")
     return _image_op(lambda image, rng: augment(image, rng, num_layers, magnitude))
 
 
