@@ -249,14 +249,12 @@ def _end_because(failure: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(escaped(f"error: stopped because {failure}"), file=sys.stderr, flush=True)
         _leave()
-    time.sleep(EXIT_SECONDS)
-    _exit(1)
 
 
 def _leave() -> None:
     """Exit with status 1, unless this process is ending already."""
     if ENDED.is_set():
-        time.sleep(EXIT_SECONDS)
+        time.sleep(2 * EXIT_SECONDS)  # the thread that ends this process has its exit status
     ENDED.set()
     if is_first():
         time.sleep(FAREWELL_SECONDS)

@@ -153,7 +153,7 @@ class Trainer:
             self.turn.notify_all()
             self.turn.wait_for(lambda: self.ended or (self.result.step if self.result else 0) >= agreed)
             result = self.result
-        failed = not result or result.step < agreed
+        failed = (result.step if result else 0) < agreed
         if failed and not multihost.is_single_process():
             raise RuntimeError(f"step {agreed} failed")
         self.run.checkpointer.wait()
