@@ -307,10 +307,8 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         print(message, file=sys.stderr)
     except Exception as e:
         if _is_out_of_memory(e):
-            message, status = (
-                f"{first_line(e).removesuffix('.')}; a smaller batch, model or context needs less memory",
-                2,
-            )
+            message = f"{first_line(e).removesuffix('.')}; a smaller batch, model or context needs less memory"
+            status = 2
             print_error(message)
         elif _is_single_process():
             raise
@@ -324,7 +322,7 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
     if not _is_single_process():
         from dcvit.parallel import multihost
 
-        multihost.fail(escaped(message), status)
+        multihost.fail(message, status)
     return status
 
 
