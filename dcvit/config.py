@@ -55,13 +55,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
             _override(config, override)
         except ConfigError:
             raise
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            OverflowError,
-        ) as e:  # a value that a ConfigDict cannot hold
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:  # not a value of a ConfigDict
             raise ConfigError(f"--config.{override}: {first_line(e)}") from None
     for key in required:
         if functools.reduce(operator.getitem, key.split("."), config) is None:

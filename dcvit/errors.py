@@ -60,7 +60,7 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
 
 
 def check_values(value: object, what: str, levels: int = MAX_LEVELS) -> None:
-    """Check all values inside a dict or list of a config, whatever they mean.
+    """Check properties that every value inside a dict or list of a config needs, for each key.
 
     Raises:
       ConfigError: an integer that needs more than 64 bits, a character NUL, which no path can contain, or more than
