@@ -22,6 +22,7 @@ LAYERS = [
     ["dcvit.evaluators", "dcvit.inference"],
     ["dcvit.runs"],
     ["dcvit.models"],
+    ["dcvit.interop"],
     ["dcvit.checkpoint"],
     ["dcvit.parallel"],
     ["dcvit.config", "dcvit.config_keys", "dcvit.dcmha", "input_pipeline"],

@@ -7,8 +7,8 @@ import pytest
 
 from dcvit.models import lm
 
-torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[hf]")
-transformers = pytest.importorskip("transformers", reason="needs Hugging Face transformers; pip install -e .[hf]")
+torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+transformers = pytest.importorskip("transformers", reason="needs Hugging Face transformers; pip install -e .[interop]")
 
 VOCAB, WIDTH, HEADS, DEPTH, MLP, LENGTH = 61, 48, 6, 3, 80, 40
 SHAPE = dict(width=WIDTH, depth=DEPTH, num_heads=HEADS, mlp_dim=MLP, context=LENGTH)

@@ -1,0 +1,104 @@
+"""Links between tensors of another library and parameters of this project, for both directions.
+
+A family of models is described by a list of links. `read` streams tensors into parameters and `write` parameters into
+tensors; both handle one link at a time, so that no more than its arrays are in memory.
+
+Letters: M model width, H heads, K key heads, D head width, F MLP width. PyTorch's linear layers store "out in".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from dcvit.errors import CheckpointError
+from dcvit.interop.tensors import Tensor, Tensors
+
+Arrays: TypeAlias = Sequence[np.ndarray]
+MAX_NAMED = 6  # tensors in a message
+
+
+class Link(NamedTuple):
+    """Tensors of another library and the parameters that hold the same numbers.
+
+    Fields:
+      theirs: names of the tensors.
+      ours: paths of the parameters, such as "head/kernel", in the tree of unrolled layers.
+      to_ours: function from the tensors to the parameters, in these orders.
+      to_theirs: its inverse.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    to_ours: Callable[..., Arrays]
+    to_theirs: Callable[..., Arrays]
+
+
+def same(theirs: str, ours: str, shape: Sequence[int] = (), their_shape: Sequence[int] = ()) -> Link:
+    """Link a tensor to a parameter with the same numbers in the same order; shapes are given where they differ."""
+    return Link(
+        (theirs,), (ours,),
+        lambda x: (x.reshape(shape) if shape else x,),
+        lambda x: (x.reshape(their_shape) if shape else x,),
+    )  # fmt: skip
+
+
+def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence[int] = ()) -> Link:
+    """Link the weight "out in" of a linear layer of PyTorch to a kernel of shape `inputs` + `outputs`.
+
+    Without shapes the kernel is "in out".
+    """
+    if not inputs:
+        return Link((theirs,), (ours,), lambda x: (x.T,), lambda x: (x.T,))
+    rows, columns = int(np.prod(inputs)), int(np.prod(outputs))
+    shape = (*inputs, *outputs)
+    return Link((theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,))
+
+
+def read(links: Sequence[Link], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the path and the value of each parameter.
+
+    Raises:
+      CheckpointError: a tensor has a shape that its link cannot convert.
+    """
+    for link in links:
+        arrays = [tensors[name].read() for name in link.theirs]
+        try:
+            values = link.to_ours(*arrays)
+        except ValueError:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
+            raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
+        yield from zip(link.ours, values, strict=True)
+
+
+def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and the value of each tensor of the other library, from parameters by their paths."""
+    for link in links:
+        values = link.to_theirs(*(params[path].read() for path in link.ours))
+        yield from zip(link.theirs, map(np.ascontiguousarray, values), strict=True)
+
+
+def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Callable[[str], bool]) -> None:
+    """Check that the links name all tensors of a file, and no others.
+
+    Args:
+      links: the links of the family.
+      tensors: the tensors of the file.
+      what: the file, for the message.
+      unused: whether a tensor is not a parameter, such as a buffer.
+
+    Raises:
+      CheckpointError: names occur on one side only; both sides are listed.
+    """
+    expected = {name for link in links for name in link.theirs}
+    extra = [name for name in tensors if name not in expected and not unused(name)]
+    missing = sorted(expected - set(tensors))
+    parts = [
+        f"{len(names)} only in the {side}: {', '.join(names[:MAX_NAMED])}{' …' if len(names) > MAX_NAMED else ''}"
+        for side, names in (("file", extra), ("model", missing))
+        if names
+    ]
+    if parts:
+        raise CheckpointError(f"{what}: {'; '.join(parts)}")

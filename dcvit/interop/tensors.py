@@ -1,0 +1,176 @@
+"""Named tensors in files of other libraries, each read only when it is asked for.
+
+The format is recognized by content: safetensors, `.npz`, or a file of PyTorch. A folder holds one file, or the shards
+that its index lists. Nothing is unpickled: PyTorch's files are read by its own reader of plain tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from dcvit.checkpoint import npz
+from dcvit.errors import CheckpointError, first_line
+from input_pipeline.files import read_regular
+
+MAX_JSON = 1 << 26  # bytes of config.json or of an index
+INDEX_SUFFIX = ".index.json"
+FILE_NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder without an index, in this order
+ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
+TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
+
+
+class WeightsFile(NamedTuple):
+    """The tensors of a file or a folder, and the content of the config.json beside them, if there is one."""
+
+    path: Path
+    tensors: Tensors
+    config: Json
+
+
+def open_file(path: Path) -> WeightsFile:
+    """Open a file of weights, or a folder with such a file or with shards and their index.
+
+    Raises:
+      CheckpointError: the path holds no weights in a known format, or a file is damaged or unsafe.
+    """
+    config = path / "config.json" if path.is_dir() else path.with_name("config.json")
+    description = _read_json(config) if config.is_file() else {}
+    if not path.is_dir():
+        return WeightsFile(path, _open_one(path), description)
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    if indexes:
+        return WeightsFile(path, _open_shards(indexes[0], _read_json(indexes[0])), description)
+    files = [path / name for name in FILE_NAMES if (path / name).is_file()] or sorted(path.glob("*.safetensors"))
+    if len(files) > 1 and files[0].name not in FILE_NAMES:
+        raise CheckpointError(f"{path} has {len(files)} files of weights and no index of them; give one of them")
+    if not files:
+        raise CheckpointError(f"{path} has no weights: expected {', '.join(FILE_NAMES)}, or shards with their index")
+    return WeightsFile(path, _open_one(files[0]), description)
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        found = json.loads(read_regular(path, MAX_JSON))
+    except (ValueError, RecursionError, OSError) as e:
+        raise CheckpointError(f"cannot read {path}: {first_line(e)}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return found
+
+
+def _open_shards(index: Path, content: Json) -> Tensors:
+    """Open the tensors that an index lists, each in its shard."""
+    shards = content.get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{index}: expected weight_map, the file of each tensor")
+    opened: dict[str, Tensors] = {}
+    for name in sorted(set(shards.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+        opened[name] = _open_one(index.with_name(name))
+    missing = [tensor for tensor, name in shards.items() if tensor not in opened[name]]
+    if missing:
+        raise CheckpointError(f"{index}: {shards[missing[0]]} has no {missing[0]}, which the index lists")
+    return {tensor: opened[name][tensor] for tensor, name in shards.items()}
+
+
+def _open_one(path: Path) -> Tensors:
+    """Open a file whose format is told by its first bytes."""
+    try:
+        if not path.is_file():  # opening a named pipe would block
+            raise CheckpointError(f"no file {path}")
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
+    if start[8:] == b"{":
+        return _open_safetensors(path)
+    if start.startswith(ZIP_MAGIC) and not _is_torch(path):
+        return _open_npz(path)
+    return _open_torch(path)
+
+
+def _open_safetensors(path: Path) -> Tensors:
+    import safetensors
+
+    try:
+        file = safetensors.safe_open(path, framework="numpy")
+        names = list(file.keys())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except Exception as e:  # the library has exceptions of its own
+        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {first_line(e)}") from None
+
+    def read(name: str) -> np.ndarray:
+        try:
+            array: np.ndarray = file.get_tensor(name)
+        except Exception as e:
+            raise CheckpointError(f"{path}: cannot read {name}: {first_line(e)}") from None
+        return array
+
+    return {name: Tensor(shapes[name], functools.partial(read, name)) for name in names}
+
+
+def _open_npz(path: Path) -> Tensors:
+    try:
+        arrays = npz.read(path)
+    except npz.NpzError as e:
+        raise CheckpointError(str(e)) from None
+    return {name: Tensor(array.shape, functools.partial(np.asarray, array)) for name, array in arrays.items()}
+
+
+def _is_torch(path: Path) -> bool:
+    """Return True for a zip archive of PyTorch, whose members include a pickle of its structure."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(TORCH_MEMBER) for name in archive.namelist())
+    except Exception:  # zipfile raises many types of exceptions; the reader of .npz files reports the damage
+        return False
+
+
+def _open_torch(path: Path) -> Tensors:
+    """Open a file that `torch.save` wrote, with PyTorch's reader that creates tensors and plain containers only."""
+    try:
+        import torch
+    except ImportError:
+        raise CheckpointError(
+            f"{path} is no safetensors or .npz file; "
+            'to read a file of PyTorch, install it: pip install "dcvit[interop]"'
+        ) from None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as e:
+        raise CheckpointError(f"{path} is damaged, or no file of plain tensors: {first_line(e)}") from None
+    for key in TORCH_ROOTS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} does not hold tensors by name")
+
+    def read(tensor: torch.Tensor) -> np.ndarray:
+        if tensor.dtype == torch.bfloat16:  # numpy has no such dtype of its own
+            return np.asarray(tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
+        return np.asarray(tensor.numpy())
+
+    return {
+        str(name): Tensor(tuple(tensor.shape), functools.partial(read, tensor.detach()))
+        for name, tensor in content.items()
+    }
