@@ -166,7 +166,7 @@ from dcvit.__main__ import dispatch
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_evaluation_and_prediction_need_no_network(tmp_path):
     from PIL import Image
 

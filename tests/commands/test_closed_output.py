@@ -25,7 +25,9 @@ def python(code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+@pytest.mark.parametrize(
+    "both", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["stdout", "stdout and stderr"]
+)
 def test_training_continues_without_reader(tmp_path, both):
     words = [f"--config.{key}={value}" for key, value in TINY.items()]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if both else subprocess.PIPE}

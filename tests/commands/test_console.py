@@ -71,7 +71,7 @@ def check(code, environment, tmp_path):
     assert [line for line in lines if FOREIGN.search(line)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
     commands = [words_of(command, digits_workdir, tmp_path) for command in ("train", "evaluate", "predict")]
     check(DRIVER.format(commands=commands), environment, tmp_path)

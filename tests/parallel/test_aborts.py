@@ -48,6 +48,7 @@ def test_report_without_abort_is_passed_on_unless_it_is_dropped(tmp_path, drop):
     assert run(tmp_path, CLOSED, f"relay.close(drop_report={drop})") == (0, b"first\n" + (b"" if drop else CLOSED))
 
 
+@pytest.mark.exhaustive
 def test_report_is_passed_on_after_some_seconds_without_abort(tmp_path):
     assert run(tmp_path, CLOSED, "import time; time.sleep(6); os.kill(os.getpid(), 9)") == (-9, b"first\n" + CLOSED)
 

@@ -76,6 +76,7 @@ def test_change_during_a_run_stops_it_at_the_next_save(digits_run, tmp_path, cap
     assert saved_steps(workdir) == []
 
 
+@pytest.mark.exhaustive
 def test_resuming_reports_rows_that_are_missing(digits_run, capsys, monkeypatch):
     with interrupted_before(monkeypatch, 4):
         _, workdir = digits_run(ckpt_steps=2, log_steps=1)

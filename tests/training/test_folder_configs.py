@@ -63,6 +63,7 @@ def test_predictions_have_the_class_names_of_the_folder(trained, pets, capsys):
     assert np.mean([row["label"] in row["file"] for row in best]) == pytest.approx(rows[-1]["val/top1"])
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_head(trained, pets, tmp_path, capsys):
     shutil.copytree(pets, tmp_path / "two")
     for split in ("train", "val"):

@@ -192,7 +192,7 @@ def i1k(data_dir, tmp_path, monkeypatch, library_promotion):
     return train_it
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
     status, uninterrupted = i1k("uninterrupted")
     assert status == 0

@@ -97,8 +97,8 @@ def tokens(tmp_path):
     return tmp_path / "pile"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["DCFormer++-405M", pytest.param("Pythia-2.8B", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B"])
 def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset):
     """The unmodified config on a small text, up to generation."""
     arguments = f"preset={preset},data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"

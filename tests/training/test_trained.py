@@ -75,7 +75,7 @@ def test_only_the_target_span_counts(tmp_path):
     assert got["loss"] == pytest.approx(total / 15, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_evaluation_of_a_workdir_repeats_that_of_training(tmp_path, capsys):
     workdir = tmp_path / "run"
     assert lm_command(workdir, document_mask=True, z_loss=1e-4) == 0

@@ -220,7 +220,7 @@ class TestBlends:
         assert error.max() <= 1
         assert (error > 0).mean() < 0.01
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_sharpness_equals_tensorflows_convolution_without_onednn(self, tf, tmp_path):
         np.save(tmp_path / "image.npy", noise(200, 201))
         program = (
