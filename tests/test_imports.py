@@ -19,6 +19,7 @@ LAYERS = [
     ["dcvit.cli"],
     ["dcvit.training"],
     ["dcvit.report"],
+    ["dcvit.interpret"],
     ["dcvit.evaluators", "dcvit.inference"],
     ["dcvit.runs"],
     ["dcvit.models"],
