@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--stop: an empty string would end every text before it begins")
 
     from dcvit.inference.sampling import Sampling
-    from dcvit.inference.texts import continue_texts, read_prompts
+    from dcvit.inference.texts import read_prompts
     from dcvit.parallel import runtime
-    from dcvit.training import trained
+    from dcvit.training import loaded, trained
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     sampling.check()
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.check_devices()
     opened = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = opened.tokenizer(args.tokenizer)
-    model, params = opened.language_model()
+    model = loaded.load_trained(opened, args.workdir)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone
 
@@ -79,10 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             started = True
 
     try:
-        result = continue_texts(
-            model, params, tokenizer, prompts, max_tokens=args.tokens, sampling=sampling, seed=args.seed,
-            stop=args.stop, show=show,
-        )  # fmt: skip
+        result = model.continue_texts(
+            prompts, args.tokens, sampling=sampling, seed=args.seed, stop=args.stop, show=show, tokenizer=tokenizer
+        )
     finally:
         if started:
             write("\n")
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for i, text in enumerate(result.texts, start=1):
             write(f"== {i} ==\n{text.prompt}{text.text}\n")
     speed = f", {result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else ""
-    print(f"{result.tokens} tokens{speed}, context {result.positions} of {model.context}", file=sys.stderr)
+    print(f"{result.tokens} tokens{speed}, context {result.positions} of {model.module.context}", file=sys.stderr)
     return 0
 
 

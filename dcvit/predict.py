@@ -34,13 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.images:
         parser.error("no image files: give files, or folders of them")
 
-    import jax
-    import numpy as np
-
-    from dcvit.checkpoint.checkpointer import load_params
     from dcvit.inference import classifier
     from dcvit.models.lm import LM
     from dcvit.parallel import runtime
+    from dcvit.training.loaded import load_trained
     from dcvit.training.trained import open_trained
 
     runtime.configure()
@@ -55,17 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.print_error(line)
 
     files = classifier.find_images(args.images, fail)
-    class_names = classifier.read_class_names(args.workdir, trained.num_outputs)
-    params = load_params(trained.checkpoint)
-
-    def check_input(shape: tuple[int, ...]) -> None:
-        what = f"{trained.checkpoint}, with images of {shape} from config.pp_predict,"
-        trained.check_params(params, jax.ShapeDtypeStruct((1, *shape), np.float32), what)
-
-    batches = classifier.classify(
-        trained.model, params, files, pp=trained.pp_predict, class_names=class_names, topk=args.topk,
-        multilabel=trained.is_multilabel, check_input=check_input, on_error=fail,
-    )  # fmt: skip
+    model = load_trained(trained, args.workdir)
+    batches = model.classify(classifier.read_images(files, model.pp, fail), args.topk)
     if args.format == "table":
         lines = classifier.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         for batch in batches:

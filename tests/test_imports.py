@@ -64,7 +64,7 @@ def layer(name):
 def test_imports_point_downwards(name):
     assert layer(name) is not None or name == "dcvit", f"{name} is in no layer"
     for imported in MODULES[name]:
-        if layer(imported) is not None:
+        if layer(imported) is not None and name != "dcvit":  # `dcvit.load` is the entrance to the package
             assert layer(imported) >= layer(name), f"{name} imports {imported} from a higher layer"
     assert not roots(name) & {"scripts", "configs", "tests"}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,16 +13,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 from rich.cells import cell_len, set_cell_size
 
 from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, InputError, escaped
+from dcvit.models import Outputs
 from input_pipeline import Preprocess
 from input_pipeline.files import files_below, read_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-BATCH = 64  # images that are classified at once
+BATCH = 64  # images that are classified at once; a power of two
 
 
 class Prediction(NamedTuple):
@@ -90,43 +92,38 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
 def classify(
     model: nn.Module,
     params: Mapping[str, Any],
-    files: Sequence[Path],
+    batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "N height width channels"]]],
     *,
-    pp: str,
     class_names: Sequence[str],
     topk: int,
     multilabel: bool,
-    check_input: Callable[[tuple[int, ...]], None],
-    on_error: Callable[[str], None],
 ) -> Iterator[list[list[Prediction]]]:
-    """Classify image files; yield the predictions of each batch of files as soon as they are computed.
+    """Classify images; yield the predictions of each batch as soon as they are computed.
 
     Args:
       model: the classifier.
       params: its parameters.
-      files: the image files.
-      pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
+      batches: up to `BATCH` preprocessed images with their names, as from `read_images`.
       class_names: a name for each of the model's outputs.
       topk: the number of predictions per image.
       multilabel: probabilities are sigmoids of the logits, instead of their softmax.
-      check_input: called with the shape of a preprocessed image, before the first batch.
-      on_error: called with one line for each file that cannot be read.
 
     Yields:
-      A list with the `topk` predictions, the most probable first, of each readable image.
-
-    Raises:
-      ConfigError: `pp` is empty or does not return float images.
+      A list with the `topk` predictions, the most probable first, of each image.
     """
-    if not pp:
-        raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
-    scores = _scorer(model, multilabel)
-    for number, (names, images) in enumerate(read_images(files, pp, on_error)):
-        if not number:
-            check_input(images.shape[1:])
-        padded = np.pad(images, [(0, BATCH - len(images)), (0, 0), (0, 0), (0, 0)])
-        rows = np.asarray(scores(params, jnp.asarray(padded)))
-        yield [_best(str(name), row, class_names, topk) for name, row in zip(names, rows, strict=False)]
+    normalize = jax.nn.sigmoid if multilabel else jax.nn.softmax
+    for names, images in batches:
+        size = min(BATCH, 1 << (len(images) - 1).bit_length())  # few sizes, each of which is compiled
+        padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
+        rows = np.asarray(normalize(apply(model, params, jnp.asarray(padded))[0]))
+        yield [_best(name, row, class_names, topk) for name, row in zip(names, rows, strict=False)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model: nn.Module, params: Mapping[str, Any], inputs: Array) -> tuple[Array, Outputs]:
+    """Return the first result of a model, such as its logits, and its named intermediates."""
+    found: tuple[Array, Outputs] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
+    return found
 
 
 def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:
@@ -164,51 +161,47 @@ class PredictionLines:
 
 def read_images(
     files: Sequence[Path], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[Path], Float32[np.ndarray, "N height width channels"]]]:
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "N height width channels"]]]:
     """Yield batches of up to `BATCH` files with their preprocessed images.
 
     Args:
       files: the image files.
-      pp: the preprocessing.
+      pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
       on_error: called with one line for each file that cannot be read or has another shape than the first.
 
     Raises:
-      ConfigError: `pp` does not return float images.
+      ConfigError: `pp` is empty or does not return float images.
     """
+    encoded = ((str(file), functools.partial(read_regular, file)) for file in files)
+    return preprocess_images(encoded, pp, on_error)
+
+
+def preprocess_images(
+    images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "N height width channels"]]]:
+    """Yield batches as `read_images`, from names of images and functions that read their encoded bytes."""
+    if not pp:
+        raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")
     preprocess = Preprocess(pp)
-    names: list[Path] = []
-    images: list[np.ndarray] = []
+    names: list[str] = []
+    batch: list[np.ndarray] = []
     shape: tuple[int, ...] | None = None
-    for file in files:
+    for name, read in images:
         try:
-            image = preprocess({"image": read_regular(file)}, np.random.default_rng(0))["image"]
+            image = preprocess({"image": read()}, np.random.default_rng(0))["image"]
         except (InputError, OSError) as e:
-            on_error(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
+            on_error(f"{name}: {e.strerror if isinstance(e, OSError) else e}")
             continue
         if image.ndim != 3 or image.dtype != np.float32:
             raise ConfigError(f"config.pp_predict yields {image.dtype} of {image.shape}; expected decode … value_range")
         shape = shape or image.shape
         if image.shape != shape:
-            on_error(f"{file}: {image.shape} after preprocessing, others {shape}; add resize to config.pp_predict")
+            on_error(f"{name}: {image.shape} after preprocessing, others {shape}; add resize to config.pp_predict")
             continue
-        names.append(file)
-        images.append(image)
+        names.append(name)
+        batch.append(image)
         if len(names) == BATCH:
-            yield names, np.stack(images)
-            names, images = [], []
+            yield names, np.stack(batch)
+            names, batch = [], []
     if names:
-        yield names, np.stack(images)
-
-
-def _scorer(
-    model: nn.Module, multilabel: bool
-) -> Callable[[Mapping[str, Any], Float[Array, "B height width channels"]], Float[Array, "B C"]]:
-    """Return the function (params, images) -> probabilities."""
-
-    @jax.jit
-    def logits(params: Mapping[str, Any], images: Float[Array, "B height width channels"]) -> Array:
-        found: Array = model.apply({"params": params}, images, train=False)[0]
-        return found
-
-    normalize = jax.nn.sigmoid if multilabel else jax.nn.softmax
-    return lambda params, images: normalize(logits(params, images))
+        yield names, np.stack(batch)

@@ -41,13 +41,14 @@ class Weights(NamedTuple):
         return tree
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: str | Path) -> Weights:
     """Open a file or a folder of another library.
 
     Raises:
       CheckpointError: see `dcvit.interop.tensors.open_file`; the tensors are those of no known family, or do not fit
         the model that they describe.
     """
+    path = Path(path)
     file = open_file(path)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):

@@ -1,1 +1,1 @@
-"""What the heads of a trained model do."""
+"""Analysis of the heads of a trained model."""

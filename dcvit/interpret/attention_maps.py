@@ -7,8 +7,8 @@ of a forward pass are captured, and the matrices are computed from them as in `d
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -75,7 +75,7 @@ def _maps(model: ViT | LM, params: Params, inputs: Array, layers: tuple[int, ...
     _, captured = model.apply(
         {"params": params}, inputs, capture_intermediates=_is_captured, mutable=["intermediates"]
     )  # fmt: skip
-    blocks: Mapping[str, Mapping[str, Mapping[str, Sequence[object]]]] = captured["intermediates"]["Transformer"]
+    blocks: Any = captured["intermediates"]["Transformer"]
     prefix = "decoderblock" if isinstance(model, LM) else "encoderblock"
     causal = isinstance(model, LM)
     mask = token_context(inputs, model.end_of_text).mask if isinstance(model, LM) else None

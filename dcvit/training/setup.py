@@ -196,7 +196,8 @@ def make_model(config: ConfigDict) -> nn.Module:
     """
     task = task_class(config)
     module = importlib.import_module(f"dcvit.models.{config.model_name}")
-    fields = config.model.to_dict()
+    # Tuples, because jax.jit needs a module to be hashable.
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
     variant = fields.pop(task.variant_key, None)
     for key in (task.outputs_key, "name", "parent"):
         if key in fields:

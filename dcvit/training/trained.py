@@ -51,6 +51,11 @@ class TrainedModel:
         """The linen module."""
         return make_model(self._config)
 
+    def record(self) -> dict[str, Any]:
+        """Return the config as JSON data."""
+        found: dict[str, Any] = json.loads(self._config.to_json())
+        return found
+
     def settings(self) -> dict[str, Any]:
         """Return the config keys that determine the parameters, without those that have their default."""
         config, defaults = json.loads(self._config.to_json()), json.loads(json.dumps(configs.defaults()))

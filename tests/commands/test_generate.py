@@ -10,7 +10,7 @@ from language_models import chain_model
 from dcvit import cli
 from dcvit import generate as command
 from dcvit.inference.text_stream import TextStream
-from dcvit.training import trained
+from dcvit.training import loaded, trained
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 SENTENCE = "xé世🎉 go"  # all bytes differ, so that they form a chain
@@ -20,8 +20,9 @@ SENTENCE = "xé世🎉 go"  # all bytes differ, so that they form a chain
 def say(monkeypatch, capsys):
     """Run the command with a model that writes SENTENCE and end; return (exit status, stdout, stderr)."""
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
-    opened = SimpleNamespace(language_model=lambda: model, tokenizer=lambda path: ByteTokenizer())
+    opened = SimpleNamespace(tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(trained, "open_trained", lambda *options: opened)
+    monkeypatch.setattr(loaded, "load_trained", lambda *options: loaded.LoadedModel(*model, config={}))
 
     def run(*words):
         status = cli.run(command.main, list(words))

@@ -233,10 +233,9 @@ def test_batch_is_yielded_before_the_files_of_the_next_are_read(tmp_path, monkey
     data, read = io.BytesIO(), []
     Image.new("L", (8, 8), 255).save(data, "PNG")
     monkeypatch.setattr(classifier, "read_regular", lambda path: read.append(path) or data.getvalue())
-    batches = classifier.classify(
-        Mean(), {}, [Path(f"{i}.png") for i in range(2 * classifier.BATCH + 1)], pp="decode(1)|value_range(-1, 1)",
-        class_names=["light", "dark"], topk=1, multilabel=False, check_input=print, on_error=pytest.fail,
-    )  # fmt: skip
+    files = [Path(f"{i}.png") for i in range(2 * classifier.BATCH + 1)]
+    images = classifier.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
+    batches = classifier.classify(Mean(), {}, images, class_names=["light", "dark"], topk=1, multilabel=False)
     for number in (1, 2):
         batch = next(batches)
         assert (len(batch), len(read)) == (classifier.BATCH, number * classifier.BATCH)

@@ -1,0 +1,316 @@
+"""Trained models as Python objects: `dcvit.load`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Float32
+from PIL import Image
+
+from dcvit.checkpoint import checksums, steps
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.files import Folder, folder
+from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.errors import ConfigError, InputError, nearest, type_name
+from dcvit.inference import classifier
+from dcvit.inference.classifier import Prediction
+from dcvit.inference.sampling import Sampling
+from dcvit.inference.texts import Continuations, continue_texts
+from dcvit.interop.weights import open_weights
+from dcvit.interpret.attention_maps import AttentionMaps, attention_maps
+from dcvit.models import Params
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+from dcvit.parallel.sharding import check_model, make_mesh, shardings
+from dcvit.training.setup import param_shapes
+from dcvit.training.trained import TrainedModel, open_trained
+from input_pipeline.files import read_regular
+from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
+
+# An image: the path of a file, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
+ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
+# One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
+Images: TypeAlias = ImageInput | Sequence[ImageInput]
+Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
+SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model with its parameters, and what turns files and text into its inputs. `load` returns it.
+
+    Fields:
+      module: the flax module.
+      params: its parameters.
+      config: the config of its run.
+      pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
+      class_names: a name for each class.
+      multilabel: the probabilities of classes are independent of each other.
+      open_tokenizer: returns the tokenizer of a language model.
+      mesh: the mesh that the parameters are sharded over.
+    """
+
+    module: ViT | LM
+    params: Params
+    config: Mapping[str, Any]
+    pp: str = ""
+    class_names: Sequence[str] = ()
+    multilabel: bool = False
+    open_tokenizer: Callable[[], Tokenizer] | None = None
+    mesh: Mesh | None = None
+
+    def predict(self, images: Images, topk: int = 5) -> list[list[Prediction]]:
+        """Return the `topk` most probable classes of each image, the most probable first.
+
+        Raises:
+          ConfigError: the model is a language model, or has no preprocessing of images.
+          InputError: an image cannot be read, or does not have the shape of the others.
+        """
+        return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
+
+    def classify(
+        self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "N height width channels"]]], topk: int
+    ) -> Iterator[list[list[Prediction]]]:
+        """Yield the predictions for each batch of preprocessed images and their names."""
+        if not isinstance(self.module, ViT):
+            raise ConfigError("a language model does not classify images: use generate")
+        if topk < 1:
+            raise ConfigError(f"topk={topk} should be 1 or more")
+        with self._devices():
+            yield from classifier.classify(
+                self.module, self.params, map(self._checked, batches), class_names=self.class_names, topk=topk,
+                multilabel=self.multilabel,
+            )  # fmt: skip
+
+    def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
+        """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", as B ….
+
+        Raises:
+          ConfigError: the model has no intermediate of this name; the message has the nearest one.
+          InputError: see `predict`.
+        """
+        return np.concatenate([self._run(batch, name) for batch in self._inputs(inputs)])
+
+    def generate(
+        self,
+        prompt: str,
+        tokens: int | None = None,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """Return a continuation of a text; see `dcvit.inference.texts.continue_texts` and `Sampling`.
+
+        Raises:
+          ConfigError: the model is no language model or has no tokenizer, or an argument does not fit it.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        return self.continue_texts([prompt], tokens, sampling=sampling, seed=seed, stop=stop).texts[0].text
+
+    def continue_texts(
+        self,
+        prompts: Sequence[str],
+        tokens: int | None = None,
+        *,
+        sampling: Sampling,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        show: Callable[[str], None] = lambda _: None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Continuations:
+        """Continue texts as one batch; see `dcvit.inference.texts.continue_texts`."""
+        if not isinstance(self.module, LM):
+            raise ConfigError("an image model does not generate text: use predict")
+        with self._devices():
+            return continue_texts(
+                self.module, self.params, tokenizer or self.tokenizer, prompts, max_tokens=tokens, sampling=sampling,
+                seed=seed, stop=stop, show=show,
+            )  # fmt: skip
+
+    def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMaps]:
+        """Return the attention matrices B H T S of the given layers, by default of all.
+
+        Raises:
+          ConfigError: there is no layer of a number, or the inputs are too many for one batch.
+          InputError: see `predict`.
+        """
+        batch, *more = self._inputs(inputs)
+        if more:
+            raise ConfigError(f"attention of more than {classifier.BATCH} images at once")
+        with self._devices():
+            try:
+                found = attention_maps(self.module, self.params, jnp.asarray(batch), layers)
+            except ValueError as e:
+                raise ConfigError(str(e)) from None
+        return jax.device_get(found)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the training data. Raises ConfigError if the model has none."""
+        if self.open_tokenizer is None:
+            raise ConfigError("the model has no tokenizer")
+        return self.open_tokenizer()
+
+    def _inputs(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
+        """Return batches of model inputs."""
+        if isinstance(self.module, ViT):
+            return (images for _, images in map(self._checked, _image_batches(inputs, self.pp)))
+        tokens = np.asarray(self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)
+        if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+            raise InputError(f"expected a text, or tokens of shape T or B T, found {tokens.dtype} of {tokens.shape}")
+        if not 0 <= tokens.min() <= tokens.max() < self.module.vocab_size:
+            raise InputError(f"tokens should be in 0 … {self.module.vocab_size - 1}")
+        return [np.atleast_2d(tokens).astype(np.int32)]
+
+    def _checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
+        """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
+        _check_params(self.module, self.params, (1, *batch[1].shape[1:]), np.float32, "images from config.pp_predict")
+        return batch
+
+    def _run(self, batch: np.ndarray, name: str) -> np.ndarray:
+        with self._devices():
+            outputs: Any = classifier.apply(self.module, self.params, jnp.asarray(batch))[1]
+        for part in name.split("/"):
+            if not isinstance(outputs, Mapping) or part not in outputs:
+                known = shapes_of(outputs) if isinstance(outputs, Mapping) else {}
+                raise ConfigError(f"the model has no intermediate {name!r}; {nearest(part, known)}")
+            outputs = outputs[part]
+        return np.asarray(outputs)
+
+    def _devices(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the model runs on the mesh of its parameters."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> LoadedModel:
+    """Load a trained model.
+
+    Args:
+      source: a workdir, one of its checkpoints, or weights of another library; see `dcvit.interop.weights.FAMILIES`.
+      config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
+      sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
+        whole model on each device). By default the model is on the first device.
+
+    Raises:
+      CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
+      ConfigError: an argument or the config is invalid.
+    """
+    if sharding is not None and sharding not in SHARDINGS:
+        raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
+    try:
+        path = folder(str(source))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    if config is None and not is_run(path):
+        return _load_weights(str(source), sharding)
+    workdir = path if config is None else None
+    if workdir is not None and not (workdir / "config.json").is_file():
+        workdir = path.parent.parent
+    return load_trained(open_trained(workdir, config, path), workdir, sharding)
+
+
+def is_run(path: Folder) -> bool:
+    """Return True for a workdir, or a checkpoint in a workdir."""
+    if (path / checksums.NAME).is_file() or (path / "params").is_dir():
+        path = path.parent.parent
+    return (path / "config.json").is_file() and (path / steps.FOLDER).is_dir()
+
+
+def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | None = None) -> LoadedModel:
+    """Load the parameters of a model that a command has opened; see `load`."""
+    module = trained.model
+    assert isinstance(module, ViT | LM)
+    names = [] if isinstance(module, LM) else classifier.read_class_names(workdir, trained.num_outputs)
+    mesh = _mesh(sharding, module)
+    place = None if mesh is None else functools.partial(shardings, mesh=mesh, strategy=str(sharding))
+    params = load_params(trained.checkpoint, place)
+    if isinstance(module, LM):
+        _check_params(module, params, (1, 1), np.int32, str(trained.checkpoint))
+    return LoadedModel(
+        module, params, trained.record(), trained.pp_predict, names, trained.is_multilabel, trained.tokenizer, mesh
+    )
+
+
+def _load_weights(source: str, sharding: str | None) -> LoadedModel:
+    """Load weights of another library."""
+    weights = open_weights(source)
+    described = weights.description
+    module = importlib.import_module(f"dcvit.models.{described.model_name}").Model(
+        described.num_outputs, **described.fields
+    )
+    mesh = _mesh(sharding, module)
+    params = weights.tree()
+    params = jax.device_put(params, None if mesh is None else shardings(params, mesh, str(sharding)))
+    names = [str(i) for i in range(described.num_outputs or 0)]
+    file = Path(source) / "tokenizer.json"
+    tokenizer = functools.partial(open_tokenizer, str(file), None) if file.is_file() else None
+    config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
+    return LoadedModel(module, params, config, described.pp, names, False, tokenizer, mesh)
+
+
+def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:
+    """Return the mesh of all devices for a sharding strategy. Raise ConfigError if it does not fit the model."""
+    if sharding is None:
+        return None
+    mesh = make_mesh([(SHARDINGS[sharding], -1)])
+    check_model(mesh, module)
+    return mesh
+
+
+def _check_params(module: ViT | LM, params: Params, shape: tuple[int, ...], dtype: DTypeLike, what: str) -> None:
+    """Raise CheckpointError if the parameters are not those of the module for inputs of a shape."""
+    check_tree(shapes_of(params), _param_shapes(module, shape, np.dtype(dtype)), what)
+
+
+@functools.lru_cache
+def _param_shapes(module: ViT | LM, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[int, ...]]:
+    return shapes_of(param_shapes(module, jax.ShapeDtypeStruct(shape, dtype)))
+
+
+def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
+    """Return batches of preprocessed images with their names."""
+    if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
+        batch = images[None] if images.ndim == 3 else images
+        starts = range(0, len(batch), classifier.BATCH)
+        chunks = [batch[start : start + classifier.BATCH] for start in starts]
+        return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]
+    single = isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray) and images.ndim < 4)
+    several: Sequence[Any] = [images] if single else images  # type: ignore[assignment]
+    encoded = [_encoded(i, image) for i, image in enumerate(several)]
+    return classifier.preprocess_images(encoded, pp, _raise)
+
+
+def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
+    """Return the name of an image and a function that returns its encoded bytes; a picture becomes a PNG."""
+    if isinstance(image, str | Path):
+        return str(image), functools.partial(read_regular, image)
+    if isinstance(image, np.ndarray):
+        found = f"{image.dtype} of {image.shape}"
+        try:
+            image = Image.fromarray(image)
+        except TypeError:
+            raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}") from None
+    if not isinstance(image, Image.Image):
+        raise InputError(f"image {number}: expected a path, a picture or an array, got {type_name(type(image))}")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return str(number), file.getvalue
+
+
+def _raise(message: str) -> NoReturn:
+    raise InputError(message)

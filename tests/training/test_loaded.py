@@ -1,0 +1,165 @@
+"""`dcvit.load`: a run as a Python object gives what the commands print."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import dcvit
+from dcvit import cli, generate, predict
+from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.models import lm, vit
+from dcvit.training import loaded
+from dcvit.training.loaded import LoadedModel
+from input_pipeline.text.tokenizer import ByteTokenizer
+
+IMAGES = ["tests/data/four.png", "tests/data/seven.png"]
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+@pytest.fixture(scope="module")
+def digits(digits_workdir):
+    return dcvit.load(digits_workdir)
+
+
+@pytest.fixture(scope="module")
+def text(lm_workdir):
+    return dcvit.load(str(lm_workdir))
+
+
+def small(module, example, **fields):
+    params = module.init(jax.random.key(0), example)["params"]
+    return LoadedModel(module, params, {}, **fields)
+
+
+@pytest.fixture(scope="module")
+def model():
+    module = vit.Model(3, width=8, depth=1, num_heads=1, mlp_dim=8, patch_size=(4, 4))
+    return small(module, jnp.zeros((1, 8, 8, 3)), pp="decode|value_range(-1, 1)", class_names=["a", "b", "c"])
+
+
+@pytest.fixture(scope="module")
+def words():
+    module = lm.Model(257, width=8, depth=1, num_heads=1, mlp_dim=8, context=16)
+    return small(module, jnp.zeros((1, 2), jnp.int32), open_tokenizer=ByteTokenizer)
+
+
+class TestImages:
+    def test_predictions_are_those_of_the_command(self, digits, digits_workdir, capsys):
+        assert (
+            cli.run(predict.main, ["--workdir", str(digits_workdir), *IMAGES, "--format", "json", "--topk", "3"]) == 0
+        )
+        rows = json.loads(capsys.readouterr().out)
+        found = [p for predictions in digits.predict(IMAGES, topk=3) for p in predictions]
+        assert [p._asdict() for p in found] == rows
+
+    def test_paths_pictures_and_arrays_are_the_same_images(self, digits):
+        pictures = [Image.open(path) for path in IMAGES]
+        arrays = [np.asarray(picture.convert("RGB")) for picture in pictures]
+        expected = digits.features(IMAGES, "logits")
+        assert expected.shape == (2, 10)
+        for images in (pictures, arrays, np.stack(arrays) if arrays[0].shape == arrays[1].shape else arrays):
+            np.testing.assert_array_equal(digits.features(images, "logits"), expected)
+        one = digits.features(IMAGES[0], "logits")
+        np.testing.assert_allclose(one, expected[:1], atol=1e-5)
+
+    def test_features_are_the_named_intermediates(self, digits):
+        assert digits.features(IMAGES).shape == (2, 32)
+        head = jax.tree.map(np.asarray, digits.params["head"])
+        logits = digits.features(IMAGES) @ head["kernel"] + head["bias"]
+        np.testing.assert_allclose(digits.features(IMAGES, "logits"), logits, atol=1e-4)
+        assert digits.features(IMAGES, "encoder/block00/sa").shape == (2, 4, 32)
+
+    def test_a_checkpoint_is_opened_with_the_config_of_its_run(self, digits_workdir):
+        model = dcvit.load(digits_workdir / "checkpoints" / "30")
+        assert model.config == dcvit.load(digits_workdir).config
+        assert not np.array_equal(model.features(IMAGES), dcvit.load(digits_workdir).features(IMAGES))
+
+    def test_attention_has_all_patches(self, digits):
+        (maps,) = digits.attention(IMAGES[0]).values()
+        assert {matrix.shape for matrix in maps} == {(1, digits.module.num_heads, 4, 4)}
+        np.testing.assert_allclose(maps.weights.sum(-1), 1, rtol=1e-5)
+
+
+class TestText:
+    def test_text_is_that_of_the_command(self, text, lm_workdir, capsys):
+        words = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
+        assert cli.run(generate.main, ["--workdir", str(lm_workdir), *words]) == 0
+        assert "def " + text.generate("def ", 8, temperature=0) + "\n" == capsys.readouterr().out
+
+    def test_text_and_its_tokens_are_the_same_input(self, text):
+        tokens = np.frombuffer(b"def main", np.uint8)
+        expected = text.features("def main", "logits")
+        assert expected.shape == (1, 8, text.module.vocab_size)
+        np.testing.assert_array_equal(text.features(tokens, "logits"), expected)
+        np.testing.assert_array_equal(text.features(np.stack([tokens, tokens]), "logits")[1:], expected)
+        assert text.attention("def main", layers=[-1]).keys() == {text.module.depth - 1}
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tensor"])
+def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits, text, sharding):
+    if sharding == "tensor" and (digits.module.num_heads % 8 or text.module.num_heads % 8):
+        with pytest.raises(ConfigError, match="tensor"):
+            dcvit.load(digits_workdir, sharding=sharding)
+        return
+    images, words = dcvit.load(digits_workdir, sharding=sharding), dcvit.load(lm_workdir, sharding=sharding)
+    kernel = images.params["Transformer"]["encoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
+    assert kernel.sharding.is_fully_replicated == (sharding == "ddp")
+    np.testing.assert_allclose(images.features(IMAGES, "logits"), digits.features(IMAGES, "logits"), atol=1e-4)
+    assert words.generate("def ", 8, temperature=0) == text.generate("def ", 8, temperature=0)
+
+
+class TestErrors:
+    IMAGE = np.zeros((8, 8, 3), np.uint8)
+
+    def test_small_model_works(self, model, words):
+        assert [len(row) for row in model.predict([self.IMAGE] * 3, topk=9)] == [3, 3, 3]
+        assert isinstance(words.generate("a", 3), str)
+
+    @pytest.mark.parametrize(
+        ("images", "facts"),
+        [
+            ("missing.png", "missing.png: No such file"),
+            ([IMAGE, np.zeros((4, 4, 3), np.uint8)], "1: (4, 4, 3) after preprocessing, others (8, 8, 3)"),
+            (np.zeros((8, 8, 7), np.uint8), "image 0: expected uint8 of (height, width, 3), found uint8 of (8, 8, 7)"),
+            (np.zeros((8, 8), np.complex64), "complex64"),
+        ],
+    )
+    def test_unusable_image_is_one_line(self, model, images, facts):
+        with pytest.raises(InputError) as e:
+            model.predict(images)
+        assert facts in str(e.value)
+        assert "\n" not in str(e.value)
+
+    def test_object_that_is_no_image_is_one_line(self):
+        with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
+            loaded._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
+
+    def test_image_of_another_size_does_not_fit_the_parameters(self, model):
+        with pytest.raises(CheckpointError, match="pos_embedding"):
+            model.predict(np.zeros((16, 16, 3), np.uint8))
+
+    def test_wrong_calls_name_what_to_do(self, model, words):
+        for call, facts in [
+            (lambda: words.predict(self.IMAGE), "use generate"),
+            (lambda: model.generate("a"), "use predict"),
+            (lambda: model.predict(self.IMAGE, topk=0), "topk=0"),
+            (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'block00/sa'"),
+            (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
+        ]:
+            with pytest.raises(ConfigError, match=facts):
+                call()
+        for tokens in ([], [300], [[[1]]], [0.5]):
+            with pytest.raises(InputError, match="tokens"):
+                words.features(np.asarray(tokens))
+
+    def test_source_that_is_no_model_is_one_line(self, tmp_path, digits_workdir):
+        with pytest.raises(CheckpointError, match="has no weights"):
+            dcvit.load(tmp_path)
+        with pytest.raises(CheckpointError, match="no file"):
+            dcvit.load(tmp_path / "missing")
+        with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
+            dcvit.load(digits_workdir, sharding="fdsp")
