@@ -19,6 +19,7 @@ from dcvit import config as configs
 sys.path.insert(0, str(ROOT / "docs"))
 import reference_pages
 
+LIBRARY = "<!-- run by tests/docs/test_pages.py -->"  # before blocks that open workdirs
 FOLDERS = "dcvit|input_pipeline|configs|scripts|tests|docs|examples"
 
 
@@ -103,10 +104,25 @@ def test_python_blocks_run_and_set_known_keys():
     found = set()
     for page in PAGES:
         for block in blocks(page, "python"):
+            if block in blocks(page, "python", LIBRARY):
+                continue
             config = ConfigDict({"input": {}})
             exec(compile(block, str(page), "exec"), {"config": config})
             found |= {*config}
     assert {"mesh", "sharding_strategy"} <= found <= {*configs.known_keys()}
+
+
+@pytest.mark.slow
+def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "W").symlink_to(digits_workdir)
+    (tmp_path / "runs" / "text").symlink_to(lm_workdir)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks(ROOT / "docs" / "library.md", "python", LIBRARY):
+        exec(compile(block, "library.md", "exec"), names)
+    assert names["logits"].shape[:2] == (1, 9)
 
 
 def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():

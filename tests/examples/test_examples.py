@@ -50,3 +50,4 @@ def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
     plt.close("all")
     assert names["accuracy"] > 0.5
     assert names["agreement"] > 0.5
+    assert len(names["maps"]) == 4
