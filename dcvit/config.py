@@ -125,7 +125,7 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
                 raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
         given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
         if "init_config" in parameters:
-            given["init_config"] = _run_config(arguments.get("init", ""))
+            given["init_config"] = run_config(arguments.get("init", ""))
         config = get_config(**given)
     except ConfigError:
         raise
@@ -136,7 +136,7 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     return config
 
 
-def _run_config(checkpoint: str) -> dict[str, object]:
+def run_config(checkpoint: str) -> dict[str, object]:
     """Return the config of the run whose workdir or checkpoint folder this is; {} for another path."""
     if not checkpoint or "://" in checkpoint:
         return {}
@@ -202,7 +202,7 @@ def _like(old: Any, text: str, what: str) -> Any:
     if value is None:
         return None
     if isinstance(old, str):
-        return text
+        return value if isinstance(value, str) else text
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if old is None or old is inspect.Parameter.empty or type(value) is type(old):

@@ -73,6 +73,6 @@ def test_config_is_read_in_few_files():
         "check_data.py",
         "config.py",
         "train.py",
-        *(f"training/{name}.py" for name in ("inputs", "setup", "tasks", "trained")),
+        *(f"training/{name}.py" for name in ("inputs", "model", "setup", "tasks", "trained")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {"scripts/bench_save.py", "scripts/fuzz_targets.py"}

@@ -269,7 +269,11 @@ def unstack_blocks(params: Params) -> Params:
 
 
 def load(
-    init_params: Params, init_file: str, model_cfg: Mapping[str, Any], dont_load: Sequence[str] = ()
+    init_params: Params,
+    init_file: str,
+    model_cfg: Mapping[str, Any],
+    dont_load: Sequence[str] = (),
+    upcycle: bool = False,
 ) -> dict[str, Any]:
     """Return `init_params` with the values of a checkpoint of this project, scanned or unrolled.
 
@@ -278,9 +282,12 @@ def load(
       init_file: a workdir, a checkpoint folder or a `.npz` file.
       model_cfg: unused; big_vision's trainer passes it.
       dont_load: regexes; parameters whose name matches one keep their initial value.
+      upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
+        of the checkpoint's model; see `dcvit.models.upcycling`.
 
     Raises:
-      dcvit.errors.CheckpointError: the file is unreadable, or names or shapes differ (both sides are listed).
+      dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
+        cannot be upcycled.
     """
 
     def convert(loaded: Params) -> Params:
@@ -290,4 +297,4 @@ def load(
         group = init_params["Transformer"].get("group")
         return unrolled if group is None else stack_blocks(unrolled, len(group))
 
-    return load_params_into(init_params, init_file, dont_load, convert)
+    return load_params_into(init_params, init_file, dont_load, convert, upcycle)

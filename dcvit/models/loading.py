@@ -5,13 +5,18 @@ A scan stacks the parameters of its layers along a new first axis.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dcvit.errors import CheckpointError
 from dcvit.models import Params
+from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
+
+UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
 
 def stack(layers: Sequence[Params]) -> Params:
@@ -37,15 +42,30 @@ def pop_blocks(transformer: dict[str, Any], prefix: str, multiple_of: int = 1) -
 
 
 def load_params_into(
-    init_params: Params, init_file: str, dont_load: Sequence[str], convert: Callable[[Params], Params]
+    init_params: Params,
+    init_file: str,
+    dont_load: Sequence[str],
+    convert: Callable[[Params], Params],
+    upcycle: bool = False,
 ) -> dict[str, Any]:
     """Return `init_params` with the values of a checkpoint, converted to the layout of the model by `convert`.
 
+    With `upcycle`, compositions that the checkpoint lacks start as the identity.
+
     Raises:
-      dcvit.errors.CheckpointError: the file is unreadable, or names or shapes differ (both sides are listed).
+      dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
+        cannot be upcycled.
     """
     # Imported late: the models import where Orbax, which reads checkpoints, is not installed.
     from dcvit.checkpoint.checkpointer import load_params
     from dcvit.checkpoint.params import merge_params
 
-    return merge_params(convert(load_params(init_file)), init_params, dont_load)
+    loaded = convert(load_params(init_file))
+    if upcycle:
+        gained = gained_compositions(loaded, init_params, init_file)
+        return merge_params(loaded, identity_compositions(init_params), [*dont_load, "|".join(map(re.escape, gained))])
+    try:
+        return merge_params(loaded, init_params, dont_load)
+    except CheckpointError as e:
+        hint = "" if has_compositions(loaded) or not has_compositions(init_params) else f"; {UPCYCLE_HINT}"
+        raise CheckpointError(f"{e}{hint}") from None

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import json
 import logging
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +25,10 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.config import UNITS, Options, duration, is_duration, load
-from dcvit.errors import CheckpointError, ConfigError, check_call, first_line, nearest
+from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.runs.tracking import check_wandb
-from dcvit.runs.workdir import check_checkpoint
 from dcvit.training import optim
 from dcvit.training.inputs import (
     TrainingData,
@@ -43,8 +41,8 @@ from dcvit.training.inputs import (
     read_input,
     with_tokenizer,
 )
+from dcvit.training.model import make_loader, make_model, upcycles
 from dcvit.training.tasks import Task, check_loss, task_class
-from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
@@ -88,6 +86,7 @@ class Setup:
     sharding_strategy: Strategy
     model: nn.Module
     load_initial: Callable[[Params], Params] | None  # from parameter shapes to the parameters of `config.model_init`
+    upcycle: bool  # `load_initial` upcycles: compositions that it does not load start as the identity
     task: Task
     data: TrainingData
     total_steps: int
@@ -162,9 +161,10 @@ def _build(
     check_wandb(options.wandb)
     return Setup(
         record=json.loads(config.to_json()), seed=config.seed, mesh=mesh, sharding_strategy=config.sharding_strategy,
-        model=model, load_initial=_make_loader(config, shapes), task=task, data=data, total_steps=total_steps,
-        lr=config.lr, schedule=schedule, optimizer=optimizer, grad_accum=config.grad_accum, ema_decay=config.ema_decay,
-        evaluators=evaluators, intervals=_make_intervals(config, evaluators, total_steps, in_steps), options=options,
+        model=model, load_initial=make_loader(config, model, shapes), upcycle=upcycles(config), task=task, data=data,
+        total_steps=total_steps, lr=config.lr, schedule=schedule, optimizer=optimizer, grad_accum=config.grad_accum,
+        ema_decay=config.ema_decay, evaluators=evaluators, options=options,
+        intervals=_make_intervals(config, evaluators, total_steps, in_steps),
     )  # fmt: skip
 
 
@@ -186,31 +186,6 @@ def load_setup(
         if not stand_in:
             raise
         return make_setup(config, devices=devices, source=task_class(config).stand_in(config), evaluate=False)
-
-
-def make_model(config: ConfigDict) -> nn.Module:
-    """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
-
-    Raises:
-      ConfigError: an unknown model, variant or field, or a value of the wrong type.
-    """
-    task = task_class(config)
-    module = importlib.import_module(f"dcvit.models.{config.model_name}")
-    # Tuples, because jax.jit needs a module to be hashable.
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
-    variant = fields.pop(task.variant_key, None)
-    for key in (task.outputs_key, "name", "parent"):
-        if key in fields:
-            raise ConfigError(
-                f"config.model.{key} cannot be set in a config; the number of outputs is config.{task.outputs_key}"
-            )
-    outputs = 1 if config[task.outputs_key] is None else config[task.outputs_key]
-    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
-    try:
-        model: nn.Module = module.Model(outputs, **{task.variant_key: variant}, **fields)
-    except (ValueError, AttributeError) as e:
-        raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
-    return model
 
 
 def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strategy]:
@@ -372,32 +347,6 @@ def _make_mesh(config: ConfigDict, model: nn.Module, devices: Sequence[jax.Devic
     check_strategy(mesh, config.mesh, config.sharding_strategy)
     check_model(mesh, model)
     return mesh
-
-
-def _make_loader(config: ConfigDict, shapes: Params) -> Callable[[Params], Params] | None:
-    """Return the function that loads the parameters of `config.model_init`, or None if training starts fresh.
-
-    Its result has None for each parameter that is not loaded.
-    """
-    if not config.model_init:
-        return None
-    load_params = importlib.import_module(f"dcvit.models.{config.model_name}").load
-    options, fields = config.model_load.to_dict(), config.model.to_dict()
-    check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
-
-    def load_initial(shapes: Params) -> Params:
-        check_checkpoint(expand(config.model_init))
-        try:
-            loaded = load_params(shapes, config.model_init, fields, **options)
-        except CheckpointError as e:
-            if "head/kernel (" not in str(e):
-                raise
-            head = "--config.model_load.dont_load=\"['head/.*']\""
-            raise CheckpointError(f"{e}; to start the head from its initial values: {head}") from None
-        params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
-        return params
-
-    return load_initial
 
 
 def _make_intervals(

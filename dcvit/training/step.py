@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.setup import Params, Setup
 
@@ -56,7 +57,7 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
     """Return the initial parameters of the model."""
     example = setup.task.example
     params: Params = setup.model.init(key, jnp.zeros(example.shape, example.dtype))["params"]
-    return params
+    return identity_compositions(params) if setup.upcycle else params
 
 
 def state_shapes(setup: Setup) -> TrainState:

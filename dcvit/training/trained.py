@@ -24,7 +24,8 @@ from dcvit.models.lm import LM
 from dcvit.parallel.sharding import Strategy
 from dcvit.runs.workdir import check_checkpoint, is_free
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
-from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, make_model, param_shapes, predictor
+from dcvit.training.model import make_model
+from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer

@@ -1,0 +1,65 @@
+"""A trained ViT or language model with plain attention becomes a composed one, and trains on.
+
+    python -m dcvit.train --config configs/upcycle.py:init=runs/plain --workdir runs/upcycled
+    python -m dcvit.train --config configs/upcycle.py:init=runs/plain,static=true,steps=2000,lr=0.0003 --workdir W
+    python -m dcvit.train --config configs/upcycle.py:init=runs/plain,compose=none --workdir W    (the baseline)
+
+`init` is a workdir, or a checkpoint folder of one. The model, the data and the recipe are those of the run, with
+compositions that start as the identity: at step 0 the model computes the function of the plain one. `compose`,
+`branches`, `projection`, `gate`, `static`, `rank` and `groups` are fields of the model. The optimizer starts afresh, and
+the schedule of the learning rate is repeated, with warm-up, over `steps` steps up to the peak `lr`; both are by default
+those of the run. Batches are drawn with another seed than those of the run. `compose=none` trains the plain model on in
+the same way, for comparison.
+
+Weights of other origin, such as a big_vision `.npz` file, have no run. Upcycle them with any config:
+
+    python -m dcvit.train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-S/16 --workdir W \
+        --config.model_init=vit_s16.npz --config.model_load.upcycle=True
+"""
+
+from ml_collections import ConfigDict
+
+UNITS = ("steps", "epochs", "examples")
+
+
+def get_config(
+    init: str = "",
+    compose: str | None = "both",
+    branches: str = "qk",
+    projection: bool = True,
+    gate: bool = True,
+    static: bool = False,
+    rank: int = 2,
+    groups: int = 1,
+    steps: int = 0,
+    lr: float = 0.0,
+    seed: int | None = None,
+    init_config: dict | None = None,
+) -> ConfigDict:
+    """Return the config of the run `init`, `init_config`, for a composed model; 0 and None are the run's values."""
+    if not init:
+        raise ValueError("give the run to start from: upcycle.py:init=WORKDIR")
+    if not init_config:
+        raise ValueError(
+            f"init={init} is no workdir of a run, nor a checkpoint in one; for weights of other origin use another "
+            f"config with --config.model_init={init} --config.model_load.upcycle=True"
+        )
+    workdir = init.rstrip("/").rpartition("/checkpoints/")[0] or init.rstrip("/")
+    config = ConfigDict(init_config)
+    config.seed = (init_config["seed"] + 1) % 2**32 if seed is None else seed
+    if steps:
+        for unit in UNITS:
+            config.pop(f"total_{unit}", None)
+        config.total_steps = steps
+    config.lr = lr or config.lr
+
+    for data in [config.input.data, *(options.data for options in config.evals.values())]:
+        if "{workdir}" in (data.get("tokenizer") or ""):  # a tokenizer that the run trained
+            data.tokenizer = data.tokenizer.replace("{workdir}", workdir)
+
+    branch_fields = {"branches": branches, "projection": projection, "gate": gate, "static": static}
+    with config.ignore_type():
+        config.model.update({"compose": compose, **branch_fields, "rank": rank, "groups": groups})
+        config.model_init = init
+        config.model_load = {"upcycle": compose is not None}
+    return config

@@ -1,0 +1,102 @@
+"""Upcycling: a model with plain attention becomes a composed one that computes the same function.
+
+The compositions that the model gains start as the identity, A' = A. Their up projections, gates and W_b are zero; their
+other parameters keep their initial values. The gradient of the first step reaches the zeroed parameters, and that of
+later steps reaches all: with zero as down and up projection at once it would reach neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha.shapes import Array
+from dcvit.errors import CheckpointError
+from dcvit.models import Params
+from dcvit.models.fields import AttentionFields
+
+KeyPath = tuple[jax.tree_util.DictKey, ...]
+COMPOSITION = re.compile(r"(?:.*/)?(?:pre|post)/(w_(?:[qk][12g]|b))")  # name of a parameter of a composition
+QK_NORM = re.compile(r"(?:.*/)?(?:query|key)_norm/.*")
+# Fields in which a composed model may differ from the plain one that it starts from.
+FREE_FIELDS = {
+    *(field.name for field in dataclasses.fields(AttentionFields) if field.name != "qk_norm"),
+    *("num_classes", "vocab_size", "context", "end_of_text"),  # follow from the data
+    *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb"),  # show in shapes
+    *("dropout", "stochastic_depth", "head_zeroinit", "init_std", "out_init_std"),  # concern training only
+    *("scan", "remat", "dtype_mm"),
+    *("parent", "name"),
+}
+
+
+def identity_compositions(params: Params) -> Params:
+    """Return parameters whose compositions are the identity, of unrolled or scanned layers.
+
+    Leaves that are shapes instead of arrays are returned as they are.
+    """
+
+    def identity(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
+        found = COMPOSITION.fullmatch(_name(path))
+        if not found or isinstance(leaf, jax.ShapeDtypeStruct) or found[1] in ("w_q1", "w_k1"):
+            return leaf
+        if found[1] in ("w_q2", "w_k2"):  # outputs: the down projections of a group, then its up projections
+            return jnp.asarray(leaf).at[..., leaf.shape[-1] // 2 :].set(0)
+        return jnp.zeros_like(leaf)
+
+    identities: Params = jax.tree_util.tree_map_with_path(identity, params)
+    return identities
+
+
+def has_compositions(params: Params) -> bool:
+    """Return True if parameters, or their shapes, include those of a composition."""
+    return any(COMPOSITION.fullmatch(name) for name in _names(params))
+
+
+def gained_compositions(loaded: Params, model: Params, file: str) -> list[str]:
+    """Return the names of the parameters of compositions that a model has and a checkpoint lacks.
+
+    Args:
+      loaded: parameters of the checkpoint, in the layout of the model.
+      model: parameters of the model, or their shapes.
+      file: name of the checkpoint in messages.
+
+    Raises:
+      CheckpointError: there is none, or the model also has a QK-norm that the checkpoint lacks.
+    """
+    held = {*_names(loaded)}
+    lacked = [name for name in _names(model) if name not in held]
+    gained = [name for name in lacked if COMPOSITION.fullmatch(name)]
+    if not has_compositions(model):
+        raise CheckpointError("the model composes nothing, so upcycle has no effect: set --config.model.compose=both")
+    if not gained:
+        raise CheckpointError(f"{file} has all compositions of the model: remove --config.model_load.upcycle")
+    if any(QK_NORM.fullmatch(name) for name in lacked):
+        raise CheckpointError(
+            f"{file} has no QK-norm, which would change the function of the model: set --config.model.qk_norm=None"
+        )
+    return gained
+
+
+def other_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[object, object]]:
+    """Return the fields, with the values of both models, that make their functions differ besides the compositions.
+
+    Fields that change names or shapes of parameters are omitted.
+    """
+    names = {field.name for field in dataclasses.fields(plain)} - FREE_FIELDS
+    if {getattr(net, "window_pattern", None) for net in (plain, composed)} == {"none"}:
+        names.discard("window")  # unused
+    values = {name: (getattr(plain, name), getattr(composed, name)) for name in sorted(names)}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+def _names(params: Params) -> list[str]:
+    """Return the name of each parameter, such as "head/kernel"."""
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _name(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,92 @@
+"""Model of a config, and its initial parameters from a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import typing
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+from ml_collections import ConfigDict
+
+from dcvit.config import run_config
+from dcvit.errors import CheckpointError, ConfigError, check_call
+from dcvit.models import Params
+from dcvit.models.upcycling import other_function
+from dcvit.runs.workdir import check_checkpoint
+from dcvit.training.tasks import task_class
+from input_pipeline.files import expand
+
+
+def make_model(config: ConfigDict) -> nn.Module:
+    """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
+
+    Raises:
+      ConfigError: an unknown model, variant or field, or a value of the wrong type.
+    """
+    task = task_class(config)
+    module = importlib.import_module(f"dcvit.models.{config.model_name}")
+    # Tuples, because jax.jit needs a module to be hashable.
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
+    variant = fields.pop(task.variant_key, None)
+    for key in (task.outputs_key, "name", "parent"):
+        if key in fields:
+            raise ConfigError(
+                f"config.model.{key} cannot be set in a config; the number of outputs is config.{task.outputs_key}"
+            )
+    outputs = 1 if config[task.outputs_key] is None else config[task.outputs_key]
+    check_call(typing.get_type_hints(module.Model)["return"], fields, "config.model", args=(outputs,))
+    try:
+        model: nn.Module = module.Model(outputs, **{task.variant_key: variant}, **fields)
+    except (ValueError, AttributeError) as e:
+        raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
+    return model
+
+
+def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:
+    """Return the function that loads the parameters of `config.model_init`, or None if training starts fresh.
+
+    Its result has None for each parameter that is not loaded.
+    """
+    if not config.model_init:
+        return None
+    load_params = importlib.import_module(f"dcvit.models.{config.model_name}").load
+    options, fields = config.model_load.to_dict(), config.model.to_dict()
+    check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
+
+    def load_initial(shapes: Params) -> Params:
+        check_checkpoint(expand(config.model_init))
+        if upcycles(config):
+            _check_same_function(config, model)
+        try:
+            loaded = load_params(shapes, config.model_init, fields, **options)
+        except CheckpointError as e:
+            if "head/kernel (" not in str(e):
+                raise
+            head = "--config.model_load.dont_load=\"['head/.*']\""
+            raise CheckpointError(f"{e}; to start the head from its initial values: {head}") from None
+        params: Params = jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, loaded)
+        return params
+
+    return load_initial
+
+
+def upcycles(config: ConfigDict) -> bool:
+    """Return True if a run starts from the parameters of a model with fewer compositions."""
+    return bool(config.model_init and config.model_load.get("upcycle"))
+
+
+def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
+    """Raise ConfigError if the function of a model, without compositions, is not that of the run it starts from."""
+    run = run_config(config.model_init)
+    if run.get("model_name") != config.model_name:  # no run, or one whose parameters do not fit
+        return
+    different = other_function(make_model(ConfigDict(run)), model)
+    if different:
+        found = ", ".join(f"{name}={new!r} (run: {old!r})" for name, (old, new) in different.items())
+        words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
+        raise ConfigError(
+            f"config.model: upcycling preserves the function of the run {config.model_init}, but {found}; set {words}"
+        )

@@ -1,0 +1,212 @@
+"""Upcycling keeps the function of the plain model, and trains every parameter of the compositions that it adds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import (
+    LENGTH,
+    SMALL,
+    VOCAB,
+    assert_trees_equal,
+    jit,
+    logits_of,
+    make_tokens,
+    name_of,
+    param_shapes,
+    random_params,
+    save_npz,
+)
+
+from dcvit.dcmha.compose import dynamic_projection
+from dcvit.errors import CheckpointError
+from dcvit.models import lm, vit
+from dcvit.models.upcycling import COMPOSITION, identity_compositions, other_function
+
+IMAGES = jax.random.normal(jax.random.key(9), (2, 8, 8, 3))
+RANK = 3
+VIT = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4)
+# What a user may ask of the compositions: every branch alone and all together, both places, ranks and groups.
+SETTINGS = {
+    "default": {},
+    "all": {"static": True},
+    "queries": {"branches": "q", "gate": False},
+    "keys before the softmax": {"branches": "k", "compose": "pre", "rank": 1},
+    "gates after the softmax": {"compose": "post", "projection": False},
+    "static alone": {"static": True, "projection": False, "gate": False},
+    "groups": {"groups": 2, "rank": 3, "static": True},
+}
+LAYOUTS = [*((setting, False) for setting in SETTINGS), ("all", True), ("groups", True)]  # scanned or not
+LMS = {"GPT-3": "Transformer-405M", "LLaMA": "Transformer++-405M", "Pythia": "Pythia-2.8B"}
+
+
+def image_models(**fields):
+    """Return a plain and a composed ViT, and a batch of images."""
+    return vit.Model(7, **VIT), vit.Model(7, **VIT, **{"compose": "both", **fields}), IMAGES
+
+
+def language_models(preset="Transformer++-405M", **fields):
+    """Return a plain and a composed language model, and a batch of tokens."""
+    plain = lm.Model(VOCAB, preset=preset, **SMALL)
+    return plain, plain.clone(**{"compose": "both", **fields}), make_tokens()
+
+
+def upcycled(tmp_path, plain, composed, inputs):
+    """Return random parameters of the plain model, and those of the composed one that is loaded from them."""
+    params, init = (random_params(param_shapes(net, inputs), seed, 0.1) for seed, net in enumerate((plain, composed)))
+    load = vit.load if isinstance(plain, vit.ViT) else lm.load
+    file = save_npz(tmp_path / "plain.npz", params)
+    return params, load(init, file, {"scan": composed.scan}, upcycle=True)
+
+
+def assert_same_function(tmp_path, plain, composed, inputs):
+    params, loaded = upcycled(tmp_path, plain, composed, inputs)
+    before, after = logits_of(plain, params, inputs), logits_of(composed, loaded, inputs)
+    assert np.std(before) > 0.1
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "scan"), LAYOUTS)
+def test_composed_vit_starts_as_the_function_of_the_plain_one(tmp_path, setting, scan):
+    assert_same_function(tmp_path, *image_models(scan=scan, **SETTINGS[setting]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "scan"), LAYOUTS)
+def test_composed_language_model_starts_as_the_function_of_the_plain_one(tmp_path, setting, scan):
+    assert_same_function(tmp_path, *language_models(scan=scan, **SETTINGS[setting]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"num_key_heads": 2, "qk_norm": "rmsnorm"}, {"window_pattern": "1:1"}], ids=str)
+@pytest.mark.parametrize("preset", LMS.values())
+def test_architectures_and_fields_of_the_plain_language_model_are_kept(tmp_path, preset, fields):
+    plain, composed, tokens = language_models(preset, static=True)
+    assert_same_function(tmp_path, plain.clone(**fields), composed.clone(**fields), tokens)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_identity_zeroes_the_up_projections_and_keeps_the_down_projections(groups):
+    """Zero for both would be a saddle point: neither had a gradient."""
+    rng = np.random.default_rng(0)
+    inner = 2 * RANK * 8 // groups
+    x = rng.normal(size=(2, 3, 16))
+    first, second = rng.normal(size=(16, groups, inner)), rng.normal(size=(groups, inner, inner))
+    start = identity_compositions({"pre": {"w_q1": jnp.asarray(first), "w_q2": jnp.asarray(second)}})["pre"]
+    down, up = dynamic_projection(jnp.asarray(x), start["w_q1"], start["w_q2"], heads=8)
+    expected, _ = dynamic_projection(jnp.asarray(x), jnp.asarray(first), jnp.asarray(second), heads=8)
+    np.testing.assert_array_equal(down, expected)
+    assert np.all(up == 0)
+
+
+@pytest.mark.slow
+def test_composed_model_gains_branches_without_losing_those_it_has(tmp_path):
+    _, before, _ = image_models(compose="pre", branches="q")
+    _, after, _ = image_models(static=True)
+    assert_same_function(tmp_path, before, after, IMAGES)
+    params, loaded = upcycled(tmp_path, before, after, IMAGES)
+    held = {name_of(path) for path, _ in jax.tree.leaves_with_path(params)}
+    assert_trees_equal(params, select(loaded, lambda name: name in held))
+
+
+def select(params, wanted):
+    """Return the part of a tree whose names are wanted."""
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if wanted(name_of(path)):
+            node = found
+            for key in path[:-1]:
+                node = node.setdefault(key.key, {})
+            node[path[-1].key] = leaf
+    return found
+
+
+def by_name(params):
+    """Return the parameters of the compositions by name."""
+    leaves = {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    return {name: leaf for name, leaf in leaves.items() if COMPOSITION.fullmatch(name)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [image_models, language_models])
+def test_gradient_reaches_up_projections_gates_and_static_at_once_and_everything_soon(tmp_path, models):
+    plain, composed, inputs = models(groups=2, static=True)
+    plain, composed = plain.clone(depth=1), composed.clone(depth=1)
+    _, initial = upcycled(tmp_path, plain, composed, inputs)
+    outputs = jax.eval_shape(composed.apply, {"params": initial}, inputs)[0]
+    target = jax.random.normal(jax.random.key(3), outputs.shape)
+
+    @jit
+    def gradient(params):
+        return jax.grad(lambda p: jnp.mean((composed.apply({"params": p}, inputs)[0] - target) ** 2))(params)
+
+    first = by_name(gradient(initial))
+    assert len(first) == 14  # two compositions with seven parameters
+    reached = {name.rpartition("/")[2]: np.mean(leaf != 0) for name, leaf in first.items()}
+    assert reached == {"w_q1": 0, "w_q2": 0.5, "w_qg": 1, "w_k1": 0, "w_k2": 0.5, "w_kg": 1, "w_b": 1}
+    params = initial
+    for _ in range(2):
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params))
+    assert {name for name, leaf in by_name(gradient(params)).items() if np.mean(leaf != 0) < 0.9} == set()
+
+
+@pytest.mark.parametrize("models", [image_models, language_models])
+def test_plain_checkpoint_without_the_option_is_one_line_that_names_it(tmp_path, models):
+    plain, composed, inputs = models()
+    load = vit.load if models is image_models else lm.load
+    file = save_npz(tmp_path / "plain.npz", random_params(param_shapes(plain, inputs)))
+    init = param_shapes(composed, inputs)
+    with pytest.raises(CheckpointError, match=r"only in the model.*identity: --config\.model_load\.upcycle=True$") as e:
+        load(init, file, {})
+    assert "\n" not in str(e.value)
+    with pytest.raises(CheckpointError, match=r"has no QK-norm.*set --config\.model\.qk_norm=None$") as e:
+        load(param_shapes(composed.clone(qk_norm="rmsnorm"), inputs), file, {}, upcycle=True)
+    assert "\n" not in str(e.value)
+    with pytest.raises(CheckpointError, match=r"composes nothing.*set --config\.model\.compose=both"):
+        load(param_shapes(plain, inputs), file, {}, upcycle=True)
+    with pytest.raises(CheckpointError, match="does not fit the model; .*only in the checkpoint"):
+        load(param_shapes(composed.clone(depth=1), inputs), file, {}, upcycle=True)
+
+
+def test_composed_checkpoint_is_not_upcycled(tmp_path):
+    _, composed, images = image_models()
+    params = random_params(param_shapes(composed, images))
+    file = save_npz(tmp_path / "composed.npz", params)
+    with pytest.raises(CheckpointError, match=r"has all compositions of the model: remove --config\.model_load\.upcy"):
+        vit.load(params, file, {}, upcycle=True)
+    with pytest.raises(CheckpointError, match=r"w_q1 \(checkpoint \(16, 1, 16\), model \(16, 1, 24\)\)") as e:
+        vit.load(param_shapes(composed.clone(rank=3), images), file, {})
+    assert "upcycle" not in str(e.value)
+
+
+def test_shapes_stay_shapes_where_nothing_is_loaded(tmp_path):
+    """The trainer computes initial values later, on the devices that hold them."""
+    plain, composed, tokens = language_models()
+    file = save_npz(tmp_path / "plain.npz", random_params(param_shapes(plain, tokens)))
+    shapes = param_shapes(composed, tokens)
+    loaded = lm.load(shapes, file, {}, dont_load=["head/kernel"], upcycle=True)
+    left = {name_of(p) for p, x in jax.tree.leaves_with_path(loaded) if isinstance(x, jax.ShapeDtypeStruct)}
+    names = {name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)}
+    assert left == {"head/kernel"} | {name for name in names if COMPOSITION.fullmatch(name)}
+    assert identity_compositions(shapes) == shapes
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "expected"),
+    [
+        ("DCFormer++-405M", {}, {"qk_norm": (None, "rmsnorm"), "window_pattern": ("none", "1:1")}),
+        ("DCFormer++-405M", {"qk_norm": None, "window_pattern": "none", "window": 5, "rank": 4, "scan": True}, {}),
+        ("Transformer++-405M", {"mlp": "gelu", "context": 7}, {"mlp": ("swiglu", "gelu")}),
+        ("Transformer++-405M", {"norm_epsilon": 1e-5}, {"norm_epsilon": (1e-6, 1e-5)}),
+    ],
+)
+def test_fields_that_change_the_function_are_found(preset, fields, expected):
+    plain = lm.Model(VOCAB, preset="Transformer++-405M", context=LENGTH)
+    assert other_function(plain, lm.Model(VOCAB, preset=preset, **fields)) == expected
+
+
+def test_fields_of_images_that_change_the_function_are_found():
+    plain = vit.Model(7, variant="S/16", patch_size=[16, 16])
+    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", dropout=0.1)) == {}
+    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", pool_type="0")) == {"pool_type": ("gap", "0")}
