@@ -14,7 +14,7 @@ from small_models import assert_trees_close, assert_trees_equal, jit, name_of, p
 import dcvit.dcmha.compose
 import dcvit.dcmha.reference
 from dcvit.errors import CheckpointError
-from dcvit.models import attention, composition, layers, vit
+from dcvit.models import attention, composition, encoder, layers, vit
 from dcvit.models.attention import Attention
 
 SMALL = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4, rank=1)
@@ -202,7 +202,7 @@ def test_bfloat16_is_near_float32_with_parameters_and_logits_in_float32(params):
 
 @pytest.mark.slow
 def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
-    block = vit.Encoder1DBlock(lambda name: Attention(4, name=name), mlp_dim=8, deterministic=False)
+    block = encoder.Encoder1DBlock(lambda name: Attention(4, name=name), mlp_dim=8, deterministic=False)
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
     (_, out), _ = jit(block.init_with_output)(rngs, x, jnp.float32(0.25))
@@ -343,8 +343,8 @@ class TestLoad:
 def test_public_functions_are_annotated_with_shapes():
     """Every array that a public function of the core or of the models takes or returns has its shape annotated."""
     modules = (
-        dcvit.dcmha, dcvit.dcmha.reference, inspect.getmodule(dcvit.dcmha.dynamic_gate), vit, attention, composition,
-        layers,
+        dcvit.dcmha, dcvit.dcmha.reference, inspect.getmodule(dcvit.dcmha.dynamic_gate), vit, encoder, attention,
+        composition, layers,
     )  # fmt: skip
     for module in modules:
         for name, function in inspect.getmembers(module, inspect.isfunction):
