@@ -22,17 +22,18 @@ class Encoder1DBlock(nn.Module):
     """Attention and MLP, each after a LayerNorm and inside a residual connection.
 
     Fields:
-      attention: constructor of the attention module.
-      mlp_dim: F; None means 4·M.
-      dropout: dropout rate inside the MLP and on both residual branches.
-      dtype: dtype of the computation.
+      attention, mlp, norm: constructors of the submodules.
+      layer_scale: initial value of LayerScale, a factor for each number of both residual branches (Touvron et al.,
+        2021); None omits it.
+      dropout: dropout rate of both residual branches.
       deterministic: disable dropout and stochastic depth.
     """
 
     attention: Callable[..., Attention]
-    mlp_dim: int | None = None
+    mlp: Callable[..., MlpBlock]
+    norm: Callable[..., nn.LayerNorm]
+    layer_scale: float | None = None
     dropout: float = 0.0
-    dtype: DTypeLike | None = None
     deterministic: bool = True
 
     @nn.compact
@@ -46,13 +47,20 @@ class Encoder1DBlock(nn.Module):
           drop_rate: probability that stochastic depth skips a residual branch of an example.
         """
         out = {}
-        y = in_float32(nn.LayerNorm(), x)
-        y = out["sa"] = self.attention(name="MultiHeadDotProductAttention_0")(y)
+        y = in_float32(self.norm(), x)
+        y = out["sa"] = self._scale("layer_scale_0", self.attention(name="MultiHeadDotProductAttention_0")(y))
         x = out["+sa"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
-        y = in_float32(nn.LayerNorm(), x)
-        y = out["mlp"] = MlpBlock(self.mlp_dim, dropout=self.dropout, dtype=self.dtype)(y, self.deterministic)
+        y = in_float32(self.norm(), x)
+        y = out["mlp"] = self._scale("layer_scale_1", self.mlp()(y, self.deterministic))
         x = out["+mlp"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         return x, out
+
+    def _scale(self, name: str, y: Array) -> Array:
+        """Apply LayerScale."""
+        if self.layer_scale is None:
+            return y
+        scale = self.param(name, nn.initializers.constant(self.layer_scale), y.shape[-1:])
+        return y * scale.astype(y.dtype)[None, None]
 
     def _residual(self, y: Array, drop_rate: Array) -> Array:
         """Apply dropout, then stochastic depth (Huang et al., 2016), which drops examples and rescales the others."""
@@ -69,18 +77,19 @@ class Encoder(nn.Module):
 
     Fields:
       depth: L.
-      attention, mlp_dim, dropout, dtype: see `Encoder1DBlock`.
+      attention, mlp, norm, layer_scale, dropout: see `Encoder1DBlock`.
       stochastic_depth, scan, remat: see `ViT` and `TransformerFields`.
     """
 
     depth: int
     attention: Callable[..., Attention]
-    mlp_dim: int | None = None
+    mlp: Callable[..., MlpBlock]
+    norm: Callable[..., nn.LayerNorm]
+    layer_scale: float | None = None
     dropout: float = 0.0
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
-    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
@@ -91,8 +100,8 @@ class Encoder(nn.Module):
             # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
             block = nn.remat(block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.scan)
         fields: dict[str, Any] = {
-            "attention": self.attention, "mlp_dim": self.mlp_dim, "dropout": self.dropout,
-            "dtype": self.dtype, "deterministic": deterministic,
+            "attention": self.attention, "mlp": self.mlp, "norm": self.norm, "layer_scale": self.layer_scale,
+            "dropout": self.dropout, "deterministic": deterministic,
         }  # fmt: skip
         rates = jnp.linspace(0, self.stochastic_depth, self.depth, dtype=jnp.float32)
         if self.scan:
@@ -106,7 +115,7 @@ class Encoder(nn.Module):
             for layer in range(self.depth):
                 x, out[f"block{layer:02d}"] = block(**fields, name=f"encoderblock_{layer}")(x, rates[layer])
         out["pre_ln"] = x
-        return in_float32(nn.LayerNorm(name="encoder_norm"), x), out
+        return in_float32(self.norm(name="encoder_norm"), x), out
 
 
 class MAPHead(nn.Module):
@@ -114,13 +123,14 @@ class MAPHead(nn.Module):
 
     Fields:
       num_heads: H.
-      mlp_dim: F; None means 4·M.
-      dtype: dtype of the computation.
+      mlp, norm: constructors of the submodules.
+      dtype: dtype of the computation of attention.
       implementation: see `dcvit.dcmha.attention`.
     """
 
     num_heads: int
-    mlp_dim: int | None = None
+    mlp: Callable[..., MlpBlock]
+    norm: Callable[..., nn.LayerNorm]
     dtype: DTypeLike | None = None
     implementation: str | None = None
 
@@ -134,5 +144,5 @@ class MAPHead(nn.Module):
             self.num_heads, dtype=self.dtype, implementation=self.implementation, name="MultiHeadDotProductAttention_0"
         )
         x = attention(probe, x)
-        y = in_float32(nn.LayerNorm(), x)
-        return (x + MlpBlock(self.mlp_dim, dtype=self.dtype)(y))[:, 0]
+        y = in_float32(self.norm(), x)
+        return (x + self.mlp()(y))[:, 0]

@@ -28,7 +28,7 @@ REMATS = ("none", "attention", *REMAT_POLICIES)
 LARGEST = 1 << 24
 LARGEST_OF = {
     "depth": 1 << 12, "num_heads": 1 << 16, "num_key_heads": 1 << 16, "rank": 1 << 16, "groups": 1 << 16,
-    "context": (1 << 31) - 1, "window": (1 << 31) - 1,
+    "registers": 1 << 16, "context": (1 << 31) - 1, "window": (1 << 31) - 1,
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Formulas for the number of floating point operations of a forward pass and of a training step.
 
 A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
-with a diagonal matrix. Embedding lookups, rotary embeddings, biases, norms, softmax, activations, pooling and residual
-additions do not.
+with a diagonal matrix. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations, pooling
+and residual additions do not.
 
 Letters are those of the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers,
 F the MLP's width, V the vocabulary, C classes. In addition, P is the number of visible query-key pairs, J = H/G that of
@@ -55,28 +55,30 @@ def forward_flops(net: nn.Module, example: jax.ShapeDtypeStruct) -> int | None:
 def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     """Return the operations from one image (height, width, channels) to its logits.
 
-    In multiply-adds, with T tokens (one more than patches for `pool_type="tok"`), which all attend to each other:
+    In multiply-adds, with T tokens (patches, class token and registers), which all attend to each other, and n matrices
+    in an MLP (3 for SwiGLU, otherwise 2):
 
       patches · p_h·p_w·channels·M                           embedding
-      L · (attention(T, T, T²) + compositions + 2·T·M·F)       blocks, with 0, 1 or 2 compositions
-      attention(1, T, T) + 2·M·F                             attention pooling, plain
-      M·rep + rep·C, once (T times unpooled)                 pre_logits and head
+      L · (attention(T, T, T²) + compositions + n·T·M·F)       blocks, with 0, 1 or 2 compositions
+      attention(1, patches, patches) + n·M·F                 attention pooling, plain
+      M·rep + rep·C, once (for each patch if unpooled)       pre_logits and head; 2·M for M with `pool_type="tok+gap"`
 
     The intermediates of every patch, `pre_logits_2d` and `logits_2d`, do not count, because a compiled prediction does
     not compute them.
     """
     (height, width, channels), (p_h, p_w) = image_shape, net.patch_size
     patches = (height // p_h) * (width // p_w)
-    tokens = patches + (net.pool_type == "tok")
-    mlp = 2 * net.width * (net.mlp_dim or 4 * net.width)
+    tokens = patches + net.pool_type.startswith("tok") + net.registers
+    mlp = (3 if net.mlp == "swiglu" else 2) * net.width * (net.mlp_dim or 4 * net.width)
     total = patches * p_h * p_w * channels * net.width
     block = _attention(net.width, net.width, tokens, tokens, tokens**2) + _compositions(net, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
     if net.pool_type == "map":
-        total += _attention(net.width, net.width, 1, tokens, tokens) + mlp
-    features = net.width if net.rep_size is True else net.rep_size or net.width
-    head = (net.width * features if net.rep_size else 0) + features * (net.num_classes or 0)
-    return 2 * (total + head * (tokens if net.pool_type == "none" else 1))
+        total += _attention(net.width, net.width, 1, patches, patches) + mlp
+    pooled = net.width * (2 if net.pool_type == "tok+gap" else 1)
+    features = net.width if net.rep_size is True else net.rep_size or pooled
+    head = (pooled * features if net.rep_size else 0) + features * (net.num_classes or 0)
+    return 2 * (total + head * (patches if net.pool_type == "none" else 1))
 
 
 def lm_flops(net: LM, length: int) -> int:

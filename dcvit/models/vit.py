@@ -28,6 +28,7 @@ from dcvit.models.fields import (
     check_transformer,
     values_of,
 )
+from dcvit.models.layers import ACTIVATIONS, MlpBlock
 from dcvit.models.loading import load_params_into, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -42,9 +43,12 @@ VARIANTS = {
     "So400m": (1152, 27, 4304, 16),
     "H": (1280, 32, 5120, 16),
     "g": (1408, 40, 6144, 16),
+    "g-opt": (1536, 40, 6144, 16),  # this and the next: big_vision's
     "G": (1664, 48, 8192, 16),
+    "G-opt": (1536, 48, 8192, 16),
+    "e": (1792, 56, 15360, 16),  # Chen et al., 2023 (arXiv 2209.06794)
 }
-POOLS = ("gap", "map", "tok", "0", "none")
+POOLS = ("gap", "map", "tok", "tok+gap", "0", "none")
 POSEMBS = ("learn", "sincos2d")
 
 
@@ -57,8 +61,14 @@ class ViT(TransformerFields):
       num_classes: C; None or 0 omits the head.
       patch_size: height and width of a patch in pixels.
       posemb: "learn" or "sincos2d" (MoCo v3's fixed embedding).
-      pool_type: "gap" (mean), "map" (attention pooling), "tok" (class token), "0" (first token), "none".
+      pool_type: "gap" (mean of the patches), "map" (attention pooling), "tok" (class token), "tok+gap" (both, one after
+        the other, as DINOv2's classifier), "0" (first patch), "none".
+      registers: number of learned tokens that precede the patches and are not pooled (Darcet et al., 2024).
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
+      mlp: activation of the MLPs: "gelu", "gelu_tanh" (big_vision's approximation) or "swiglu".
+      norm_epsilon: epsilon of the LayerNorms.
+      layer_scale: initial value of LayerScale, a factor for each number of both residual branches (Touvron et al.,
+        2021); None omits it.
       head_zeroinit: initialize the head's kernel to zero.
       dropout: dropout rate after the position embedding, inside the MLPs and on both residual branches.
       stochastic_depth: drop rate of the last block; it grows linearly from 0 at the first (a single block has 0).
@@ -68,7 +78,11 @@ class ViT(TransformerFields):
     patch_size: Sequence[int] = (16, 16)
     posemb: str = "learn"
     pool_type: str = "gap"
+    registers: int = 0
     rep_size: int | bool = False
+    mlp: str = "gelu_tanh"
+    norm_epsilon: float = 1e-6
+    layer_scale: float | None = None
     head_zeroinit: bool = True
     dropout: float = 0.0
     stochastic_depth: float = 0.0
@@ -99,32 +113,42 @@ class ViT(TransformerFields):
         batch, rows, columns, width = x.shape
         x = x.reshape(batch, rows * columns, width)
         x = out["with_posemb"] = x + self._posemb(rows, columns).astype(dtype)
-        if self.pool_type == "tok":
-            cls = self.param("cls", nn.initializers.zeros, (1, 1, width)).astype(dtype)
-            x = jnp.concatenate([jnp.tile(cls, (batch, 1, 1)), x], axis=1)
+        extra = self._extra_tokens(width)
+        x = jnp.concatenate([*(jnp.tile(t.astype(dtype), (batch, 1, 1)) for t in extra), x], axis=1)
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
         attention = functools.partial(
             Attention, self.num_heads, dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields)
         )
+        mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
+        norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
         x, out["encoder"] = Encoder(
-            self.depth, attention, self.mlp_dim, self.dropout, self.stochastic_depth,
-            self.scan, self.remat, dtype, name="Transformer",
+            self.depth, attention, functools.partial(mlp, dropout=self.dropout), norm, self.layer_scale,
+            self.dropout, self.stochastic_depth, self.scan, self.remat, name="Transformer",
         )(x, deterministic=not train)  # fmt: skip
         out["encoded"] = x
-        tokens = x[:, 1:] if self.pool_type == "tok" else x
-        x_2d = tokens.reshape(batch, rows, columns, width).astype(jnp.float32)
-        x = out["head_input"] = self._pool(x, dtype).astype(jnp.float32)
+        patches = x[:, x.shape[1] - rows * columns :]
+        if self.pool_type == "map":
+            pool = MAPHead(self.num_heads, mlp, norm, dtype, self.implementation, name="MAPHead_0")
+            x = pool(patches)
+        else:
+            x = _pool(x[:, 0], patches, self.pool_type)
+        if self.pool_type == "tok+gap":
+            cls = jnp.broadcast_to(out["encoded"][:, :1], patches.shape)
+            patches = jnp.concatenate([cls, patches], axis=-1)
+        x_2d = patches.reshape(batch, rows, columns, -1).astype(jnp.float32)
+        x = out["head_input"] = x.astype(jnp.float32)
         return self._head(x, x_2d, out)
 
-    def _pool(self, x: Array, dtype: jnp.dtype) -> Array:
-        """Return one vector for each image, or all tokens with `pool_type="none"`."""
-        if self.pool_type == "map":
-            pooled: Array = MAPHead(self.num_heads, self.mlp_dim, dtype, self.implementation, name="MAPHead_0")(x)
-            return pooled
-        if self.pool_type == "gap":
-            return jnp.mean(x, axis=1)
-        return x if self.pool_type == "none" else x[:, 0]
+    def _extra_tokens(self, width: int) -> list[Array]:
+        """Return the parameters of the tokens before the patches: the class token and the registers."""
+        tokens = []
+        if self.pool_type in ("tok", "tok+gap"):
+            tokens.append(self.param("cls", nn.initializers.zeros, (1, 1, width)))
+        if self.registers:
+            init = nn.initializers.normal(0.02)  # equal ones would stay equal
+            tokens.append(self.param("registers", init, (1, self.registers, width)))
+        return tokens
 
     def _head(self, x: Array, x_2d: Array, out: Outputs) -> tuple[Array, Outputs]:
         """Apply `pre_logits` and `head` to the pooled vector, and to every patch."""
@@ -147,10 +171,22 @@ class ViT(TransformerFields):
         return table
 
 
+def _pool(first: Array, patches: Array, pool_type: str) -> Array:
+    """Return one vector for each image, or all patches with `pool_type="none"`."""
+    if pool_type == "none":
+        return patches
+    if pool_type in ("tok", "0"):
+        return first if pool_type == "tok" else patches[:, 0]
+    mean = jnp.mean(patches, axis=1)
+    return mean if pool_type == "gap" else jnp.concatenate([first, mean], axis=-1)
+
+
 def check_fields(net: ViT, shape: Sequence[int]) -> None:
     """Raise ValueError if the fields of a model are invalid or do not fit images of shape B height width channels."""
-    check_choices(net, pool_type=POOLS, posemb=POSEMBS)
-    check_not_negative(net, "rep_size")
+    check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS)
+    check_not_negative(net, "rep_size", "registers", "layer_scale")
+    if net.norm_epsilon <= 0:
+        raise ValueError(f"norm_epsilon={net.norm_epsilon} should be above 0")
     for name in ("dropout", "stochastic_depth"):
         if not 0 <= getattr(net, name) < 1:
             raise ValueError(f"{name}={getattr(net, name)} should be in [0, 1)")

@@ -82,6 +82,8 @@ PLAIN = [
     {"pool_type": "none", "rep_size": 10},
     {"pool_type": "0", "scan": True},
     {"qk_norm": "rmsnorm", "groups": 5},
+    {"pool_type": "tok+gap", "registers": 2, "layer_scale": 0.1},
+    {"pool_type": "map", "registers": 3, "mlp": "swiglu"},
 ]
 COMPOSED = [
     {"compose": "both"},
@@ -94,14 +96,14 @@ COMPOSED = [
     {"compose": "both", "static": True, "projection": False, "gate": False},
     {"compose": "pre", "static": True, "branches": "q", "groups": 6},
     {"compose": "both", "pool_type": "map", "rank": 3, "groups": 3},
-    {"compose": "both", "pool_type": "tok", "scan": True},
+    {"compose": "both", "pool_type": "tok", "scan": True, "registers": 2},
 ]
 
 
 @pytest.mark.parametrize("fields", PLAIN + COMPOSED, ids=str)
 def test_every_product_of_the_program_is_counted(fields):
     net = small(**fields)
-    tokens = 15 + (net.pool_type == "tok")
+    tokens = 15 + net.pool_type.startswith("tok") + net.registers
     assert vit_flops(net, IMAGE) == counted(logits_of, net, an_image(), tokens)
 
 

@@ -202,7 +202,9 @@ def test_bfloat16_is_near_float32_with_parameters_and_logits_in_float32(params):
 
 @pytest.mark.slow
 def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
-    block = encoder.Encoder1DBlock(lambda name: Attention(4, name=name), mlp_dim=8, deterministic=False)
+    block = encoder.Encoder1DBlock(
+        lambda name: Attention(4, name=name), lambda: layers.MlpBlock(8), nn.LayerNorm, deterministic=False
+    )
     x = jnp.tile(jax.random.normal(jax.random.key(0), (1, 3, 16)), (2000, 1, 1))
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
     (_, out), _ = jit(block.init_with_output)(rngs, x, jnp.float32(0.25))
@@ -232,6 +234,49 @@ def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
     pooled = {"gap": out["encoded"].mean(axis=1), "none": out["encoded"]}.get(pool, out["encoded"][:, 0])
     np.testing.assert_allclose(out["head_input"], pooled, atol=1e-6)
     assert out["encoded"].shape[1] == (5 if pool == "tok" else 4)
+
+
+def test_class_token_and_registers_precede_the_patches_and_registers_are_not_pooled():
+    net = vit.Model(7, **{**SMALL, "depth": 0}, pool_type="tok+gap", registers=3)
+    params = random_params(param_shapes(net, IMAGES), std=0.3)
+    assert params["cls"].shape == (1, 1, 16)
+    assert params["registers"].shape == (1, 3, 16)
+    _, out = evaluate(net, params, IMAGES)
+    before = out["encoder"]["pre_ln"]
+    np.testing.assert_array_equal(
+        before[:, :4], jnp.tile(jnp.concatenate([params["cls"], params["registers"]], 1), (2, 1, 1))
+    )
+    cls, patches = out["encoded"][:, 0], out["encoded"][:, 4:]
+    np.testing.assert_allclose(out["head_input"], jnp.concatenate([cls, patches.mean(axis=1)], 1), atol=1e-6)
+    np.testing.assert_allclose(out["logits_2d"].mean(axis=(1, 2)), out["logits"], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["gap", "map"])
+def test_gradient_reaches_every_new_parameter(pool):
+    """LayerScale, gate and registers change the logits."""
+    fields = dict(pool_type=pool, registers=2, layer_scale=0.5, mlp="swiglu", norm_epsilon=1e-3)
+    start = random_params(param_shapes(vit.Model(7, **SMALL, compose="both", **fields), IMAGES), std=0.3)
+    grads = gradients(start, **fields)[1]
+    scanned = gradients(vit.stack_blocks(start), scan=True, **fields)[1]
+    assert_trees_close(vit.unstack_blocks(scanned), grads, rtol=1e-3, atol=1e-4)
+    new = {
+        name_of(p): g
+        for p, g in jax.tree.leaves_with_path(grads)
+        if re.search("layer_scale|gate|registers", name_of(p))
+    }
+    assert len(new) == 1 + 2 * 4 + 2 * (pool == "map")
+    assert all(np.abs(g).max() > 0 for g in new.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [({"mlp": "relu"}, "mlp='relu'; known"), ({"registers": -1}, "registers=-1 should not"),
+     ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 should be above 0"), ({"layer_scale": -0.1}, "layer_scale=-0.1 should")],
+)  # fmt: skip
+def test_invalid_fields_of_blocks_and_tokens_are_refused(fields, match):
+    with pytest.raises(ValueError, match=match):
+        param_shapes(vit.Model(7, **SMALL, **fields), IMAGES)
 
 
 def test_initial_logits_are_zero_and_models_without_head_return_features():

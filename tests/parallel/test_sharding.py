@@ -138,6 +138,10 @@ SPECS = [
     ("Transformer/decoderblock_0/MlpBlock_0/gate/kernel", (32, 64), "fsdp+tensor", ("fsdp", "tensor")),
     ("Transformer/encoderblock_0/MlpBlock_0/Dense_1/kernel", (64, 32), "fsdp+tensor", ("tensor", "fsdp")),
     ("Transformer/encoderblock_0/LayerNorm_0/scale", (32,), "fsdp+tensor", (None,)),
+    ("Transformer/encoderblock_0/layer_scale_0", (32,), "fsdp+tensor", (None,)),
+    ("Transformer/encoderblock/layer_scale_1", (16, 32), "fsdp+tensor", (None, None)),
+    ("Transformer/encoderblock_0/MlpBlock_0/gate/bias", (64,), "tensor", ("tensor",)),
+    ("registers", (1, 4, 32), "fsdp+tensor", (None, None, "fsdp")),
     ("embedding/embedding", (257, 32), "fsdp+tensor", (None, ("tensor", "fsdp"))),  # a prime number of tokens
     ("head/kernel", (32, 257), "fsdp+tensor", (("tensor", "fsdp"), None)),
     ("embedding/kernel", (16, 16, 3, 32), "fsdp+tensor", (None, None, None, "fsdp")),
