@@ -17,6 +17,7 @@ from dcvit.errors import CheckpointError
 from dcvit.interop.tensors import Tensor, Tensors
 
 Arrays: TypeAlias = Sequence[np.ndarray]
+Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
 MAX_NAMED = 6  # tensors in a message
 
 
@@ -28,12 +29,14 @@ class Link(NamedTuple):
       ours: paths of the parameters, such as "head/kernel", in the tree of unrolled layers.
       to_ours: function from the tensors to the parameters, in these orders.
       to_theirs: its inverse.
+      shapes: the shapes of the tensors, in their order; empty if they are not checked before reading.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     to_ours: Callable[..., Arrays]
     to_theirs: Callable[..., Arrays]
+    shapes: tuple[Shape, ...] = ()
 
 
 def same(theirs: str, ours: str, shape: Sequence[int] = (), their_shape: Sequence[int] = ()) -> Link:
@@ -54,7 +57,9 @@ def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence
         return Link((theirs,), (ours,), lambda x: (x.T,), lambda x: (x.T,))
     rows, columns = int(np.prod(inputs)), int(np.prod(outputs))
     shape = (*inputs, *outputs)
-    return Link((theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,))
+    return Link(
+        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,), ((columns, rows),)
+    )
 
 
 def read(links: Sequence[Link], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
@@ -102,3 +107,17 @@ def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Call
     ]
     if parts:
         raise CheckpointError(f"{what}: {'; '.join(parts)}")
+
+
+def check_shapes(links: Sequence[Link], tensors: Tensors, what: str) -> None:
+    """Raise CheckpointError if tensors have other shapes than their links expect; `what` names the file."""
+    different = []
+    for link in links:
+        for name, expected in zip(link.theirs, link.shapes, strict=False):
+            found = tensors[name].shape
+            if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+                shown = str(expected).replace("None", "any")
+                different.append(f"{name} (file {found}, model {shown})")
+    if different:
+        more = " …" if len(different) > MAX_NAMED else ""
+        raise CheckpointError(f"{what}: {len(different)} of another shape: {', '.join(different[:MAX_NAMED])}{more}")

@@ -15,11 +15,12 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.interop import links as linking
+from dcvit.interop import preprocessing, timm_vit
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
 from dcvit.interop.tensors import Tensors, open_file
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {"timm": timm_vit}
 
 
 class Weights(NamedTuple):
@@ -34,6 +35,15 @@ class Weights(NamedTuple):
     def params(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the path in the tree of unrolled layers, and the value, of each parameter."""
         return linking.read(self.links, self.tensors)
+
+    def folded(self) -> Weights:
+        """Return the weights of an image model with mean and standard deviation folded into its first layer.
+
+        Raises:
+          CheckpointError: the preprocessing has no mean and standard deviation.
+        """
+        links, pp = preprocessing.fold(self.links, self.description.pp)
+        return self._replace(links=links, description=self.description._replace(pp=pp))
 
     def tree(self) -> dict[str, Any]:
         """Return all parameters as a nested dict of arrays."""
@@ -55,6 +65,7 @@ def open_weights(path: str | Path) -> Weights:
             description = family.describe(file.tensors, file.config)
             links = family.links(description, file.tensors)
             linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
+            linking.check_shapes(links, file.tensors, f"{path} ({name})")
             return Weights(path, name, description, links, file.tensors)
     some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
     raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")

@@ -1,0 +1,131 @@
+"""Preprocessing of other libraries as preprocessing strings: size, crop, and mean and standard deviation."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dcvit.errors import CheckpointError
+from dcvit.interop.links import Arrays, Link
+
+HALF = (0.5, 0.5, 0.5)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Methods of interpolation by their names in timm, and those of `dcvit`'s ops.
+METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
+NUMBERS = ("nearest", "lanczos", "bilinear", "bicubic")  # by Pillow's number of the method, from 0
+
+
+class Preprocessing(NamedTuple):
+    """Preprocessing of an image file.
+
+    Fields:
+      size: height and width of the images that the model takes.
+      resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
+      method: interpolation, of `METHODS`.
+      mean, std: of each channel, for pixels in [0, 1].
+    """
+
+    size: tuple[int, int]
+    resize: int | None = None
+    method: str = "bilinear"
+    mean: Sequence[float] = HALF
+    std: Sequence[float] = HALF
+
+
+def to_pp(preprocessing: Preprocessing) -> str:
+    """Return a preprocessing string. Interpolation antialiases, as Pillow's does."""
+    method = METHODS[preprocessing.method]
+    size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)
+    if preprocessing.resize is None:
+        resize = f'resize({size}, "{method}", True)'
+    else:
+        resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
+    low, high = ([(x - m) / s for m, s in zip(preprocessing.mean, preprocessing.std, strict=True)] for x in (0, 1))
+    values = [float(values[0]) if len(set(values)) == 1 else values for values in (low, high)]
+    shown = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
+    return f"decode|{resize}|value_range({shown[0]}, {shown[1]})"
+
+
+def from_pp(pp: str) -> Preprocessing:
+    """Return what a preprocessing string says about an image, for the config of another library.
+
+    Raises:
+      CheckpointError: it has no size, or no `value_range` with a lower and an upper end only.
+    """
+    resize = re.search(r"resize_small\((\d+)", pp)
+    methods = [name for name, ours in METHODS.items() if f'"{ours}"' in pp or f"'{ours}'" in pp]
+    mean, std = mean_and_std(pp)
+    return Preprocessing(size_of(pp), int(resize[1]) if resize else None, (methods or ["bilinear"])[0], mean, std)
+
+
+def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel of the op `value_range` of a preprocessing string.
+
+    Raises:
+      CheckpointError: the string has no `value_range` with a lower and an upper end only.
+    """
+    found = re.search(r"value_range(\(.*?\))(\||$)", pp)
+    try:
+        low, high = (np.ravel(end).astype(float) for end in ast.literal_eval(found[1] if found else ""))
+        std = 1 / np.broadcast_to(high - low, 3)
+        return (-np.broadcast_to(low, 3) * std).tolist(), std.tolist()
+    except (ValueError, SyntaxError, TypeError):
+        raise CheckpointError(f"pp={pp!r} should have a value_range(low, high) of one or three channels") from None
+
+
+def size_of(pp: str) -> tuple[int, int]:
+    """Return the height and width that a preprocessing string resizes or crops images to.
+
+    Raises:
+      CheckpointError: it has no such op.
+    """
+    found = re.findall(r"(?:crop|resize|resize_pillow)\(\s*(\d+|[\[(]\s*\d+\s*,\s*\d+\s*[\])])", pp)
+    if not found:
+        raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")
+    size = ast.literal_eval(found[-1])
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def resized(size: int, crop_pct: float) -> int:
+    """Return the length of the smaller side before the center is cropped, for the fraction that the crop keeps."""
+    return math.floor(size / crop_pct)
+
+
+def fold(links: Sequence[Link], pp: str) -> tuple[list[Link], str]:
+    """Fold mean and standard deviation into the weights of the first layer.
+
+    For inputs v in [-1, 1] instead of (p - mean) / std of pixels p in [0, 1]:
+    W' = W / (2·std) and b' = b + Σ W·(0.5 - mean) / std.
+
+    Args:
+      links: the links of a model.
+      pp: its preprocessing string.
+
+    Returns:
+      The links, those of the first layer joined to one, and the preprocessing string with `value_range(-1, 1)`.
+    """
+    mean, std = (np.asarray(values, np.float64)[None, None, :, None] for values in mean_and_std(pp))
+    by_ours = {link.ours: link for link in links}
+    kernel, bias = by_ours[("embedding/kernel",)], by_ours[("embedding/bias",)]
+
+    def to_ours(weight: np.ndarray, offset: np.ndarray) -> Arrays:
+        (w,), (b,) = kernel.to_ours(weight), bias.to_ours(offset)
+        w = w.astype(np.float64)
+        added = (w * (0.5 - mean) / std).sum((0, 1, 2))
+        return (w / (2 * std)).astype(np.float32), (b + added).astype(np.float32)
+
+    def to_theirs(w: np.ndarray, b: np.ndarray) -> Arrays:
+        w = w.astype(np.float64) * (2 * std)
+        b = (b - (w * (0.5 - mean) / std).sum((0, 1, 2))).astype(np.float32)
+        return *kernel.to_theirs(w.astype(np.float32)), *bias.to_theirs(b)
+
+    stem = Link(
+        kernel.theirs + bias.theirs, kernel.ours + bias.ours, to_ours, to_theirs, kernel.shapes + bias.shapes
+    )  # fmt: skip
+    others = [link for link in links if link not in (kernel, bias)]
+    return [stem, *others], re.sub(r"value_range\(.*?\)(?=\||$)", "value_range(-1, 1)", pp)

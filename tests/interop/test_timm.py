@@ -1,0 +1,165 @@
+# ruff: noqa: E402
+"""timm's Vision Transformers: the same logits, in both directions."""
+
+import ast
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+import torchvision_ops  # noqa: F401
+
+timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
+import torch
+from safetensors.torch import save_file
+from timm.models._hub import save_for_hf
+from vision_models import (
+    as_tensors,
+    check_exported,
+    check_read,
+    check_written_back,
+    export,
+    images,
+    of_dcvit,
+    of_torch,
+    randomize,
+)
+
+from dcvit.errors import CheckpointError
+from dcvit.interop import links, timm_vit, weights
+from dcvit.interop.tensors import Tensor
+
+SMALL = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+ARCHITECTURES = {
+    "vit_small_patch16_224": {},
+    "deit_small_patch16_224": {"mlp_ratio": 2.5, "img_size": (32, 48)},
+    "deit3_small_patch16_224": {},
+    "vit_base_patch16_siglip_224": {"act_layer": "gelu_tanh"},
+    "vit_small_patch14_reg4_dinov2": {"patch_size": 8},
+    "vit_giant_patch14_dinov2": {"patch_size": 8},
+    "vit_so150m_patch16_reg4_gap_256": {"patch_size": 8},
+    "vit_base_patch16_siglip_gap_224": {},
+    "vit_so150m_patch16_reg4_map_256": {"patch_size": 8, "class_token": True},
+}
+DIGITS = dict(mean=(0.48, 0.45, 0.4), std=(0.23, 0.22, 0.225), crop_pct=0.9, interpolation="bicubic")
+
+
+def create(name, **fields):
+    return randomize(timm.create_model(name, **{**SMALL, **ARCHITECTURES[name], **fields}))
+
+
+def save(model, folder):
+    """Save a model as timm does for the Hugging Face hub."""
+    save_for_hf(model, folder, safe_serialization=True, data_config=DIGITS)
+    return folder
+
+
+def sums_of(model):
+    names = [name for name in ("cls_token", "reg_token") if getattr(model, name, None) is not None]
+    return [*names, "pos_embed"] if names else []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "vit_small_patch16_224")) for n in ARCHITECTURES]
+)
+def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
+    model = create(name)
+    size = model.patch_embed.img_size
+    pixels = images(size)
+    expected = of_torch(model, pixels)
+    read = check_read(save(model, tmp_path / "theirs"), expected, pixels, f"timm {name}")
+    check_written_back(read, sums_of(model))
+    folder = export(read, tmp_path / "ours")
+    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    check_exported(of_torch(again, pixels), expected, f"timm {name}")
+    np.testing.assert_array_equal(of_dcvit(weights.open_weights(folder), pixels), of_dcvit(read, pixels))
+    cfg = again.pretrained_cfg
+    np.testing.assert_allclose([*cfg["mean"], *cfg["std"]], [*DIGITS["mean"], *DIGITS["std"]])
+    assert (cfg["input_size"], cfg["interpolation"]) == ((3, *size), "bicubic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224", "vit_base_patch16_siglip_224"])
+@pytest.mark.parametrize("save_as", ["safetensors", "torch"])
+def test_bare_file_is_described_by_its_shapes(tmp_path, name, save_as):
+    """Without config.json, heads are 64 wide and the activation is timm's default."""
+    model = create(name, embed_dim=128, num_heads=2, num_classes=0, **({"act_layer": None} if "siglip" in name else {}))
+    path = tmp_path / "weights.bin"
+    (save_file if save_as == "safetensors" else torch.save)(model.state_dict(), path)
+    pixels = images((32, 32))
+    found = check_read(path, of_torch(model, pixels), pixels, f"timm {name}, bare {save_as}")
+    assert found.description.num_outputs is None
+    assert found.description.pp == ""
+
+
+def test_preprocessing_is_that_of_the_config(tmp_path):
+    read = weights.open_weights(save(create("vit_small_patch16_224"), tmp_path / "a"))
+    found = re.fullmatch(
+        r'decode\|resize_small\(35, "bicubic", True\)\|central_crop\(32\)\|value_range\((\[.*\]), (\[.*\])\)',
+        read.description.pp,
+    )
+    low, high = (np.array(ast.literal_eval(found[i])) for i in (1, 2))
+    pixel = np.random.default_rng(0).random(3)
+    expected = (pixel - DIGITS["mean"]) / DIGITS["std"]
+    np.testing.assert_allclose(low + pixel * (high - low), expected, rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_mean_and_std_fold_into_the_stem_and_back(tmp_path):
+    """Folded, the model takes images in [-1, 1]."""
+    model = create("deit3_small_patch16_224")
+    read = weights.open_weights(save(model, tmp_path / "a"))
+    folded = read.folded()
+    assert folded.description.pp == 'decode|resize_small(35, "bicubic", True)|central_crop(32)|value_range(-1, 1)'
+    pixels = np.random.default_rng(0).random((2, 32, 32, 3)).astype(np.float32)
+    normal = ((pixels - DIGITS["mean"]) / DIGITS["std"]).astype(np.float32)
+    np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
+    for name, value in links.write(folded.links, as_tensors(folded)):
+        if name.startswith("patch_embed"):
+            np.testing.assert_allclose(value, read.tensors[name].read(), rtol=1e-5, atol=1e-6)
+
+
+def meta_model(name):
+    """Return the module, the tensors without values and the config of an architecture of timm."""
+    model = timm.create_model(name, device="meta")
+    tensors = {key: Tensor(tuple(x.shape), lambda: None) for key, x in model.state_dict().items()}
+    cfg = {k: model.pretrained_cfg[k] for k in ("input_size", "crop_pct", "mean", "std", "interpolation")}
+    config = {"architecture": name, "global_pool": getattr(model, "global_pool", ""), "pretrained_cfg": cfg}
+    return model, tensors, config
+
+
+def check_described(name):
+    """Compare the description of an architecture with the properties of timm's module; return True if it is read."""
+    model, tensors, config = meta_model(name)
+    if not timm_vit.matches(tensors, config):
+        return False
+    try:
+        found = timm_vit.describe(tensors, config)
+        model_links = timm_vit.links(found, tensors)
+        links.check_names(model_links, tensors, name, timm_vit.unused)
+    except CheckpointError:
+        return False
+    block, fields = model.blocks[0], found.fields
+    assert (type(model).__name__, type(block).__name__) == ("VisionTransformer", "Block")
+    assert fields["num_heads"] == block.attn.num_heads
+    activation = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "SiLU": "swiglu"}[type(block.mlp.act).__name__]
+    assert (fields["mlp"], type(block.mlp).__name__) == (activation, "GluMlp" if activation == "swiglu" else "Mlp")
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-6}
+    assert type(model.fc_norm).__name__ == "Identity"
+    assert type(block.attn).__name__ == "Attention"
+    assert not model.pool_include_prefix
+    assert {"token": "tok", "avg": "gap", "map": "map"}[model.global_pool] == fields["pool_type"]
+    return True
+
+
+@pytest.mark.slow
+def test_a_few_architectures_are_described_as_timm_builds_them():
+    read = {name: check_described(name) for name in ("vit_base_patch16_gap_224", "vit_base_patch16_rpn_224")}
+    assert read == {"vit_base_patch16_gap_224": True, "vit_base_patch16_rpn_224": False}
+
+
+@pytest.mark.exhaustive
+def test_every_architecture_of_timm_is_described_as_timm_builds_it_or_refused():
+    read = [name for name in timm.list_models(["vit_*", "deit*", "flexivit*"]) if check_described(name)]
+    assert len(read) > 80, read

@@ -1,0 +1,104 @@
+"""Vision models of other libraries with random weights, and comparisons with the model that is read from a file."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import torch
+from small_models import jit
+
+from dcvit.interop import links as linking
+from dcvit.interop.tensors import Tensor, open_file
+from dcvit.interop.weights import FAMILIES, open_weights
+from dcvit.models import vit
+
+TOLERANCE = 2e-5  # of logits of standard deviation about 1
+DIFFERENCES = {}  # largest difference by format and direction
+
+
+def randomize(model, seed=0):
+    """Set every parameter of a torch model to random values, around 1 for scales."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            around = 1.0 if parameter.ndim == 1 and name.endswith(("weight", "gamma", "lambda1")) else 0.0
+            std = 1 / math.sqrt(parameter[0].numel()) if parameter.ndim in (2, 4) and "token" not in name else 0.3
+            parameter.copy_(around + std * torch.randn(parameter.shape, generator=generator))
+    return model.eval().float()
+
+
+def images(size, seed=1):
+    """Return two random images, B height width channels."""
+    return np.random.default_rng(seed).normal(size=(2, *size, 3)).astype(np.float32)
+
+
+def of_torch(model, pixels, result=lambda out: out):
+    """Return the result of a torch model for images B height width channels."""
+    with torch.no_grad():
+        return result(model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()))).numpy()
+
+
+def of_dcvit(weights, pixels):
+    """Return the output of the described model, after checking the names and shapes of all parameters."""
+    net = vit.Model(weights.description.num_outputs, **weights.description.fields)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weights.tree())
+    expected = jax.eval_shape(net.init, jax.random.key(0), pixels)["params"]
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
+    return np.asarray(jit(lambda p, x: net.apply({"params": p}, x)[0])(params, jnp.asarray(pixels)))
+
+
+def check_read(path, expected, pixels, what):
+    """Open a file, compare the output of the model with the original's, and return the weights."""
+    weights = open_weights(Path(path))
+    assert 0.2 < expected.std() < 5
+    found = of_dcvit(weights, pixels)
+    assert found.shape == expected.shape
+    DIFFERENCES[what, "in"] = difference = float(np.abs(found - expected).max())
+    assert difference <= TOLERANCE, difference
+    return weights
+
+
+def as_tensors(weights):
+    """Return the parameters of a model as the tensors that `links.write` takes."""
+    return {path: Tensor(value.shape, lambda value=value: value) for path, value in weights.params()}
+
+
+def check_written_back(weights, sums=()):
+    """Write the parameters with the links that read them: the tensors must be the same, bit for bit.
+
+    `sums` names the tensors of tokens in front and of their position embeddings, of which only the sum is a parameter.
+    """
+    written = dict(linking.write(weights.links, as_tensors(weights)))
+    assert written.keys() == {name for link in weights.links for name in link.theirs}
+    for name, value in written.items():
+        if name not in sums:
+            np.testing.assert_array_equal(value, weights.tensors[name].read(), err_msg=name, strict=True)
+    if sums:
+        *tokens, positions = (np.atleast_3d(written[name]) for name in sums)
+        *read, table = (weights.tensors[name].read() for name in sums)
+        before, expected = np.concatenate(tokens, axis=1), np.concatenate(read, axis=1)
+        count = table.shape[1] - weights.tree()["pos_embedding"].shape[1]
+        np.testing.assert_array_equal(before[:, :count] + positions[:, :count], expected[:, :count] + table[:, :count])
+        np.testing.assert_array_equal(before[:, count:], expected[:, count:])
+        np.testing.assert_array_equal(positions[:, count:], table[:, count:])
+
+
+def export(weights, folder, family=None):
+    """Write a model as a folder of a family, as the command does: config.json and safetensors."""
+    module = FAMILIES[family or weights.family]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(module.config(weights.description)))
+    tensors = dict(linking.write(module.links(weights.description), as_tensors(weights)))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert open_file(folder).tensors.keys() == tensors.keys()
+    return folder
+
+
+def check_exported(found, expected, what):
+    """Compare the output of an exported model, computed by the original library."""
+    DIFFERENCES[what, "out"] = difference = float(np.abs(found - expected).max())
+    assert difference <= TOLERANCE, difference
