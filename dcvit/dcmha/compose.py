@@ -42,6 +42,7 @@ def dynamic_projection(
     w_2: Float[Array, "G I I"],
     *,
     heads: int,
+    gelu: str = "tanh",
 ) -> tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]:
     """Compute the dynamic projection weights of Eqn 5 from the inputs `x`.
 
@@ -50,11 +51,12 @@ def dynamic_projection(
       w_1: the paper's W_q1 or W_k1, one block for each group.
       w_2: the paper's W_q2 or W_k2, one block for each group.
       heads: the number of heads H.
+      gelu: the activation between them: "tanh", GELU's approximation, or "exact".
 
     Returns:
       The down projection, RMS-normed over the heads of each group, and the up projection.
     """
-    return dynamic_projections(x, [w_1], [w_2], heads=heads)[0]
+    return dynamic_projections(x, [w_1], [w_2], heads=heads, gelu=gelu)[0]
 
 
 def dynamic_projections(
@@ -63,9 +65,10 @@ def dynamic_projections(
     w_2: Sequence[Float[Array, "G I I"]],
     *,
     heads: int,
+    gelu: str = "tanh",
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
     """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`."""
-    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)))
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
     return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
 
 

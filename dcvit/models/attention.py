@@ -68,6 +68,7 @@ class Attention(AttentionFields):
       rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
       rotary_base: base of the frequencies of that embedding.
       causal, window: see `dcvit.dcmha.attention`.
+      prefill_window: with `window`, the window of a call with several tokens; None means `window`.
       use_bias: the four projections have biases.
       kernel_init: initializer of the four projections.
       out_init: initializer of the output projection; None means `kernel_init`.
@@ -81,6 +82,7 @@ class Attention(AttentionFields):
     rotary_base: float = 10_000.0
     causal: bool = False
     window: int | None = None
+    prefill_window: int | None = None
     use_bias: bool = True
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     out_init: Initializer | None = None
@@ -151,11 +153,11 @@ class Attention(AttentionFields):
         q, k, v = self._project(x_q, x_kv, positions)
         weights = self._compose_weights(width, to_compose)
         inputs = AttentionInputs(q, k, v, weights.get("pre"), weights.get("post"))
-        causal, window = self.causal, self.window
+        causal, window = self.causal, self.window and (self.prefill_window or self.window)
         if cache is not None and update is not None:
             cache = _extend_cache(cache, inputs, update)
             if x_q.shape[1] == 1:  # several tokens attend to each other only, because the cache was empty
-                inputs, mask = _attend_to_cache(cache, inputs, update, mask, window)
+                inputs, mask = _attend_to_cache(cache, inputs, update, mask, self.window)
                 causal, window = False, None
         attend: Callable[..., Array] = functools.partial(
             sharded_attention.attention, causal=causal, window=window,
@@ -188,8 +190,8 @@ class Attention(AttentionFields):
             norm: Callable[..., nn.Module] = (
                 nn.RMSNorm if self.qk_norm == "rmsnorm" else functools.partial(nn.LayerNorm, use_bias=False)
             )
-            q = in_float32(norm(name="query_norm"), q)
-            k = in_float32(norm(name="key_norm"), k)
+            q = in_float32(norm(epsilon=self.qk_norm_epsilon, name="query_norm"), q)
+            k = in_float32(norm(epsilon=self.qk_norm_epsilon, name="key_norm"), k)
         if self.rotary:
             if positions is None:
                 positions = jnp.arange(x_q.shape[1])[None]
@@ -203,7 +205,7 @@ class Attention(AttentionFields):
             for where in ("pre", "post")
             if self.compose in (where, "both")
         }
-        return compose_weights(params, inputs, num_heads=self.num_heads, dtype=self.dtype)
+        return compose_weights(params, inputs, num_heads=self.num_heads, gelu=self.compose_gelu, dtype=self.dtype)
 
 
 def check_fields(module: Attention, width: int) -> None:

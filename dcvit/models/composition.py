@@ -76,6 +76,7 @@ def compose_weights(
     inputs: Mapping[str, ComposeInput],
     *,
     num_heads: int,
+    gelu: str,
     dtype: DTypeLike | None,
 ) -> dict[str, ComposeWeights]:
     """Compute the weights of the compositions of an attention layer; one product reads an input for all of them.
@@ -84,6 +85,7 @@ def compose_weights(
       params: for each composition, "pre" or "post", the parameters returned by `ComposeParams`.
       inputs: returned by `compose_inputs`.
       num_heads: H.
+      gelu: see `BranchFields.compose_gelu`.
       dtype: dtype of the computation; None means that of the inputs.
 
     Returns:
@@ -102,7 +104,7 @@ def compose_weights(
             up = kernels("2")
             # Groups are split like their heads. A single group composes all heads on every device.
             axis = "tensor" if next(iter(up.values())).shape[0] > 1 else None
-            pairs = dynamic_projections(replicated, list(down.values()), list(up.values()), heads=num_heads)
+            pairs = dynamic_projections(replicated, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
             for (where, side), pair in zip(down, pairs, strict=True):
                 for i, w in enumerate(pair, start=1):
                     weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)

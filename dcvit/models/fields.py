@@ -16,6 +16,7 @@ import jax
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
+COMPOSE_GELUS = ("tanh", "exact")
 DTYPES = ("float32", "bfloat16")
 # What a rematerialized layer keeps for the backward pass. "attention" rematerializes inside the attention module.
 REMAT_POLICIES = {
@@ -28,7 +29,7 @@ REMATS = ("none", "attention", *REMAT_POLICIES)
 LARGEST = 1 << 24
 LARGEST_OF = {
     "depth": 1 << 12, "num_heads": 1 << 16, "num_key_heads": 1 << 16, "rank": 1 << 16, "groups": 1 << 16,
-    "registers": 1 << 16, "context": (1 << 31) - 1, "window": (1 << 31) - 1,
+    "registers": 1 << 16, "context": (1 << 31) - 1, "window": (1 << 31) - 1, "prefill_window": (1 << 31) - 1,
 }  # fmt: skip
 
 
@@ -42,6 +43,8 @@ class BranchFields(nn.Module, kw_only=True):
       static: the static projection W_b exists.
       rank: R of the dynamic projections.
       groups: heads are composed inside each of this many equal groups (Section 3.2).
+      compose_gelu: the GELU of the dynamic projections: "tanh", its approximation, as in the authors' JAX code, or
+        "exact", as in their PyTorch models.
     """
 
     branches: str = "qk"
@@ -50,6 +53,7 @@ class BranchFields(nn.Module, kw_only=True):
     static: bool = False
     rank: int = 2
     groups: int = 1
+    compose_gelu: str = "tanh"
 
 
 class AttentionFields(BranchFields, kw_only=True):
@@ -58,11 +62,13 @@ class AttentionFields(BranchFields, kw_only=True):
     Fields:
       compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
       qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
+      qk_norm_epsilon: epsilon of these norms.
       implementation: see `dcvit.dcmha.attention`. Implementations for a single query cannot train a model.
     """
 
     compose: str | None = None
     qk_norm: str | None = None
+    qk_norm_epsilon: float = 1e-6
     implementation: str | None = None
 
 
@@ -133,7 +139,9 @@ def check_heads(num_heads: int, width: int) -> None:
 
 def check_attention(module: AttentionFields, num_heads: int) -> None:
     """Raise ValueError if the fields of `AttentionFields` are invalid for a number of heads."""
-    check_choices(module, compose=COMPOSE, branches=BRANCHES, qk_norm=QK_NORMS)
+    check_choices(module, compose=COMPOSE, branches=BRANCHES, qk_norm=QK_NORMS, compose_gelu=COMPOSE_GELUS)
+    if module.qk_norm_epsilon <= 0:
+        raise ValueError(f"qk_norm_epsilon={module.qk_norm_epsilon} should be above 0")
     if module.compose is None:
         return
     if module.groups < 1 or num_heads % module.groups:

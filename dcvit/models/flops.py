@@ -87,16 +87,17 @@ def lm_flops(net: LM, length: int) -> int:
     In multiply-adds, summed over the layers:
 
       attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2
+      T·M·E                                            the gate of E groups of an MLP's hidden layer, if there is one
       T·M·V, once                                      the head, tied or not
 
     Computation for each query-key pair (q·k, weights·v and the compositions) counts for the P pairs that causality and
     the layer's window allow (`visible_pairs`), about half of all pairs; implementations may also compute masked pairs.
     Pairs of different documents count although `end_of_text` masks them, because their number depends on the data.
     """
-    windows = layer_windows(net)
+    windows = [window and (net.prefill_window or window) for window in layer_windows(net)]
     key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
     matrices = 3 if net.mlp == "swiglu" else 2
-    mlp = matrices * net.width * (net.mlp_dim or 4 * net.width)
+    mlp = net.width * (matrices * (net.mlp_dim or 4 * net.width) + (net.mlp_groups or 0))
     total = length * (net.depth * mlp + net.width * net.vocab_size)
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])

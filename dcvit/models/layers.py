@@ -32,6 +32,8 @@ class MlpBlock(nn.Module):
     Fields:
       mlp_dim: F, the hidden width; None means 4·M.
       activation: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
+      groups: a softmax over this many equal groups of the hidden layer, computed from the input by a dense layer
+        without bias, multiplies the groups; None means no such gate.
       dropout: dropout rate of the hidden layer.
       use_bias: the dense layers have biases.
       kernel_init: initializer of the kernels.
@@ -43,6 +45,7 @@ class MlpBlock(nn.Module):
 
     mlp_dim: int | None = None
     activation: str = "gelu_tanh"
+    groups: int | None = None
     dropout: float = 0.0
     use_bias: bool = True
     kernel_init: Initializer = nn.initializers.xavier_uniform()
@@ -60,6 +63,13 @@ class MlpBlock(nn.Module):
         hidden = ACTIVATIONS[self.activation](dense(mlp_dim, kernel_init=self.kernel_init, name=first)(x))
         if self.activation == "swiglu":
             hidden = hidden * dense(mlp_dim, kernel_init=self.kernel_init, name=gate)(x)
+        if self.groups:
+            scores = nn.Dense(
+                self.groups, use_bias=False, kernel_init=self.kernel_init, dtype=self.dtype, name="group_gate"
+            )(x)
+            scores = nn.softmax(scores.astype(jnp.float32)).astype(hidden.dtype)
+            grouped = hidden.reshape(*hidden.shape[:-1], self.groups, mlp_dim // self.groups)
+            hidden = (grouped * scores[..., None]).reshape(hidden.shape)
         hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, None, "tensor"), deterministic)
         out: Array = dense(width, kernel_init=self.out_init or self.kernel_init, name=last)(hidden)
         return out

@@ -59,11 +59,14 @@ class LM(TransformerFields):
       norm: "layernorm" or "rmsnorm".
       norm_epsilon: epsilon of the norms.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
+      mlp_groups: number of groups of an MLP's hidden layer that a softmax gate weights; None means no such gate.
       use_bias: attention and MLPs have biases.
       parallel: attention and MLP of a layer read the same input (GPT-NeoX).
       tied: the head is the embedding.
       window_pattern: "none", "1:1", "3:1" or "7:1" local to global layers.
       window: number of tokens that a local layer attends to.
+      prefill_window: this number for rows and prompts, if it is another one when tokens are generated one by one, as
+        in the authors' PyTorch models; None means `window`.
       end_of_text: token that ends a document. Tokens attend to their own document only, in which positions restart;
         the next document starts with the token. None: attention across documents, as in the paper.
       init_std: standard deviation of the initial kernels and embeddings.
@@ -79,11 +82,13 @@ class LM(TransformerFields):
     norm: str = "rmsnorm"
     norm_epsilon: float = 1e-6
     mlp: str = "swiglu"
+    mlp_groups: int | None = None
     use_bias: bool = False
     parallel: bool = False
     tied: bool = False
     window_pattern: str = "none"
     window: int = 256
+    prefill_window: int | None = None
     end_of_text: int | None = None
     init_std: float = 0.006
     out_init_std: float | None = None
@@ -136,12 +141,12 @@ class LM(TransformerFields):
         rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(
             Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
-            causal=True, use_bias=self.use_bias, kernel_init=init, out_init=out_init, dtype=dtype,
-            remat=self.remat == "attention", **values_of(self, AttentionFields),
+            causal=True, prefill_window=self.prefill_window, use_bias=self.use_bias, kernel_init=init,
+            out_init=out_init, dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
-            MlpBlock, self.mlp_dim, activation=self.mlp, use_bias=self.use_bias, kernel_init=init, out_init=out_init,
-            bias_init=nn.initializers.zeros, dtype=dtype, names=MLP_NAMES,
+            MlpBlock, self.mlp_dim, activation=self.mlp, groups=self.mlp_groups, use_bias=self.use_bias,
+            kernel_init=init, out_init=out_init, bias_init=nn.initializers.zeros, dtype=dtype, names=MLP_NAMES,
         )  # fmt: skip
         norm_class: Callable[..., nn.Module] = nn.RMSNorm if self.norm == "rmsnorm" else nn.LayerNorm
         norm = functools.partial(norm_class, epsilon=self.norm_epsilon)
@@ -162,7 +167,9 @@ def check_fields(net: LM, length: int) -> None:
     check_choices(net, position=POSITIONS, norm=NORMS, mlp=ACTIVATIONS, window_pattern=WINDOW_PATTERNS)
     check_transformer(net)
     check_positive(net, "vocab_size", "context", "window")
-    check_not_negative(net, "num_key_heads", "out_init_std")
+    check_not_negative(net, "num_key_heads", "out_init_std", "mlp_groups", "prefill_window")
+    if net.mlp_groups and (net.mlp_dim or 4 * net.width) % net.mlp_groups:
+        raise ValueError(f"mlp_groups={net.mlp_groups} does not divide mlp_dim={net.mlp_dim or 4 * net.width}")
     if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:
         raise ValueError("rotary_fraction should be in (0, 1], rotary_base, norm_epsilon and init_std above 0")
     if net.position == "learned" and length > net.context:
