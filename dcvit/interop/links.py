@@ -72,6 +72,8 @@ def read(links: Sequence[Link], tensors: Tensors) -> Iterator[tuple[str, np.ndar
         arrays = [tensors[name].read() for name in link.theirs]
         try:
             values = link.to_ours(*arrays)
+        except CheckpointError:  # of a link's own check
+            raise
         except ValueError:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
             raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None

@@ -14,13 +14,18 @@ import flax.traverse_util
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.interop import gpt2, gpt_neox, llama, preprocessing, timm_vit
 from dcvit.interop import links as linking
-from dcvit.interop import preprocessing, timm_vit
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
 from dcvit.interop.tensors import Tensors, open_file
 
-FAMILIES: dict[str, Family] = {"timm": timm_vit}
+FAMILIES: dict[str, Family] = {
+    "timm": timm_vit,
+    "gpt2": gpt2,
+    "llama": llama,
+    "gpt_neox": gpt_neox,
+}
 
 
 class Weights(NamedTuple):
@@ -62,8 +67,11 @@ def open_weights(path: str | Path) -> Weights:
     file = open_file(path)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
-            description = family.describe(file.tensors, file.config)
-            links = family.links(description, file.tensors)
+            try:
+                description = family.describe(file.tensors, file.config)
+                links = family.links(description, file.tensors)
+            except CheckpointError as e:
+                raise CheckpointError(f"{path} ({name}): {e}") from None
             linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
             linking.check_shapes(links, file.tensors, f"{path} ({name})")
             return Weights(path, name, description, links, file.tensors)

@@ -1,0 +1,54 @@
+"""Models of other libraries with random weights, and the logits of what is read from their files."""
+
+import jax
+import numpy as np
+import pytest
+
+from dcvit.interop import links
+from dcvit.interop.tensors import Tensor
+from dcvit.models import lm
+
+
+def libraries():
+    """PyTorch and transformers; without them the calling test is skipped. Their import takes seconds."""
+    how = "pip install -e .[interop]"
+    torch = pytest.importorskip("torch", reason=f"needs PyTorch; {how}")
+    return torch, pytest.importorskip("transformers", reason=f"needs Hugging Face transformers; {how}")
+
+
+def with_random_weights(model, std=0.15):
+    """Set every parameter to random values, those of norms' scales around 1, and return the model."""
+    torch, _ = libraries()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = ("norm" in name or ".ln_" in name) and name.endswith(("weight", "scale"))
+            parameter.copy_(float(scale) + std * torch.randn(parameter.shape, generator=generator))
+    return model.eval().float()
+
+
+def random_tokens(vocab, length, batch=2):
+    return np.random.default_rng(1).integers(vocab, size=(batch, length)).astype(np.int32)
+
+
+def our_logits(weights, tokens, **fields):
+    """The logits of the model that a file describes, with its parameters, whose names and shapes are checked."""
+    net = lm.Model(weights.description.num_outputs, **{**weights.description.fields, **fields})
+    params = weights.tree()
+    expected = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))["params"]
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
+    return np.asarray(jax.jit(net.apply)({"params": params}, tokens)[0])
+
+
+def largest_difference(a, b):
+    """The largest difference of two arrays of logits in units of their standard deviation."""
+    return float(np.abs(a - b).max() / b.std())
+
+
+def as_tensors(arrays):
+    return {name: Tensor(np.shape(array), lambda array=array: np.asarray(array)) for name, array in arrays.items()}
+
+
+def written_back(weights):
+    """The tensors that the links of opened weights write from the parameters that they read."""
+    return dict(links.write(weights.links, as_tensors(dict(weights.params()))))

@@ -1,0 +1,352 @@
+"""GPT-2, the LLaMA family and GPT-NeoX: files of transformers give its logits, and files of ours give them to it."""
+
+import dataclasses
+import json
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+from foreign_models import (
+    as_tensors,
+    largest_difference,
+    libraries,
+    our_logits,
+    random_tokens,
+    with_random_weights,
+    written_back,
+)
+
+from dcvit.errors import CheckpointError
+from dcvit.interop import links, lm_fields
+from dcvit.interop.family import Description
+from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import open_file
+from dcvit.interop.weights import FAMILIES, open_weights
+from dcvit.models import lm
+
+VOCAB, WIDTH, HEADS, DEPTH, MLP, LENGTH = 61, 48, 6, 3, 80, 40
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=HEADS, intermediate_size=MLP,
+    max_position_embeddings=LENGTH, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+GPT2 = dict(
+    vocab_size=VOCAB, n_embd=WIDTH, n_layer=DEPTH, n_head=HEADS, n_inner=MLP, n_positions=LENGTH, bos_token_id=0,
+    eos_token_id=0,
+)  # fmt: skip
+
+
+def rope(base=10_000.0, **others):
+    return dict(rope_parameters={"rope_type": "default", "rope_theta": base, **others})
+
+
+def neox(fraction, **others):
+    return "GPTNeoX", SIZES | rope(partial_rotary_factor=fraction) | others
+
+
+def llama(key_heads, base=10_000.0, **others):
+    return "Llama", SIZES | rope(base) | dict(num_key_value_heads=key_heads) | others
+
+
+MODELS = {
+    "gpt2 tied": ("GPT2", GPT2),
+    "gpt2 untied": ("GPT2", GPT2 | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3)),
+    "gpt2 gelu": ("GPT2", GPT2 | dict(activation_function="gelu")),
+    "neox parallel .25": neox(0.25),
+    "neox parallel .5": neox(0.5, layer_norm_eps=1e-3),
+    "neox parallel 1": neox(1.0, hidden_act="gelu_new"),
+    "neox sequential .25": neox(0.25, use_parallel_residual=False),
+    "neox sequential .5 tied": neox(0.5, use_parallel_residual=False, tie_word_embeddings=True),
+    "neox sequential 1": neox(1.0, use_parallel_residual=False),
+    "llama": llama(6),
+    "llama grouped": llama(2),
+    "llama grouped tied": llama(2, tie_word_embeddings=True),
+    "llama one key head": llama(1, 500_000.0, rms_norm_eps=1e-3),
+    "llama tied, biases": llama(6, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "mistral": ("Mistral", SIZES | rope() | dict(num_key_value_heads=2, sliding_window=None)),
+    "qwen3": ("Qwen3", SIZES | rope() | dict(num_key_value_heads=2, head_dim=WIDTH // HEADS, rms_norm_eps=1e-3)),
+}
+CAUSAL = {"GPT2": "GPT2LMHeadModel"}
+
+
+def random_model(name):
+    _, transformers = libraries()
+    kind, config = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**config)
+    return with_random_weights(getattr(transformers, CAUSAL.get(kind, f"{kind}ForCausalLM"))(config))
+
+
+def their_logits(model, tokens):
+    torch, _ = libraries()
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    weights = open_weights(tmp_path / "theirs")
+
+    tokens = random_tokens(VOCAB, LENGTH)
+    expected = their_logits(theirs, tokens)
+    difference = largest_difference(our_logits(weights, tokens), expected)
+    print(f"{name}: largest difference {difference:.1e}")
+    assert difference < 2e-5
+
+    (tmp_path / "ours").mkdir()
+    params = dict(weights.params())
+    family = FAMILIES[weights.family]
+    back = family.links(weights.description)
+    write_shards(tmp_path / "ours", links.write(back, as_tensors(params)), max_shard_bytes=40_000)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(family.config(weights.description)))
+    original, written = (open_file(tmp_path / side).tensors for side in ("theirs", "ours"))
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    assert original.keys() == written.keys()
+    for tensor in original:
+        a, b = original[tensor].read(), written[tensor].read()
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), tensor
+
+    again = libraries()[1].AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    np.testing.assert_array_equal(their_logits(again.eval(), tokens), expected)
+
+
+def same_params(a, b):
+    a, b = (dict(weights.params()) for weights in (a, b))
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2 tied", "neox parallel .25", "llama grouped"])
+def test_shards_and_files_of_pytorch_hold_the_same_model(name, tmp_path):
+    torch, _ = libraries()
+    theirs = random_model(name)
+    folders = {kind: tmp_path / kind for kind in ("one", "shards", "bin", "bin shards")}
+    theirs.save_pretrained(folders["one"])
+    theirs.save_pretrained(folders["shards"], max_shard_size="50KB")
+    expected = open_weights(folders["one"])
+    assert len(list(folders["shards"].glob("*.safetensors"))) > 2
+    state = {name: torch.from_numpy(tensor.read()) for name, tensor in expected.tensors.items()}
+    for kind in ("bin", "bin shards"):
+        folders[kind].mkdir()
+        (folders[kind] / "config.json").write_bytes((folders["one"] / "config.json").read_bytes())
+    torch.save(state, folders["bin"] / "pytorch_model.bin")
+    names = sorted(state)
+    index = {}
+    for i, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"pytorch_model-0000{i}-of-00002.bin"
+        torch.save({n: state[n] for n in part}, folders["bin shards"] / file)
+        index |= dict.fromkeys(part, file)
+    (folders["bin shards"] / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    for folder in folders.values():
+        found = open_weights(folder)
+        assert found.description == expected.description
+        same_params(found, expected)
+
+
+def rewrite(folder, change=lambda tensors: tensors, **config):
+    """Change the tensors and properties of a folder with one file; a property None is removed."""
+    from safetensors.numpy import load_file, save_file
+
+    old = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in old.items() if v != "absent"}))
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save a model and return its folder."""
+
+    def save(name):
+        random_model(name).save_pretrained(tmp_path / "saved")
+        return tmp_path / "saved"
+
+    return save
+
+
+@pytest.mark.slow
+def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_parameters(saved):
+    folder = saved("gpt2 tied")
+    expected = dict(open_weights(folder).params())
+
+    def old(tensors):
+        tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+        for i in range(DEPTH):
+            tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, LENGTH, LENGTH), np.float32))
+            tensors[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+        return tensors
+
+    rewrite(folder, old, tie_word_embeddings="absent")
+    found = open_weights(folder)
+    assert dict(found.params()).keys() == expected.keys()
+    for name, value in found.params():
+        np.testing.assert_array_equal(value, expected[name])
+    buffers = {f"h.{i}.attn.{name}" for i in range(DEPTH) for name in ("bias", "masked_bias")}
+    assert found.tensors.keys() - buffers == written_back(found).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        ("llama one key head", dict(rope_theta=500_000.0, rope_scaling=None)),
+        ("neox parallel .5", dict(rotary_pct=0.5, rotary_emb_base=10_000)),
+    ],
+)
+def test_configs_before_transformers_5_describe_the_same_model(name, old, saved):
+    folder = saved(name)
+    expected = open_weights(folder).description
+    buffer = {
+        "llama one key head": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "neox parallel .5": "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
+    }[name]
+    rewrite(folder, lambda t: {**t, buffer: np.ones(4, np.float32)}, rope_parameters="absent", **old)
+    assert open_weights(folder).description == expected
+
+
+@pytest.mark.slow
+def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
+    folder = saved("llama grouped tied")
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].copy()})
+    weights = open_weights(folder)
+    assert "head/kernel" not in dict(weights.params())
+    assert written_back(weights).keys() == weights.tensors.keys()
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        open_weights(folder).tree()
+
+
+def without(name):
+    return lambda tensors: {n: x for n, x in tensors.items() if n != name}
+
+
+def plus(name):
+    return lambda tensors: {**tensors, name: np.ones(3, np.float32)}
+
+
+def keep(tensors):
+    return tensors
+
+
+# The model, the change of its tensors, the change of its config.json, and a part of the message.
+UNSUITABLE = [
+    ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qwen3"),
+    ("llama", keep, dict(model_type="absent"), "model_type=None is not supported"),
+    ("llama", keep, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of type 'linear'"),
+    ("llama", keep, dict(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}), "rope_parameters of type 'lla"),
+    ("llama", keep, dict(rope_parameters={"full": {"rope_theta": 5e5}}), "each kind of layer (full)"),
+    ("llama", keep, dict(rope_parameters=[1]), "rope_parameters=[1]; expected an object"),
+    ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
+    ("llama", keep, dict(attention_bias=True), "mlp_bias=False is not supported, only True"),
+    ("llama", keep, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only 'silu'"),
+    ("llama", keep, dict(num_hidden_layers=0), "num_hidden_layers=0; expected a positive integer"),
+    ("llama", keep, dict(hidden_size="absent"), "hidden_size=None; expected a positive integer"),
+    ("llama", keep, dict(rms_norm_eps="small"), "rms_norm_eps='small'; expected a positive number"),
+    ("llama", keep, dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'; expected true or false"),
+    ("llama", keep, dict(num_key_value_heads=4), "6 heads should divide the width 48, and 4 key heads the heads"),
+    ("llama", keep, dict(num_hidden_layers=2), "9 only in the file: model.layers.2.input_layernorm.weight"),
+    ("llama", keep, dict(num_hidden_layers=4), "9 only in the model: model.layers.3.input_layernorm.weight"),
+    ("llama", keep, dict(vocab_size=62), "model.embed_tokens.weight has shape (61, 48), but config.json says vocab"),
+    ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the file: model.layers.0.self_attn.q_pro"),
+    ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
+    ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
+    ("mistral", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
+    ("mistral", keep, dict(sliding_window="absent"), "sliding_window=4096 is not supported"),
+    ("qwen3", keep, dict(use_sliding_window=True, sliding_window=8), "sliding_window=8 is not supported"),
+    ("qwen3", keep, dict(layer_types=["sliding_attention"] * DEPTH), "layer_types=['sliding_attention'"),
+    ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
+    ("gpt2 tied", keep, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2 tied", keep, dict(add_cross_attention=True), "add_cross_attention=True is not supported"),
+    ("gpt2 tied", keep, dict(n_head=7), "7 heads should divide the width 48"),
+    ("gpt2 tied", keep, dict(tie_word_embeddings=False), "1 only in the model: lm_head.weight"),
+    ("neox parallel .5", keep, dict(attention_bias=False), "attention_bias=False is not supported, only True"),
+    ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
+    ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of the models of the table above."""
+    root = tmp_path_factory.mktemp("models")
+    for name in {row[0] for row in UNSUITABLE}:
+        random_model(name).save_pretrained(root / name)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "change", "config", "message"), UNSUITABLE)
+def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
+    name, change, config, message, folders, tmp_path
+):
+    folder = tmp_path / name
+    folder.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes((folders / name / file).read_bytes())
+    rewrite(folder, change, **config)
+    with pytest.raises(CheckpointError) as raised:
+        open_weights(folder)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(str(folder))
+
+
+@pytest.mark.slow
+def test_weights_without_config_and_with_a_wrong_shape_are_refused(folders, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((folders / "llama" / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"no config.json beside the weights"):
+        open_weights(file)
+    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
+    rewrite(tmp_path, lambda t: {**t, "model.layers.1.self_attn.q_proj.weight": np.zeros((3, 5), np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"unexpected shape: model.layers.1.self_attn.q_proj.weight \(3, 5\), for"
+    ):
+        open_weights(file).tree()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gpt2", dict(position="learned"), "norm='rmsnorm' (only 'layernorm')"),
+        ("gpt2", dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
+         "GPT-2 cannot express parallel=True (only False)"),
+        ("llama", dict(compose="both"), "LLaMA cannot express compose='both' (only None)"),
+        ("llama", dict(window_pattern="1:1"), "window_pattern='1:1'"),
+        ("llama", dict(mlp="gelu"), "mlp='gelu' (only 'swiglu')"),
+        ("llama", dict(qk_norm="layernorm"), "qk_norm='layernorm' (only 'rmsnorm')"),
+        ("llama", dict(qk_norm="rmsnorm", norm_epsilon=1e-3), "qk_norm_epsilon=1e-06 (only 0.001)"),
+        ("llama", dict(rotary_fraction=0.5), "rotary_fraction=0.5"),
+        ("gpt_neox", dict(norm="layernorm", mlp="gelu", use_bias=True, num_key_heads=4), "num_key_heads=4 (only 12)"),
+    ],
+)  # fmt: skip
+def test_a_model_that_a_format_cannot_express_is_refused_by_the_names_of_its_fields(family, fields, message):
+    with pytest.raises(CheckpointError) as raised:
+        FAMILIES[family].config(Description("lm", 61, fields))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_fields_of_files_are_those_of_the_model_with_its_defaults():
+    """A new field of the model must be a field of files too, or exports would lose it silently."""
+    ours = {f.name: f.default for f in dataclasses.fields(lm.LM) if f.name not in ("parent", "name", "vocab_size")}
+    of_files = {f.name: f.default for f in dataclasses.fields(lm_fields.LMFields)}
+    assert {name: ours[name] for name in of_files} == of_files
+    assert ours.keys() == of_files.keys() | lm_fields.NOT_IN_FILES
+
+
+def test_every_parameter_of_a_model_has_a_link():
+    for family, fields in {
+        "gpt2": dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True),
+        "llama": dict(use_bias=True, qk_norm="rmsnorm", num_key_heads=2),
+        "gpt_neox": dict(norm="layernorm", mlp="gelu", use_bias=True, parallel=True),
+    }.items():
+        shape = dict(width=16, num_heads=4, depth=2, mlp_dim=24, context=8)
+        net = lm.Model(11, **shape, **fields)
+        params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))["params"]
+        names = flax.traverse_util.flatten_dict(params, sep="/").keys()
+        found = FAMILIES[family].links(Description("lm", 11, shape | fields))
+        assert sorted(name for link in found for name in link.ours) == sorted(names)
