@@ -140,9 +140,19 @@ def sample_window(
             height -= 1
         width = round(height * aspect)
         if least <= width * height <= most and 0 < width <= columns and 0 < height <= rows:
-            top, left = (int(rng.random() * (room + 1)) for room in (rows - height, columns - width))
+            top, left = (_offset(room, rng.random()) for room in (rows - height, columns - width))
             return top, left, height, width
     return 0, 0, rows, columns
+
+
+def _offset(room: int, drawn: float) -> int:
+    """Return a uniform integer in [0, room), or 0 if `room` is 0, from a number drawn from [0, 1).
+
+    TensorFlow never draws the last of the `room` + 1 possible offsets. Here the draws that would give it are spread
+    over the others, so that all other draws give the same window as if it could occur.
+    """
+    position = drawn * (room + 1)
+    return int(position) if position < room else int((position - room) * room)
 
 
 def _decode_jpeg(data: bytes, channels: int, window: Window | None) -> np.ndarray:

@@ -204,8 +204,42 @@ class TestBigVision:
             assert abs(a.mean() - b.mean()) < 4 * error, name
             assert a.std() == pytest.approx(b.std(), rel=0.1), name
 
+    @pytest.mark.parametrize("size", [(4, 7), (9, 5)])
+    def test_offsets_of_windows_have_the_range_and_distribution_of_tensorflows(self, tf, size):
+        """For small images, where an offset more or less would show: every offset but the last, each equally often."""
+        draws, rng = 1500, np.random.default_rng(0)
+        ours = [decode.sample_window(size, (0.2, 0.4), (0.75, 1.33), rng) for _ in range(draws)]
+        theirs = []
+        for seed in range(draws):
+            begin, shape, _ = tf.raw_ops.StatelessSampleDistortedBoundingBox(
+                image_size=[*size, 3], bounding_boxes=tf.zeros([1, 0, 4]), min_object_covered=0.0, seed=[seed, 1],
+                aspect_ratio_range=[0.75, 1.33], area_range=[0.2, 0.4], use_image_if_no_bounding_boxes=True,
+            )  # fmt: skip
+            theirs.append((*begin.numpy()[:2], *shape.numpy()[:2]))
+        for axis in (0, 1):
+            for side in {window[2 + axis] for window in theirs}:
+                room = size[axis] - side
+                found = [np.bincount([w[axis] for w in ws if w[2 + axis] == side]) for ws in (ours, theirs)]
+                assert [len(counts) for counts in found] == [max(1, room)] * 2
+                a, b = (counts / counts.sum() for counts in found)
+                np.testing.assert_allclose(a, b, atol=4 * math.sqrt(0.5 / min(f.sum() for f in found)))
+
 
 class TestWindows:
+    @pytest.mark.parametrize("room", [0, 1, 2, 3, 100])
+    def test_offsets_are_uniform_without_the_last(self, room):
+        number = 3 * 101 * 100
+        drawn = (np.arange(number) + 0.5) / number
+        found = np.bincount([decode._offset(room, float(each)) for each in drawn])
+        assert len(found) == max(1, room)
+        assert np.ptp(found) <= 2
+
+    def test_windows_whose_offset_is_not_the_last_stay_as_they_were(self):
+        """Runs of earlier versions differ only where the last offset was drawn."""
+        for drawn in np.random.default_rng(0).random(200):
+            before = int(drawn * 8)
+            assert decode._offset(7, drawn) == before or before == 7
+
     @pytest.mark.parametrize("size", [(1, 1), (3, 1000), (1000, 3), (224, 224)])
     def test_windows_are_inside_the_image(self, size):
         rng = np.random.default_rng(0)
