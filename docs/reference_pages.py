@@ -290,7 +290,8 @@ def preprocessing() -> str:
         "# Preprocessing ops",
         "A preprocessing string is a chain `op|op(arguments)|…`. It is parsed and never evaluated; arguments are "
         "literals. Every random choice is drawn from a generator that is a function of seed, epoch and example. "
-        "Ops that big_vision also has produce the same pixels from the same arguments.",
+        "Ops that big_vision also has produce the same pixels from the same arguments. Ops on an image also take "
+        "`inkey` and `outkey`, or `key` for both: the keys of the value that they read and of the result.",
     ]
     for name in ops.__all__:
         function = getattr(ops, name)

@@ -1,19 +1,26 @@
 """Parser of preprocessing strings "op|op(args)|…"; the ops are functions of `input_pipeline.preprocess.ops`.
 
-A string is parsed, never evaluated: arguments must be literals.
+A string is parsed, never evaluated: arguments must be literals. Parts may be empty, as in "decode||pad(1)|".
 """
 
 import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, check_arguments, first_line_with_type, nearest
 from input_pipeline.preprocess import ops
+from input_pipeline.preprocess.keys import Op
 from input_pipeline.source import Example
 
 MAX_DEPTH = 50  # of an op's syntax tree; Python's functions for syntax trees recurse
 MAX_SHOWN = 200  # characters of a string that an error message shows
+KEYS = ("key", "inkey", "outkey")  # arguments of every op that changes one value
+EMPTY = re.compile(r"""('[^']*'|"[^"]*")|\|[\s|]*(?=\|)""")  # a quoted string, or bars that separate nothing
 
 
 class ValueRange(NamedTuple):
@@ -32,8 +39,8 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
     to the device as bytes, a quarter of the size of float32.
 
     Returns:
-      The string without `value_range`, and its arguments. If `value_range` is absent, clips, or is not the last op
-      that changes the image, the original string and None.
+      The string without `value_range`, and its arguments. If `value_range` is absent, clips, has numbers for each
+      channel, or is not the last op that changes the image, the original string and None.
 
     Raises:
       InputError: the string cannot be parsed, or the arguments of `value_range` are invalid.
@@ -43,12 +50,15 @@ def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
         call = _call(nodes[at])
         name = getattr(call.func, "id", None)
         if name == "value_range":
-            _op(nodes[at])  # checks the arguments
-            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-            if len(call.args) <= 4 and "clip_values" not in kwargs:
+            op = _op(nodes[at])  # checks the arguments
+            args = [ast.literal_eval(arg) for arg in call.args]
+            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg not in KEYS}
+            scalars = not any(isinstance(value, list | tuple) for value in (*args, *kwargs.values()))
+            on_image = isinstance(op, ops.Change) and op.inkey == op.outkey == "image"
+            if len(args) <= 4 and "clip_values" not in kwargs and scalars and on_image:
                 rest = "|".join(ast.unparse(node) for node in nodes[:at] + nodes[at + 1 :])
-                return rest, ValueRange(*map(ast.literal_eval, call.args), **kwargs)
-        if name not in ("keep", "onehot"):
+                return rest, ValueRange(*args, **kwargs)
+        if name not in ("keep", "onehot", "drop"):
             break
     return spec, None
 
@@ -104,10 +114,11 @@ class Preprocess:
 
 def _nodes(spec: str) -> list[ast.expr]:
     """Return the syntax trees of a string's ops. Raises InputError if the string cannot be parsed."""
-    if not spec.strip():
+    text = EMPTY.sub(lambda match: match[1] or "", spec).strip("| \t\n")
+    if not text:
         return []
     try:
-        nodes = _operands(ast.parse(spec.strip(), mode="eval").body)
+        nodes = _operands(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         nodes = []
     if not nodes or max(map(_depth, nodes)) > MAX_DEPTH:
@@ -140,7 +151,7 @@ def _call(node: ast.expr) -> ast.Call:
     return node if isinstance(node, ast.Call) else ast.Call(node, [], [])
 
 
-def _op(node: ast.expr) -> ops.Op:
+def _op(node: ast.expr) -> Op:
     """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
     call = _call(node)
     if not isinstance(call.func, ast.Name):
@@ -153,7 +164,19 @@ def _op(node: ast.expr) -> ops.Op:
         kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, TypeError):
         raise InputError(f"preprocessing: the arguments of {_shown(ast.unparse(node))} must be literals") from None
-    factory = getattr(ops, name)
-    check_arguments(factory, args, kwargs, f"preprocessing op {name!r}")
-    op: ops.Op = factory(*args, **kwargs)
-    return op
+    factory, what = getattr(ops, name), f"preprocessing op {name!r}"
+    keys = {k: kwargs.pop(k) for k in KEYS if k in kwargs and k not in inspect.signature(factory).parameters}
+    check_arguments(factory, args, kwargs, what)
+    op: Op = factory(*args, **kwargs)
+    return _with_keys(op, keys, what) if keys else op
+
+
+def _with_keys(op: Op, keys: Mapping[str, object], what: str) -> Op:
+    """Return an op that reads and stores the given keys. Raises InputError if it takes none, or a key is no string."""
+    if not isinstance(op, ops.Change):
+        raise InputError(f"{what} has no option {next(iter(keys))!r}")
+    for name, key in keys.items():
+        if not isinstance(key, str) or not key:
+            raise InputError(f"{what}: {name}={key!r} should be a key of the example")
+    inkey, outkey = (keys.get("key", keys.get(name, "image")) for name in ("inkey", "outkey"))
+    return dataclasses.replace(op, inkey=str(inkey), outkey=str(outkey))

@@ -1,12 +1,14 @@
 """Preprocessing ops: each function takes the arguments in a preprocessing string and returns the op.
 
 An op is a function of an example (a dict) and the example's random number generator, and returns the changed example.
-Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32.
+Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32. The ops of this
+module change one value, by default `image`; see `Change`.
 
 Ops with the name of a big_vision op have the same arguments, defaults and pixels, with two exceptions: the default keys
 of `onehot`, and the additional argument `exif`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,19 +17,40 @@ from PIL import Image
 from input_pipeline.errors import InputError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images.limits import jpeg_size
+from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
 from input_pipeline.preprocess.randaug import randaug as augment
 from input_pipeline.source import Example
 
 __all__ = [
-    "central_crop", "decode", "decode_jpeg_and_inception_crop", "flip_lr", "inception_crop", "keep", "onehot",
-    "pad", "randaug", "random_crop", "resize", "resize_pillow", "resize_small", "value_range",
+    "central_crop", "copy", "decode", "decode_jpeg_and_inception_crop", "drop", "flatten", "flip_lr", "inception_crop",
+    "keep", "onehot", "pad", "randaug", "random_crop", "resize", "resize_long", "resize_pillow", "resize_small",
+    "value_range", "vgg_value_range",
 ]  # fmt: skip
 
-Op = Callable[[Example, np.random.Generator], Example]
 MAX_LAYERS = 100  # of randaug
+# Mean and standard deviation of ImageNet's channels in [0, 255], for models trained with them (Simonyan et al., 2015).
+VGG_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
+VGG_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 
 
-def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """An op that applies `function(value, rng)` to the value of `inkey`, stores it as `outkey`, and keeps other keys.
+
+    A preprocessing string gives the keys as additional arguments: `resize(8, inkey="image", outkey="small")`, or
+    `key="mask"` for both.
+    """
+
+    function: Callable[..., np.ndarray]
+    inkey: str = "image"
+    outkey: str = "image"
+
+    def __call__(self, example: Example, rng: np.random.Generator) -> Example:
+        """Apply the op."""
+        return {**example, self.outkey: self.function(example[self.inkey], rng)}
+
+
+def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Change:
     """Decode `image` from the bytes of a JPEG, PNG, WebP, BMP, GIF or TIFF file.
 
     Args:
@@ -37,7 +60,7 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Op:
     """
     if channels not in (1, 3):
         raise InputError(f"decode(channels={channels}): expected 1 or 3")
-    return _image_op(lambda data, rng: decoding.decode(_encoded(data), channels, precise=precise, exif=exif))
+    return Change(lambda data, rng: decoding.decode(_encoded(data), channels, precise=precise, exif=exif))
 
 
 def decode_jpeg_and_inception_crop(
@@ -49,7 +72,7 @@ def decode_jpeg_and_inception_crop(
     method: str = "bilinear",
     antialias: bool = False,
     exif: bool = False,
-) -> Op:
+) -> Change:
     """Decode a random crop of `image` and resize it, without decoding more of a JPEG than the crop needs.
 
     Equivalent to `decode|inception_crop(…)`. Formats other than JPEG are decoded completely.
@@ -73,7 +96,7 @@ def decode_jpeg_and_inception_crop(
         image = decoding.decode(encoded, exif=exif)
         return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
 
-    return _image_op(change)
+    return Change(change)
 
 
 def inception_crop(
@@ -82,7 +105,7 @@ def inception_crop(
     area_max: float = 100,
     method: str = "bilinear",
     antialias: bool = False,
-) -> Op:
+) -> Change:
     """Cut a random window of aspect ratio 0.75 to 1.33 (Szegedy et al., 2015) and resize it.
 
     Args:
@@ -93,10 +116,10 @@ def inception_crop(
       antialias: antialias when the image becomes smaller.
     """
     sample, fit = _inception_crop(size, (area_min, area_max), (0.75, 1.33), method, antialias)
-    return _image_op(lambda image, rng: fit(_crop(image, sample(image.shape[:2], rng))))
+    return Change(lambda image, rng: fit(_crop(image, sample(image.shape[:2], rng))))
 
 
-def resize(size: int | Sequence[int], method: str = "bilinear", antialias: bool = False) -> Op:
+def resize(size: int | Sequence[int], method: str = "bilinear", antialias: bool = False) -> Change:
     """Resize to a fixed size with `tf.image.resize`, without keeping the aspect ratio.
 
     Args:
@@ -106,10 +129,10 @@ def resize(size: int | Sequence[int], method: str = "bilinear", antialias: bool 
     """
     target = _checked_size("resize", size)
     _check_method("resize", method)
-    return _image_op(lambda image, rng: decoding.resize(image, target, method, antialias))
+    return Change(lambda image, rng: decoding.resize(image, target, method, antialias))
 
 
-def resize_small(smaller_size: int, method: str = "area", antialias: bool = False) -> Op:
+def resize_small(smaller_size: int, method: str = "area", antialias: bool = False) -> Change:
     """Resize so that the smaller side has a given length, and keep the aspect ratio.
 
     Args:
@@ -117,18 +140,21 @@ def resize_small(smaller_size: int, method: str = "area", antialias: bool = Fals
       method: interpolation method, as for `resize`.
       antialias: antialias when the image becomes smaller.
     """
-    _checked_size("resize_small", smaller_size)
-    _check_method("resize_small", method)
-
-    def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        factor = np.float32(smaller_size) / np.float32(min(image.shape[:2]))
-        height, width = (int(np.round(np.float32(side) * factor)) for side in image.shape[:2])
-        return decoding.resize(image, (height, width), method, antialias)
-
-    return _image_op(change)
+    return _resize_side("resize_small", min, smaller_size, method, antialias)
 
 
-def resize_pillow(size: int | Sequence[int]) -> Op:
+def resize_long(longer_size: int, method: str = "area", antialias: bool = True) -> Change:
+    """Resize so that the longer side has a given length, and keep the aspect ratio.
+
+    Args:
+      longer_size: length of the longer side in pixels.
+      method: interpolation method, as for `resize`.
+      antialias: antialias when the image becomes smaller.
+    """
+    return _resize_side("resize_long", max, longer_size, method, antialias)
+
+
+def resize_pillow(size: int | Sequence[int]) -> Change:
     """Resize to a fixed size with Pillow's antialiased bilinear filter; TensorFlow need not be installed.
 
     Args:
@@ -143,10 +169,10 @@ def resize_pillow(size: int | Sequence[int]) -> Op:
         ]
         return np.stack(channels, axis=-1)
 
-    return _image_op(change)
+    return Change(change)
 
 
-def central_crop(crop_size: int | Sequence[int] | None = None) -> Op:
+def central_crop(crop_size: int | Sequence[int] | None = None) -> Change:
     """Cut a window from the center of the image.
 
     Args:
@@ -159,10 +185,10 @@ def central_crop(crop_size: int | Sequence[int] | None = None) -> Op:
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         return _crop(image, (top, left, height, width), "central_crop")
 
-    return _image_op(change)
+    return Change(change)
 
 
-def random_crop(crop_size: int | Sequence[int]) -> Op:
+def random_crop(crop_size: int | Sequence[int]) -> Change:
     """Cut a window at a uniformly random position.
 
     Args:
@@ -174,10 +200,10 @@ def random_crop(crop_size: int | Sequence[int]) -> Op:
         top, left = (int(rng.integers(max(0, room) + 1)) for room in (image.shape[0] - height, image.shape[1] - width))
         return _crop(image, (top, left, height, width), "random_crop")
 
-    return _image_op(change)
+    return Change(change)
 
 
-def pad(border: int, value: int = 0) -> Op:
+def pad(border: int, value: int = 0) -> Change:
     """Add a border of constant pixels on every side.
 
     Args:
@@ -187,10 +213,10 @@ def pad(border: int, value: int = 0) -> Op:
     if not (0 <= border <= 10_000 and 0 <= value <= 255):
         raise InputError(f"pad({border}, {value}): expected a border of 0 to 10,000 pixels of value 0 to 255")
     widths = ((border, border), (border, border), (0, 0))
-    return _image_op(lambda image, rng: np.pad(image, widths, constant_values=value))
+    return Change(lambda image, rng: np.pad(image, widths, constant_values=value))
 
 
-def flip_lr() -> Op:
+def flip_lr() -> Change:
     """Mirror the image left to right with probability one half."""
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -201,10 +227,10 @@ def flip_lr() -> Op:
             flipped[..., channel] = image[:, ::-1, channel]
         return flipped
 
-    return _image_op(change)
+    return Change(change)
 
 
-def randaug(num_layers: int = 2, magnitude: float = 10) -> Op:
+def randaug(num_layers: int = 2, magnitude: float = 10) -> Change:
     """Apply RandAugment (Cubuk et al., 2019): a sequence of random ops.
 
     Args:
@@ -213,79 +239,50 @@ def randaug(num_layers: int = 2, magnitude: float = 10) -> Op:
     """
     if not 0 <= num_layers <= MAX_LAYERS or not 0 <= magnitude <= 30:
         raise InputError(f"randaug({num_layers}, {magnitude}): expected 0 to {MAX_LAYERS} layers of magnitude 0 to 30")
-    return _image_op(lambda image, rng: augment(image, rng, num_layers, magnitude))
+    return Change(lambda image, rng: augment(image, rng, num_layers, magnitude))
 
 
 def value_range(
-    vmin: float = -1, vmax: float = 1, in_min: float = 0, in_max: float = 255, clip_values: bool = False
-) -> Op:
+    vmin: float = -1,
+    vmax: float = 1,
+    in_min: float | Sequence[float] = 0,
+    in_max: float | Sequence[float] = 255,
+    clip_values: bool = False,
+) -> Change:
     """Map pixel values linearly from [in_min, in_max] to [vmin, vmax] and convert them to float32.
 
     Args:
       vmin: result for `in_min`.
       vmax: result for `in_max`.
-      in_min: lower end of the input range.
-      in_max: upper end of the input range.
+      in_min: lower end of the input range, one number or one for each channel.
+      in_max: upper end of the input range, one number or one for each channel.
       clip_values: clip the result to [vmin, vmax].
     """
-    if in_min >= in_max:
+    low, high = np.asarray(in_min, np.float32), np.asarray(in_max, np.float32)
+    if (low.ndim and high.ndim and low.shape != high.shape) or not np.all(low < high):
         raise InputError(f"value_range: in_min={in_min} should be below in_max={in_max}")
+    span = np.asarray(high - low)
 
     def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        scaled = np.array(image, np.float32, order="C")
-        scaled -= np.float32(in_min)
-        scaled /= np.float32(in_max - in_min)
+        scaled = _normalized("value_range", image, low, span)
         scaled *= np.float32(vmax - vmin)
         scaled += np.float32(vmin)
         return np.clip(scaled, vmin, vmax, out=scaled) if clip_values else scaled
 
-    return _image_op(change)
+    return Change(change)
 
 
-def onehot(depth: int, key: str = "label", key_result: str = "labels") -> Op:
-    """Convert one or several integer labels to a float32 vector with 1 at each label and 0 elsewhere.
-
-    Args:
-      depth: length of the vector, the number of classes.
-      key: key of the label or labels.
-      key_result: key of the result.
-    """
-    if depth < 1:
-        raise InputError(f"onehot({depth}): expected 1 class or more")
-
-    def op(example: Example, rng: np.random.Generator) -> Example:
-        hot, labels = np.zeros(depth, np.float32), np.atleast_1d(example[key])
-        if labels.size:
-            if labels.ndim > 1 or labels.dtype.kind not in "iu":
-                raise InputError(f"onehot({depth}): {key} should be an integer or several, found {labels.dtype}")
-            if labels.min() < 0 or labels.max() >= depth:
-                raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
-            hot[labels] = 1
-        return {**example, key_result: hot}
-
-    return op
-
-
-def keep(*keys: str) -> Op:
-    """Drop everything except some keys.
+def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG_STD) -> Change:
+    """Subtract the mean of each channel, divide by its standard deviation, and convert the image to float32.
 
     Args:
-      *keys: the keys to keep.
+      mean: mean of each channel, of pixels in [0, 255].
+      std: standard deviation of each channel.
     """
-
-    def op(example: Example, rng: np.random.Generator) -> Example:
-        return {key: example[key] for key in keys}
-
-    return op
-
-
-def _image_op(change: Callable[..., np.ndarray]) -> Op:
-    """Return the op that applies `change(image, rng)` to `image` and keeps the other keys of an example."""
-
-    def op(example: Example, rng: np.random.Generator) -> Example:
-        return {**example, "image": change(example["image"], rng)}
-
-    return op
+    if len(mean) != len(std) or not all(0 < each < np.inf for each in std):
+        raise InputError(f"vgg_value_range: {mean=}, {std=}; expected one mean and one std above 0 for each channel")
+    center, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+    return Change(lambda image, rng: _normalized("vgg_value_range", image, center, scale))
 
 
 def _encoded(data: object) -> bytes:
@@ -293,6 +290,32 @@ def _encoded(data: object) -> bytes:
     if not isinstance(data, bytes):
         raise InputError(f"decode takes the bytes of an image file, not {type(data).__name__}: it is decoded already")
     return data
+
+
+def _normalized(op: str, image: np.ndarray, center: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return (image - center) / scale in float32. Raises InputError if the image has another number of channels."""
+    for each in (center, scale):
+        if each.ndim and each.size != image.shape[-1]:
+            raise InputError(f"{op}: {each.size} values for an image of {image.shape[-1]} channels")
+    scaled = np.array(image, np.float32, order="C")
+    scaled -= center
+    scaled /= scale
+    return scaled
+
+
+def _resize_side(
+    op: str, chosen: Callable[[tuple[int, ...]], int], length: int, method: str, antialias: bool
+) -> Change:
+    """Return the op that scales both sides by one factor, so that the side chosen by `min` or `max` gets `length`."""
+    _checked_size(op, length)
+    _check_method(op, method)
+
+    def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        factor = np.float32(length) / np.float32(chosen(image.shape[:2]))
+        height, width = (max(1, int(np.round(np.float32(side) * factor))) for side in image.shape[:2])
+        return decoding.resize(image, (height, width), method, antialias)
+
+    return Change(change)
 
 
 def _checked_size(op: str, size: int | Sequence[int]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import input_pipeline as ip
-from input_pipeline.preprocess import builder, ops
+from input_pipeline.preprocess import builder, keys, ops
 
 SMALL = np.arange(2 * 3 * 1, dtype=np.uint8).reshape(2, 3, 1)
 
@@ -49,7 +49,21 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("pad(n)", "must be literals"),
         ("pad(__import__('os').getpid())", "must be literals"),
         ("pad(1", "cannot parse"),
-        ("pad(1)||keep('image')", "cannot parse"),
+        ("pad(1)|(|)keep('image')", "cannot parse"),
+        ("pad(1, inkey=3)", "inkey=3 should be a key of the example"),
+        ("pad(1, key='')", "key='' should be a key of the example"),
+        ("keep('image', key='image')", "preprocessing op 'keep' has no option 'key'"),
+        ("drop(inkey='image')", "preprocessing op 'drop' has no option 'inkey'"),
+        ("pad(1, inky='image')", "preprocessing op 'pad' has no option 'inky'"),
+        ("pad(1, inkey='depth')", "preprocessing needs 'depth', the example has image"),
+        ("copy('depth', 'image')", "preprocessing needs 'depth'"),
+        ("value_range(0, 1, [0, 0], [1, 2, 3])", "should be below"),
+        ("value_range(0, 1, [0, 3], [1, 2])", "should be below"),
+        ("value_range(0, 1, 0, [1, 2])", "value_range: 2 values for an image of 1 channels"),
+        ("vgg_value_range", "vgg_value_range: 3 values for an image of 1 channels"),
+        ("vgg_value_range([1, 2], [1])", "expected one mean and one std above 0"),
+        ("vgg_value_range([1], [0])", "expected one mean and one std above 0"),
+        ("onehot(10, on='1')", "on='1' should be of type float"),
         ("os.system('true')", "not of the form"),
         ("resize(8, metod='area')", "did you mean 'method'"),
         ("resize(8, 'aera')", "unknown method 'aera'; did you mean 'area'"),
@@ -92,6 +106,35 @@ def test_unsuitable_input_of_an_op_is_an_error_of_one_line(spec, image, message)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["pad(1)|pad(2)|", "|pad(1)||pad(2)", "pad(1)| |\n|pad(2) | ", "pad(1) |pad(2)|keep('image')||drop('a||b|')"],
+)
+def test_empty_parts_are_skipped(spec):
+    """big_vision splits at every bar and skips what is empty, such as an augmentation that a config leaves out."""
+    np.testing.assert_array_equal(apply(spec)["image"], apply("pad(1)|pad(2)")["image"])
+
+
+def test_bars_in_quotes_are_part_of_a_key():
+    assert apply("keep('a||b|')", **{"a||b|": 3}) == {"a||b|": 3}
+    assert apply('keep("|")|', **{"|": 3}) == {"|": 3}
+
+
+@pytest.mark.parametrize("name", [name for name in ops.__all__ if not hasattr(keys, name)])
+def test_every_op_on_one_value_reads_and_stores_the_named_keys(name):
+    """`inkey` and `outkey` alone leave the other at "image", and `key` replaces both, as in big_vision."""
+    needed = {"pad": [1], "random_crop": [2], "resize": [2], "resize_long": [4], "resize_pillow": [2]} | {
+        "resize_small": [2], "inception_crop": [2], "decode_jpeg_and_inception_crop": [2]
+    }  # fmt: skip
+    arguments = ", ".join(map(str, needed.get(name, ())))
+    for given, inkey, outkey in (
+        ("key='x'", "x", "x"), ("inkey='x'", "x", "image"), ("outkey='y'", "image", "y"),
+        ("inkey='x', outkey='y'", "x", "y"), ("key='z', inkey='x'", "z", "z"), ("", "image", "image"),
+    ):  # fmt: skip
+        op = ip.Preprocess(f"{name}({', '.join(filter(None, (arguments, given)))})").ops[0]
+        assert (op.inkey, op.outkey) == (inkey, outkey), given
+
+
 @pytest.mark.slow
 def test_every_op_and_argument_is_documented():
     for name in ops.__all__:
@@ -100,6 +143,6 @@ def test_every_op_and_argument_is_documented():
         assert first.endswith((".", ":")) or len(first) < 120
         for argument in inspect.signature(op).parameters:
             assert re.search(rf"^  \*?{argument}: ", inspect.getdoc(op), re.MULTILINE), (name, argument)
-    tree = ast.parse(Path(ops.__file__).read_text())
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (ops, keys)]
+    defined = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {name for name in defined if not name.startswith("_")} == set(ops.__all__)

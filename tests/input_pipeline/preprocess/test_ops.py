@@ -120,6 +120,33 @@ class TestTable:
         assert apply("onehot(4)", label=np.array([], int))["labels"].tolist() == [0, 0, 0, 0]
         assert apply("onehot(4)", label=[])["labels"].tolist() == [0, 0, 0, 0]
 
+    def test_onehot_of_several_labels_has_one_vector_each_or_one_for_all(self):
+        label = np.array([2, 0])
+        smoothed = apply("onehot(3, on=0.75, off=0.125)", label=label)["labels"]
+        assert smoothed.dtype == np.float32
+        assert smoothed.tolist() == [0.75, 0.125, 0.75]
+        assert apply("onehot(3, multi=False)", label=label)["labels"].tolist() == [[0, 0, 1], [1, 0, 0]]
+        assert apply("onehot(3, multi=False)", label=1)["labels"].tolist() == [0, 1, 0]
+        assert apply("onehot(3, multi=False)", label=[])["labels"].shape == (0, 3)
+        assert apply("onehot(3, 'label', None)", label=1)["label"].tolist() == [0, 1, 0]
+
+    def test_keys_are_dropped_copied_and_flattened(self):
+        assert apply("drop('image', 'absent')", label=2) == {"label": 2}
+        copied = apply("copy('image', 'original')|pad(1)")
+        np.testing.assert_array_equal(copied["original"], SMALL)
+        assert copied["image"].shape == (4, 5, 1)
+        nested = {"image": 1, "objects": {"bbox": [0, 1], "inside": {"label": 3}}}
+        flat = ip.Preprocess("flatten")(nested, np.random.default_rng(0))
+        assert flat == {"image": 1, "objects/bbox": [0, 1], "objects/inside/label": 3}
+
+    def test_ops_read_and_store_other_keys(self):
+        mask = np.ones((2, 3, 1), np.uint8)
+        result = apply("resize_pillow(4, inkey='mask', outkey='small')|pad(1, key='mask')", mask=mask)
+        assert {key: value.shape[:2] for key, value in result.items()} == {
+            "image": (2, 3), "mask": (4, 5), "small": (4, 4)
+        }  # fmt: skip
+        np.testing.assert_array_equal(result["image"], SMALL)
+
     def test_keep_drops_the_other_keys(self):
         assert apply('keep("label")', label=2, other=3) == {"label": 2}
 
@@ -152,6 +179,32 @@ class TestBigVision:
         assert (
             np.abs(crop.astype(int) - complete).max() <= 40
         )  # the chroma at the edges of the crop is interpolated differently
+
+    @pytest.mark.parametrize("options", ["", ", method='bilinear', antialias=False", ", 'bicubic'"])
+    def test_resize_long_equals_tensorflow(self, tf, options):
+        for image in (PHOTO, PHOTO[:, :40]):
+            factor = tf.constant(60, tf.float32) / tf.cast(max(image.shape[:2]), tf.float32)
+            size = [int(tf.round(side * factor)) for side in map(float, image.shape[:2])]
+            method = "bicubic" if "bicubic" in options else "bilinear" if options else "area"
+            resized = tf.image.resize(image, size, method=method, antialias="False" not in options)
+            expected = tf.cast(tf.clip_by_value(resized, 0, 255), tf.uint8).numpy()
+            assert max(expected.shape) == 60
+            np.testing.assert_array_equal(apply(f"resize_long(60{options})", image)["image"], expected)
+
+    def test_value_ranges_of_channels_equal_tensorflow(self, tf):
+        image = tf.cast(PHOTO, tf.float32)
+        low, high = tf.constant([3, 4, 5.5]), tf.constant([200, 250, 255.0])
+        expected = -1 + (image - low) / (high - low) * (2 - -1)
+        got = apply("value_range(-1, 2, [3, 4, 5.5], [200, 250, 255])", PHOTO)["image"]
+        np.testing.assert_array_equal(got, expected.numpy())
+        clipped = apply("value_range(0, 1, 10, [200, 250, 255], True)", PHOTO)["image"]
+        inside = (image - 10) / (tf.constant([200, 250, 255.0]) - 10)
+        np.testing.assert_array_equal(clipped, tf.clip_by_value(inside, 0, 1).numpy())
+        mean = tf.constant([0.485 * 255, 0.456 * 255, 0.406 * 255])
+        std = tf.constant([0.229 * 255, 0.224 * 255, 0.225 * 255])
+        vgg = apply("vgg_value_range", PHOTO)["image"]
+        assert vgg.dtype == np.float32
+        np.testing.assert_array_equal(vgg, ((image - mean) / std).numpy())
 
     @pytest.mark.parametrize("antialias", [False, True])
     @pytest.mark.parametrize("method", decode.METHODS)

@@ -1,0 +1,102 @@
+"""Preprocessing ops on several values of an example: its labels, and the choice of its keys."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from input_pipeline.errors import InputError
+from input_pipeline.source import Example
+
+Op = Callable[[Example, np.random.Generator], Example]
+
+
+def onehot(
+    depth: int,
+    key: str = "label",
+    key_result: str | None = "labels",
+    multi: bool = True,
+    on: float = 1.0,
+    off: float = 0.0,
+) -> Op:
+    """Convert one or several integer labels to a float32 vector with `on` at each label and `off` elsewhere.
+
+    Args:
+      depth: length of the vector, the number of classes.
+      key: key of the label or labels.
+      key_result: key of the result; None: `key`.
+      multi: merge several labels into one vector; otherwise the result has one vector for each.
+      on: value at a label.
+      off: value elsewhere.
+    """
+    if depth < 1:
+        raise InputError(f"onehot({depth}): expected 1 class or more")
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        labels = np.asarray(example[key])
+        if labels.size and (labels.ndim > 1 or labels.dtype.kind not in "iu"):
+            raise InputError(f"onehot({depth}): {key} should be an integer or several, found {labels.dtype}")
+        if labels.size and (labels.min() < 0 or labels.max() >= depth):
+            raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
+        each = labels.astype(np.int64)[..., None] == np.arange(depth)
+        hot = each.any(axis=0) if multi and labels.ndim else each
+        return {**example, key_result or key: np.where(hot, np.float32(on), np.float32(off))}
+
+    return op
+
+
+def keep(*keys: str) -> Op:
+    """Drop everything except some keys.
+
+    Args:
+      *keys: the keys to keep.
+    """
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        return {key: example[key] for key in keys}
+
+    return op
+
+
+def drop(*keys: str) -> Op:
+    """Drop some keys, as far as the example has them.
+
+    Args:
+      *keys: the keys to drop.
+    """
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        return {key: value for key, value in example.items() if key not in keys}
+
+    return op
+
+
+def copy(inkey: str, outkey: str) -> Op:
+    """Store a value under another key, too.
+
+    Args:
+      inkey: key of the value.
+      outkey: the other key; its value is replaced if there is one.
+    """
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        return {**example, outkey: example[inkey]}
+
+    return op
+
+
+def flatten() -> Op:
+    """Replace nested dicts by their values, with the keys joined by "/", such as `objects/bbox`."""
+
+    def op(example: Example, rng: np.random.Generator) -> Example:
+        return dict(_leaves(example))
+
+    return op
+
+
+def _leaves(example: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested dicts with their joined keys."""
+    for key, value in example.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
