@@ -18,10 +18,16 @@ BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
 COMPOSE_GELUS = ("tanh", "exact")
 DTYPES = ("float32", "bfloat16")
+# The policies of `jax.checkpoint_policies`; its other functions build a policy from arguments.
+JAX_POLICIES = (
+    "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable", "dots_with_no_batch_dims_saveable",
+    "everything_saveable", "nothing_saveable",
+)  # fmt: skip
 # What a rematerialized layer keeps for the backward pass. "attention" rematerializes inside the attention module.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
+    **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
 # Largest values of integer fields, far above those of published models. An absurd number in a config is an error,
@@ -82,7 +88,7 @@ class TransformerFields(AttentionFields, kw_only=True):
       num_heads: H; divides `width`.
       scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
-        matrix products) or "full" (whole layers).
+        matrix products), "full" (whole layers), or what a policy of `jax.checkpoint_policies` does not keep, by name.
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,14 @@ from dcvit.models import Params
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
+
+
+@runtime_checkable
+class ModelFields(Protocol):
+    """Fields of a model by name: a dict, or a part of an ml_collections config, which is no Mapping."""
+
+    def get(self, key: str, /) -> object:
+        """Return the value of a field, None if it is not given."""
 
 
 def stack(layers: Sequence[Params]) -> Params:

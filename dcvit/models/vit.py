@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +29,7 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
-from dcvit.models.loading import load_params_into, pop_blocks, stack, unstack
+from dcvit.models.loading import ModelFields, load_params_into, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
@@ -70,6 +70,7 @@ class ViT(TransformerFields):
       layer_scale: initial value of LayerScale, a factor for each number of both residual branches (Touvron et al.,
         2021); None omits it.
       head_zeroinit: initialize the head's kernel to zero.
+      head_bias_init: initial value of the head's bias, such as -log(C) for a sigmoid loss.
       dropout: dropout rate after the position embedding, inside the MLPs and on both residual branches.
       stochastic_depth: drop rate of the last block; it grows linearly from 0 at the first (a single block has 0).
     """
@@ -84,6 +85,7 @@ class ViT(TransformerFields):
     norm_epsilon: float = 1e-6
     layer_scale: float | None = None
     head_zeroinit: bool = True
+    head_bias_init: float = 0.0
     dropout: float = 0.0
     stochastic_depth: float = 0.0
 
@@ -158,7 +160,8 @@ class ViT(TransformerFields):
         out["pre_logits"], out["pre_logits_2d"] = x, x_2d
         if self.num_classes:
             init = nn.initializers.zeros if self.head_zeroinit else nn.linear.default_kernel_init
-            head = nn.Dense(self.num_classes, kernel_init=init, name="head")
+            bias_init = nn.initializers.constant(self.head_bias_init)
+            head = nn.Dense(self.num_classes, kernel_init=init, bias_init=bias_init, name="head")
             out["logits_2d"] = head(x_2d)
             x = out["logits"] = head(x)
         return x, out
@@ -197,12 +200,22 @@ def check_fields(net: ViT, shape: Sequence[int]) -> None:
         raise ValueError(f"posemb='sincos2d' needs a width of at least 8 that is a multiple of 4, found {net.width}")
 
 
-def Model(num_classes: int | None = None, *, variant: str | None = None, **fields: Any) -> ViT:  # noqa: N802
+def Model(  # noqa: N802
+    num_classes: int | None = None, *, variant: str | None = None, remat_policy: str | None = None, **fields: Any
+) -> ViT:
     """Build the model, such as `Model(1000, variant="DCViT-S/16", rep_size=True)`; `fields` override the variant's.
 
+    `remat_policy` is big_vision's name of the field `remat`. It has the same values, and also concerns layers that are
+    not scanned.
+
     Raises:
-      ValueError: the variant is unknown; the message names the nearest ones.
+      ValueError: the variant is unknown, with the nearest ones in the message, or both `remat` and `remat_policy` are
+        given.
     """
+    if remat_policy is not None:
+        if "remat" in fields:
+            raise ValueError(f"{remat_policy=} and remat={fields['remat']!r} are the same field; give one of them")
+        fields["remat"] = remat_policy
     return ViT(num_classes, **{**decode_variant(variant), **fields})
 
 
@@ -278,7 +291,7 @@ def unstack_blocks(params: Params) -> Params:
 def load(
     init_params: Params,
     init_file: str,
-    model_cfg: Mapping[str, Any],
+    model_cfg: ModelFields | None,
     dont_load: Sequence[str] = (),
     upcycle: bool = False,
 ) -> dict[str, Any]:
@@ -289,7 +302,7 @@ def load(
     Args:
       init_params: parameters of the model.
       init_file: a workdir, a checkpoint folder or a `.npz` file.
-      model_cfg: fields of the model; only `scan` is used.
+      model_cfg: fields of the model, of which only `scan` is used; None if there are none.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
         of the checkpoint's model; see `dcvit.models.upcycling`.
@@ -301,7 +314,7 @@ def load(
 
     def convert(loaded: Params) -> Params:
         if "Transformer" in loaded:
-            loaded = (stack_blocks if model_cfg.get("scan") else unstack_blocks)(loaded)
+            loaded = (stack_blocks if (model_cfg or {}).get("scan") else unstack_blocks)(loaded)
         if "pos_embedding" in loaded and "pos_embedding" in init_params:
             tokens = init_params["pos_embedding"].shape[1]
             loaded = {**loaded, "pos_embedding": resample_posemb(jnp.asarray(loaded["pos_embedding"]), tokens)}

@@ -1,0 +1,188 @@
+"""The ViT under the trainer of big_vision: the calls of its `train.py`, in its order and with its arguments.
+
+The calls are written down from the public interface of big_vision, which has no releases that could be installed.
+"""
+
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+from small_models import assert_trees_equal, jit, random_params, save_npz
+
+from dcvit.models import fields, vit
+
+SMALL = {"patch_size": (4, 4), "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 4, "rep_size": True}
+CONFIG = {"num_classes": 7, "model": {**SMALL, "dropout": 0.1}}
+BLOCK = {"sa", "+sa", "mlp", "+mlp"}
+
+
+def make(config):
+    """Return the model, and the function that initializes it, as the trainer builds them."""
+    model = vit.Model(num_classes=config.num_classes, **config.get("model", {}))
+
+    def init(rng):
+        return model.init(rng, jnp.zeros((8, 8, 8, 3), jnp.float32))["params"]
+
+    return model, init
+
+
+def train_step(model, params, batch, rng):
+    """Return loss and new parameters of one step of gradient descent, as the trainer computes them."""
+
+    def loss_fn(params):
+        logits, _ = model.apply({"params": params}, batch["image"], train=True, rngs={"dropout": rng})
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * batch["labels"], axis=-1))
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return loss, optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")  # the trainer uses it
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth": 1},
+        pytest.param(
+            {
+                "compose": "both",
+                "scan": True,
+                "remat_policy": "dots_with_no_batch_dims_saveable",
+                "dtype_mm": "bfloat16",
+            },
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["unrolled", "scanned"],
+)
+def test_trainer_initializes_trains_and_evaluates_the_model(options):
+    """On a mesh of two devices whose axis splits batch and parameters, with transfers to and from devices forbidden."""
+    config = ConfigDict({**CONFIG, "model": {**CONFIG["model"], **options}}).lock()
+    model, init = make(config)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    key = jax.device_put(jax.random.PRNGKey(0), NamedSharding(mesh, P()))
+    shapes = jax.eval_shape(init, key)
+    split = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if x.shape[0] % 2 == 0 else P()), nn.unbox(shapes))
+    rng = np.random.default_rng(0)
+    batch = {"image": rng.normal(size=(8, 8, 8, 3)), "labels": np.eye(7)[rng.integers(7, size=8)]}
+    batch = jax.device_put(jax.tree.map(np.float32, batch), NamedSharding(mesh, P("data")))
+    with mesh, nn.logical_axis_rules([("act_batch", "data")]), jax.transfer_guard("disallow"):
+        params = jit(init, out_shardings=split)(key)
+        step = jit(lambda *args: train_step(model, *args), out_shardings=(NamedSharding(mesh, P()), split))
+        losses = []
+        for _ in range(3):
+            loss, params = step(params, batch, key)
+            losses.append(loss)
+        logits, out = jit(lambda p, image: model.apply({"params": p}, image))(params, batch["image"])
+    assert losses[-1] < losses[0]
+    assert out["logits"].shape == logits.shape == (8, 7)
+    alone, _ = jit(lambda p, image: model.apply({"params": p}, image))(
+        jax.device_get(params), jax.device_get(batch["image"])
+    )
+    np.testing.assert_allclose(logits, alone, atol=0.03 if "dtype_mm" in options else 1e-5)
+
+
+def test_intermediates_have_big_visions_names():
+    """Evaluators of big_vision select features by these names, such as `representation_layer="pre_logits"`."""
+    model, init = make(ConfigDict({"num_classes": 7, "model": SMALL}))
+    shapes = jax.eval_shape(init, jax.random.PRNGKey(0))
+    logits, out = jax.eval_shape(lambda p: model.apply({"params": p}, jnp.zeros((8, 8, 8, 3))), shapes)
+    assert out.keys() == {
+        "stem", "with_posemb", "encoder", "encoded", "head_input", "pre_logits", "pre_logits_2d", "logits", "logits_2d"
+    }  # fmt: skip
+    assert out["encoder"].keys() == {"block00", "block01", "pre_ln"}
+    assert out["encoder"]["block00"].keys() == out["encoder"]["block01"].keys() == BLOCK
+    assert out["pre_logits_2d"].shape == (8, 2, 2, 16)
+    assert logits.shape == out["logits"].shape == (8, 7)
+
+
+def test_config_without_model_builds_the_defaults():
+    model, _ = make(ConfigDict({"num_classes": 7}))
+    assert (model.num_classes, model.width, model.depth) == (7, 768, 12)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
+    """`load(params, init_file, config.model, **config.model_load)`; the head keeps its initial values."""
+    config = ConfigDict({"num_classes": 7, "model": {**SMALL, "scan": scan}, "model_load": {"dont_load": ["head/.*"]}})
+    _, init = make(config.lock())
+    saved = random_params(
+        jax.eval_shape(make(ConfigDict({"num_classes": 5, "model": SMALL}))[1], jax.random.PRNGKey(0))
+    )
+    path = save_npz(tmp_path / "checkpoint.npz", {"params": saved})
+    start = random_params(jax.eval_shape(init, jax.random.PRNGKey(0)), seed=2)
+    loaded = vit.load(start, str(path), config.get("model"), **config.get("model_load", {}))
+    assert_trees_equal(loaded["head"], start["head"])
+    assert_trees_equal({**vit.unstack_blocks(loaded), "head": saved["head"]}, saved)
+
+
+def test_load_without_model_fields(tmp_path):
+    params = random_params(
+        jax.eval_shape(make(ConfigDict({"num_classes": 5, "model": SMALL}))[1], jax.random.PRNGKey(0))
+    )
+    path = save_npz(tmp_path / "checkpoint.npz", params)
+    assert_trees_equal(vit.load(jax.tree.map(jnp.zeros_like, params), str(path), ConfigDict({}).get("model")), params)
+
+
+def test_every_policy_of_jax_can_be_named():
+    """A function of `jax.checkpoint_policies` that takes named arguments builds a policy and is none."""
+    found = {}
+    for name in dir(jax.checkpoint_policies):
+        if not name.startswith("_"):
+            found[name] = getattr(jax.checkpoint_policies, name)
+    builds = {"policy_1", "offload_src", "names_not_to_save", "names_which_can_be_saved"}
+    policies = {name for name, f in found.items() if not builds & inspect.signature(f).parameters.keys()}
+    assert policies == set(fields.JAX_POLICIES)
+    for name in (*policies, "none"):
+        assert vit.Model(7, remat_policy=name).remat == name
+
+
+def test_remat_policy_is_the_field_remat():
+    images = jnp.zeros((1, 8, 8, 3))
+    assert vit.Model(7).remat == vit.Model(7, remat_policy=None, remat="none").remat == "none"
+    with pytest.raises(ValueError, match="'full' are the same field"):
+        vit.Model(7, remat_policy="nothing_saveable", remat="full")
+    for name in ("save_only_these_names", "all"):
+        with pytest.raises(ValueError, match=f"remat='{name}'; known: 'none', "):
+            jax.eval_shape(vit.Model(7, **SMALL, remat_policy=name).init, jax.random.key(0), images)
+
+
+def saved_arrays(**options):
+    """Return the number of values that the forward pass of a small model keeps for the backward pass."""
+    model = vit.Model(7, **SMALL, **options)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 8, 8, 3)))["params"]
+
+    def forward(params):
+        return jax.vjp(lambda p: jnp.sum(model.apply({"params": p}, jnp.ones((2, 8, 8, 3)))[0]), params)[1]
+
+    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(forward, params)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_policies_keep_what_their_names_say(scan):
+    none, full, dots, everything = (
+        saved_arrays(scan=scan, remat_policy=name)
+        for name in ("none", "nothing_saveable", "dots_saveable", "everything_saveable")
+    )
+    assert full < dots < everything
+    assert full < dots < none
+
+
+def test_head_bias_starts_at_the_given_value():
+    small = {**SMALL, "depth": 0, "rep_size": False}
+    biased, plain = (
+        jit(vit.Model(7, **small, **options).init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
+        for options in ({"head_bias_init": -6.9}, {})
+    )
+    np.testing.assert_array_equal(biased["head"]["bias"], np.full(7, -6.9, np.float32))
+    assert not biased["head"]["kernel"].any()
+    assert not plain["head"]["bias"].any()
+    assert_trees_equal({**biased, "head": plain["head"]}, plain)
