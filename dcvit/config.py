@@ -4,6 +4,8 @@ A config file is Python with one function, `get_config(**arguments)`, that retur
 Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
 `X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
 latter receives the config of the run whose workdir or checkpoint folder `init` names, or {}.
+
+A config file of big_vision may be given, too. Its keys are translated; see `dcvit.big_vision`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +27,12 @@ from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
+from dcvit import big_vision
 from dcvit.config_keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
 from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, nearest, type_name, unknown_key
 from input_pipeline.files import expand
 
+LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
@@ -36,7 +41,8 @@ Options: TypeAlias = Mapping[str, Any] | ConfigDict
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     """Load "NAME[:key=value,…]" with "a.b=value" overrides, and return the checked and locked config.
 
-    NAME is the path of a Python file, or the bare name of a config of the package.
+    NAME is the path of a Python file, or the bare name of a config of the package. Overrides set keys of dcvit, also in
+    a file of big_vision; each change of its keys is logged.
 
     Raises:
       ConfigError: the file is missing or fails, a key is unknown (the message suggests the nearest one), or a value has
@@ -44,12 +50,13 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     """
     name, _, arguments = spec.partition(":")
     path = _find(name)
-    config = _run(path, _parse_arguments(arguments))
-    for key in config:
+    config = _run(path, arguments)
+    required = _clear_required(config)
+    given = _translated(path, config.to_dict())
+    for key in given:
         if key not in KEYS and not is_duration(key, DURATIONS):
             raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
-    required = _clear_required(config)
-    config = ConfigDict(defaults() | config.to_dict())
+    config = ConfigDict(defaults() | given)
     for override in overrides:
         try:
             _override(config, override)
@@ -115,18 +122,25 @@ def _find(name: str) -> Path:
     return known[name]
 
 
-def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
-    """Execute a config file and call its get_config with arguments converted to the types of its defaults."""
+def _translated(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a file with keys of dcvit, and log how those of big_vision are translated."""
+    if not big_vision.is_big_vision(config):
+        return config
     try:
-        get_config = _module(path).get_config
-        parameters = inspect.signature(get_config).parameters
-        for key in arguments:
-            if key not in parameters:
-                raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
-        given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
-        if "init_config" in parameters:
-            given["init_config"] = run_config(arguments.get("init", ""))
-        config = get_config(**given)
+        config, changes = big_vision.translate(config)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    for change in changes:
+        LOG.info("%s: %s", path.name, change)
+    return config
+
+
+def _run(path: Path, text: str) -> ConfigDict:
+    """Execute a config file and call its get_config with the arguments in `text`."""
+    try:
+        with big_vision.importable():
+            get_config = _module(path).get_config
+            config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text))
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:
@@ -134,6 +148,23 @@ def _run(path: Path, arguments: Mapping[str, str]) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
     return config
+
+
+def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> dict[str, Any]:
+    """Return the arguments of a get_config, converted to the types of its defaults.
+
+    A get_config of big_vision has one parameter, `arg`, and parses the text itself.
+    """
+    if list(parameters) == ["arg"]:
+        return {"arg": text} if text else {}
+    arguments = _parse_arguments(text)
+    for key in arguments:
+        if key not in parameters:
+            raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
+    given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
+    if "init_config" in parameters:
+        given["init_config"] = run_config(arguments.get("init", ""))
+    return given
 
 
 def run_config(checkpoint: str) -> dict[str, object]:

@@ -26,7 +26,7 @@ LAYERS = [
     ["dcvit.interop"],
     ["dcvit.checkpoint"],
     ["dcvit.parallel"],
-    ["dcvit.config", "dcvit.config_keys", "dcvit.dcmha", "input_pipeline"],
+    ["dcvit.config", "dcvit.config_keys", "dcvit.big_vision", "dcvit.dcmha", "input_pipeline"],
     ["dcvit.errors", "input_pipeline.errors"],
 ]
 

@@ -29,7 +29,7 @@ def schedule(
     warmup_steps: int = 0,
     cooldown_steps: int = 0,
     end: float = 0.0,
-    timescale: int = 10_000,
+    timescale: float = 10_000,
 ) -> Schedule:
     """Return the factor of the learning rate at each step; it is 1 at the peak.
 

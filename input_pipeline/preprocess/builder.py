@@ -112,6 +112,15 @@ class Preprocess:
         return example
 
 
+def calls(spec: str) -> list[ast.Call]:
+    """Return the ops of a preprocessing string as syntax trees; `name` is equivalent to `name()`.
+
+    Raises:
+      InputError: the string cannot be parsed. Ops and arguments are not checked.
+    """
+    return [_call(node) for node in _nodes(spec)]
+
+
 def _nodes(spec: str) -> list[ast.expr]:
     """Return the syntax trees of a string's ops. Raises InputError if the string cannot be parsed."""
     text = EMPTY.sub(lambda match: match[1] or "", spec).strip("| \t\n")

@@ -1,0 +1,101 @@
+"""The modules that config files of big_vision import: their functions, and when they can be imported."""
+
+import importlib
+import sys
+import types
+
+import pytest
+from ml_collections import ConfigDict
+
+from dcvit import big_vision
+from dcvit import config as configs
+from dcvit.big_vision import arguments, fewshot
+from dcvit.errors import ConfigError
+
+SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckpt": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {}),
+        ("", {}),
+        ("S/32", {"variant": "S/32"}),
+        ("runlocal", {"runlocal": True}),
+        ("runlocal,res=128", {"runlocal": True, "res": 128}),
+        ("runlocal=False,lr=1", {"runlocal": False, "lr": 1.0}),
+        ("runlocal=", {"runlocal": False}),
+        ("variant=a=b,", {"variant": "a=b"}),
+        ("ckpt=x.npz", {"ckpt": "x.npz"}),
+    ],
+)
+def test_text_is_parsed_by_the_types_of_the_defaults(text, expected):
+    defaults = {"variant": "B/16", "res": 224, "lr": 0.1, "runlocal": False, "ckpt": None}
+    assert arguments.parse_arg(text, **SPEC).to_dict() == defaults | expected
+
+
+def test_lazy_arguments_have_the_types_of_their_values():
+    found = arguments.parse_arg("a=1,b=1.5,c=true,d=x,res=3", lazy=True, res=2)
+    assert found.to_dict() == {"res": 3, "a": 1, "b": 1.5, "c": True, "d": "x"}
+    assert arguments.parse_arg("runlocal", lazy=True).runlocal is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("rse=3", "no argument 'rse'; did you mean 'res'"), ("res=x", "res=x should be of type int"),
+     ("lr=x", "lr=x should be of type float"), ("runlocal=1", "runlocal=1 should be true or false")],
+)  # fmt: skip
+def test_invalid_argument_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        arguments.parse_arg(text, **SPEC)
+
+
+def test_packed_arguments_are_parsed_to_the_same_values():
+    values = {"variant": "L/16", "res": 96, "lr": 0.5, "runlocal": True}
+    packed = arguments.pack_arg(**values)
+    assert arguments.parse_arg(packed, **SPEC).to_dict() == {**values, "ckpt": None}
+    assert arguments.arg(**values) == {**values, "config_arg": packed}
+    with pytest.raises(ValueError, match="contains a comma"):
+        arguments.pack_arg(shots="1,5")
+
+
+def test_format_str_follows_later_changes_of_the_config():
+    config = ConfigDict({"res": 8, "input": {"border": 1}})
+    config.pp = arguments.format_str("pad({input.border})|random_crop({res})", config)
+    config.res, config.input.border = 16, 2
+    assert config.pp == "pad(2)|random_crop(16)"
+    assert config.to_dict()["pp"] == "pad(2)|random_crop(16)"
+
+
+def test_few_shot_config_has_the_keys_that_are_translated():
+    assert fewshot.get_fewshot_lsr(64, 72, runlocal=True, log_percent=0.1).to_dict() == {
+        "type": "fewshot_lsr", "representation_layer": "pre_logits", "shots": (1, 5, 10, 25), "l2_reg": 1024.0,
+        "num_seeds": 3, "prefix": "", "log_percent": 0.1, "datasets": {"pets": ("oxford_iiit_pet", "train", "test")},
+        "pp_train": 'decode|resize(72)|central_crop(64)|value_range(-1,1)|keep("image", "label")',
+        "pp_eval": 'decode|resize(72)|central_crop(64)|value_range(-1,1)|keep("image", "label")',
+        "display_first": [("pets", 10)],
+    }  # fmt: skip
+    assert len(fewshot.get_fewshot_lsr().datasets) == 6
+    assert fewshot.get_fewshot_lsr().log_steps == 25_000
+
+
+def test_modules_can_be_imported_while_a_config_is_loaded_only(tmp_path):
+    with big_vision.importable():
+        assert importlib.import_module("big_vision.configs.common").parse_arg is arguments.parse_arg
+    assert not [name for name in sys.modules if name.startswith("big_vision")]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("big_vision.configs.common")
+    for line in ("import big_vision.utils", "from big_vision.configs.common import absent", "raise KeyError('x')"):
+        (tmp_path / "broken.py").write_text(f"import big_vision.configs.common\n{line}\n")
+        with pytest.raises(ConfigError, match=r"broken\.py: ") as error:
+            configs.load(str(tmp_path / "broken.py"))
+        assert "\n" not in str(error.value)
+        assert not [name for name in sys.modules if name.startswith("big_vision")]
+
+
+def test_big_vision_that_is_imported_already_stays(monkeypatch):
+    own = types.ModuleType("big_vision")
+    monkeypatch.setitem(sys.modules, "big_vision", own)
+    with big_vision.importable():
+        assert sys.modules["big_vision"] is own
+    assert sys.modules["big_vision"] is own

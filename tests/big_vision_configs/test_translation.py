@@ -1,0 +1,401 @@
+"""Config files of big_vision: the translation of each key, keys without equivalent, and runs of translated configs."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import image_datasets
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import input_pipeline as ip
+from dcvit import big_vision, cli, train
+from dcvit import config as configs
+from dcvit.big_vision import preprocessing
+from dcvit.errors import ConfigError
+from dcvit.training import optim
+
+FOLDER = Path(__file__).parent / "configs"
+PRETRAIN, FINETUNE = FOLDER / "pretrain.py", FOLDER / "finetune.py"
+PETS = {"pets": ("oxford_iiit_pet", "train", "test")}
+BASE = {
+    "input": {
+        "data": {"name": "cifar10", "split": "train"},
+        "batch_size": 512,
+        "pp": "decode|value_range(-1, 1)|onehot(10, key='label', key_result='labels')",
+    },
+    "num_classes": 10,
+    "total_steps": 100,
+    "model": {"variant": "S/16"},
+    "optax_name": "scale_by_adam",
+    "loss": "softmax_xent",
+    "lr": 0.5,
+    "wd": 0.25,
+    "schedule": {"decay_type": "cosine"},
+}
+EVALUATOR = {"type": "classification", "data": {"name": "cifar10", "split": "test"}, "pp_fn": "decode|onehot(10)"}
+FEWSHOT = {"datasets": PETS, "pp_train": "decode", "pp_eval": "decode", "shots": [1, 5], "l2_reg": 2.0}
+
+
+def merged(changes):
+    """BASE with dotted keys replaced; the value None removes a key, as in big_vision."""
+    config = json.loads(json.dumps(BASE))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        target = config
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+    return config
+
+
+def translate(**changes):
+    """The translated BASE with changes, and its notes."""
+    return big_vision.translate(merged({key.replace("__", "."): value for key, value in changes.items()}))
+
+
+def value_at(config, path):
+    """The value of a dotted key; None if there is none."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+TRANSLATED = [
+    ({"log_training_steps": 50}, {"log_steps": 50, "log_training_steps": None},
+     "log_training_steps=50 -> log_steps=50"),
+    ({"log_training_percent": 0.07}, {"log_percent": 7.0}, "log_training_percent=0.07 -> log_percent=7.0"),
+    ({"ckpt_percent": 1, "keep_ckpt_steps": 5}, {"ckpt_percent": 100, "keep_ckpt_steps": 5}, "ckpt_percent=1 ->"),
+    ({"total_steps": None, "total_epochs": 3}, {"total_epochs": 3}, None),
+    ({"loss": None}, {"loss": "sigmoid_xent"}, "loss='sigmoid_xent', big_vision's default"),
+    ({"mixup": {"p": 0.2, "fold_in": None}}, {"mixup": 0.2}, "mixup=dict(p=0.2) -> mixup=0.2"),
+    ({"mixup": {}}, {"mixup": 0.0}, "mixup=dict(p=0.0) -> mixup=0.0"),
+    ({"mixup": None}, {"mixup": None}, None),
+    ({"wd": None, "grad_clip_norm": None}, {"wd": None}, None),
+    ({"init_head_bias": -6.9}, {"model.head_bias_init": -6.9}, "config.init_head_bias=-6.9 -> head_bias_init=-6.9"),
+    ({"model.scan": True}, {"model.remat": "nothing_saveable"}, "config.model: remat='nothing_saveable', big_vision's"),
+    ({"model.scan": True, "model.remat_policy": "none"}, {"model.remat": "none", "model.remat_policy": None},
+     "remat_policy='none' -> remat='none'"),
+    ({"model.remat_policy": "dots_saveable"}, {"model.remat": None, "model.remat_policy": None}, "scanned layers only"),
+    ({"model.pool_type": "map", "model.posemb": "sincos2d", "model.rep_size": True, "model.dtype_mm": "bfloat16"},
+     {"model": {"variant": "S/16", "pool_type": "map", "posemb": "sincos2d", "rep_size": True, "dtype_mm": "bfloat16"}},
+     None),
+    ({"input.cache_raw": True}, {"input.data.cache": True, "input.cache_raw": None}, "cache_raw -> data.cache=True"),
+    ({"input.cache": "raw_data"}, {"input.data.cache": True, "input.cache": None}, "cache_raw -> data.cache=True"),
+    ({"input.cache_raw": False, "input.cache": "none"}, {"input.data.cache": None, "input.cache": None}, None),
+    ({"input.skip_errors": True}, {"input.corrupt": "skip"}, "skip_errors -> corrupt='skip'"),
+    ({"input.data.data_dir": "/d", "input.data.skip_decode": ("image", "mask")},
+     {"input.data": {"kind": "tfds", "name": "cifar10", "split": "train", "data_dir": "/d"}}, "kind='tfds' is added"),
+    ({"input.data": {"kind": "digits", "split": "train"}, "pp_modules": []},
+     {"input.data": {"kind": "digits", "split": "train"}}, "pp_modules is dropped"),
+    ({"input.shuffle_buffer_size": 9, "input.prefetch": 8, "input.num_parallel_calls": 4},
+     {"input.shuffle_buffer_size": None, "input.prefetch": None, "input.num_parallel_calls": None},
+     "config.input: shuffle_buffer_size is dropped: all examples are shuffled"),
+    ({"prefetch_to_device": 4, "ckpt_timeout": 600}, {"prefetch_to_device": None, "ckpt_timeout": None},
+     "config: ckpt_timeout is dropped"),
+    ({"schedule": {"decay_type": "rsqrt", "timescale_examples": 1024, "warmup_examples": 5, "cooldown_percent": 0.5}},
+     {"schedule": {"decay_type": "rsqrt", "timescale": 2.0, "warmup_examples": 5, "cooldown_percent": 50.0}},
+     "timescale_examples=1024 -> timescale=2.0"),
+    ({"schedule": None}, {"schedule": {"decay_type": "constant"}}, "decay_type='stair' without steps -> decay_type="),
+    ({"schedule": {"decay_type": "polynomial", "linear_end": 0.1, "power": 1}},
+     {"schedule": {"decay_type": "linear", "end": 0.1}}, "linear_end -> end"),
+    ({"schedule": {"decay_type": "cosine", "linear_end": 0.1}}, {"schedule": {"decay_type": "cosine"}},
+     "end is dropped"),
+    ({"schedule": {"decay_type": "linear", "scale_with_batchsize": True, "end": 0.5}},
+     {"lr": 1.0, "wd": 0.5, "schedule": {"decay_type": "linear", "end": 0.25}},
+     "lr=0.5 times batch_size / 256 -> lr=1.0"),
+    ({"schedule": [("a/.*", {"decay_type": "linear"}), (".*", {"decay_type": "linear"})]},
+     {"schedule": {"decay_type": "linear"}, "frozen": None}, None),
+    ({"optax_name": "big_vision.momentum_hp", "optax": {"momentum": 0.8, "nesterov": True}},
+     {"optax_name": "trace", "optax": {"decay": 0.8, "accumulator_dtype": "bfloat16", "nesterov": True}},
+     "optax_name='big_vision.momentum_hp' -> optax_name='trace'"),
+    ({"weight_decay_decouple": True}, {"weight_decay_decouple": None}, None),
+    ({"sharding_strategy": [(".*", 'fsdp(axis="data", min_size_to_shard_mb=1)')],
+      "sharding_rules": [("act_batch", "data")]},
+     {"mesh": [("fsdp", -1)], "sharding_strategy": "fsdp"}, "mesh=[('data', -1)] -> mesh=[('fsdp', -1)]"),
+    ({"mesh": [("data", 8)], "sharding_strategy": [(".*", "replicate")]}, {"mesh": [("data", 8)]}, None),
+    ({"evals": {"val": {**EVALUATOR, "loss_name": "sigmoid_xent", "log_percent": 0.1, "prefix": "z/"}}},
+     {"evals.val": {"type": "classification", "data": {"kind": "tfds", "name": "cifar10", "split": "test"},
+                    "loss": "sigmoid_xent", "log_percent": 10.0,
+                    "pp": "decode()|onehot(10, key='labels', key_result=None)"}},
+     "config.evals.val: loss_name -> loss"),
+    ({"evals": {"classification": {**EVALUATOR, "type": None}}}, {"evals.classification.type": "classification"}, None),
+    ({"evals": {"a": EVALUATOR | {"cache": "final_data"}, "b": EVALUATOR | {"cache": "raw_data", "batch_size": 7}},
+      "batch_size_eval": 5},
+     {"evals.a.cache": True, "evals.a.data.cache": None, "evals.b.cache": None, "evals.b.data.cache": True,
+      "evals.a.batch_size": 5, "evals.b.batch_size": 7, "batch_size_eval": None},
+     "evals.a, config.evals.b: pp_fn -> pp"),
+    ({"evals": {"loss": EVALUATOR | {"type": "mean", "pred": "loss", "cache_final": False}}},
+     {"evals.loss.type": "classification", "evals.loss.loss": None, "evals.loss.pred": None}, "type='mean' with pred"),
+    ({"evals": {"z": {**FEWSHOT, "type": "fewshot_lsr", "data_dir": "/d", "representation_layer": "encoded"}}},
+     {"evals": {"z_pets": {
+         "type": "fewshot", "pp": "decode", "representation": "encoded", "shots": [1, 5], "l2_reg": 2.0,
+         "data": {"kind": "tfds", "name": "oxford_iiit_pet", "data_dir": "/d", "split": "train"},
+         "test_data": {"kind": "tfds", "name": "oxford_iiit_pet", "data_dir": "/d", "split": "test"}}}},
+     "config.evals.z: datasets -> the evaluators z_pets"),
+    ({"fewshot": FEWSHOT}, {"evals.fewshot_pets.optional": True, "evals.fewshot_pets.representation": "logits",
+                            "fewshot": None}, "missing data sets are skipped"),
+    ({"evals": {"a": EVALUATOR, "test": EVALUATOR | {"pp_fn": "decode|pad(1)||onehot(10)|keep('image')"}}},
+     {"pp_predict": "decode()|pad(1)"}, "preprocessing of an evaluator -> pp_predict='decode()|pad(1)'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected", "note"), TRANSLATED, ids=lambda value: str(value)[:40])
+def test_key_is_translated_and_noted(changes, expected, note):
+    config, notes = big_vision.translate(merged(changes))
+    assert {path: value_at(config, path) for path in expected} == expected
+    assert note is None or any(note in line for line in notes), notes
+    assert all("\n" not in line and len(line) < 250 for line in notes)
+
+
+REFUSED = [
+    ({"resume": "gs://x"}, "config.resume='gs://x' of big_vision has no equivalent"),
+    ({"eval_only": True}, "use `dcvit evaluate`"),
+    ({"dataset": "imagenet2012"}, "configs before 2023, without config.input, are not read"),
+    ({"input": 3}, "config.input=3 should be a dict"),
+    ({"input.data": {"a": 0.5, "b": 0.5}}, "should have the name and split of one data set"),
+    ({"input.data.name": "bv:jsonl"}, "expected a data set of tensorflow-datasets"),
+    ({"input.data.name": "from_data_dir"}, "expected a data set of tensorflow-datasets"),
+    ({"input.data.skip_decode": ()}, "images stay encoded"),
+    ({"input.pre_filter_fn": "f"}, "all examples of a split are used"),
+    ({"input.post_filter_fn": "f"}, "all examples of a split are used"),
+    ({"input.pack": {"text": 64}}, "images are not packed"),
+    ({"input.cache": "final_data"}, "config.input.cache='final_data' of big_vision has no equivalent"),
+    ({"input.pp": 3}, "config.input.pp=3 should be of type str"),
+    ({"input.pp": "decode|onehot(10"}, "config.input.pp: preprocessing: cannot parse"),
+    ({"log_training_percent": 5}, "config.log_training_percent=5 should be in [0, 1]"),
+    ({"mixup": {"p": 0.2, "fold_in": "data"}}, "config.mixup.fold_in='data' of big_vision has no equivalent"),
+    ({"mixup": {"p": 0.2, "n": 3}}, "two examples are mixed"),
+    ({"mixup": {"q": 0.2}}, "mixup has the key p only"),
+    ({"weight_decay_decouple": False}, "the weight decay is always decoupled"),
+    ({"schedule": {"decay_type": "stair", "steps": [3], "mults": [0.1]}}, "is only known as a constant"),
+    ({"schedule": {"decay_type": "linear", "power": 2}}, "a linear decay has power 1"),
+    ({"schedule": {"decay_type": "rsqrt", "shift": 5}}, "decay_type='rsqrt' has no shift"),
+    ({"schedule": {"warmup_percent": 20}}, "config.schedule.warmup_percent=20 should be in [0, 1]"),
+    ({"schedule": {"scale_with_batchsize": True}, "input.batch_size": None}, "config.input.batch_size=None should be"),
+    ({"schedule": [("a", {"decay_type": "linear"}), (".*", {})]}, "config.schedule has 2 different schedules"),
+    ({"schedule": [("(", None)]}, "is not a regular expression"),
+    ({"schedule": ["a"]}, "'a' is not a pair of a regex and a schedule or None"),
+    ({"schedule": 3}, "config.schedule=3 should be a dict"),
+    ({"mesh": [("replica", 2), ("data", -1)]}, "config.mesh=[('replica', 2), ('data', -1)] of big_vision"),
+    ({"sharding_strategy": [("img/.*", "replicate")]}, "config.sharding_strategy="),
+    ({"sharding_strategy": [(".*", 'fsdp(axis="replica")')]}, "config.sharding_strategy="),
+    ({"sharding_rules": [("act_len", "data")]}, "expected act_batch only"),
+    ({"evals": {"a": 3}}, "config.evals.a=3 should be a dict"),
+    ({"evals": {"a": EVALUATOR | {"type": "proj.image_text.retrieval"}}}, "config.evals.a.type='proj.image_text.retr"),
+    ({"evals": {"a": EVALUATOR | {"pred": "loss"}}}, "config.evals.a.pred='loss' of big_vision has no equivalent"),
+    ({"evals": {"a": EVALUATOR | {"type": "mean", "pred": "features"}}}, "a mean is only known of pred='loss'"),
+    ({"evals": {"a": EVALUATOR | {"pred_kw": {"x": 1}}}}, "models take no further arguments"),
+    ({"evals": {"a": EVALUATOR | {"label_key": "label"}}}, "the key of the labels is 'labels'"),
+    ({"evals": {"a": EVALUATOR | {"cache": "all"}}}, "config.evals.a.cache='all'; known: none, pipeline"),
+    ({"evals": {"a": EVALUATOR | {"data": {"name": "bv:coco"}}}}, "config.evals.a.data.name='bv:coco' of big_vision"),
+    ({"fewshot": FEWSHOT | {"pp_eval": "pad(1)"}}, "pp_train and pp_eval should be equal"),
+    ({"fewshot": FEWSHOT | {"label_key": "x"}}, "the key of the label is 'label'"),
+    ({"fewshot": FEWSHOT | {"mask_key": "x"}}, "the key of the mask is '_mask'"),
+    ({"fewshot": FEWSHOT | {"datasets": {"pets": "oxford"}}}, "should be (data set, training split, test split)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_key_without_equivalent_is_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        big_vision.translate(merged(changes))
+    assert "\n" not in str(error.value)
+
+
+def test_refusal_names_the_file_and_unknown_keys_are_errors(tmp_path):
+    def load(**changes):
+        config = merged({"log_training_steps": 5, **changes})
+        text = f"import ml_collections as mlc\ndef get_config():\n  return mlc.ConfigDict({config!r})\n"
+        (tmp_path / "mine.py").write_text(text)
+        return configs.load(str(tmp_path / "mine.py"))
+
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(tmp_path))}/mine\.py: config\.resume='x' of big_vision"):
+        load(resume="x")
+    with pytest.raises(ConfigError, match=r"mine\.py: unknown key 'config\.gsam'"):
+        load(gsam={"rho": 0.1})
+    assert load().log_steps == 5
+
+
+def test_recipe_in_big_visions_form_equals_the_shipped_config():
+    """`configs/vit_i1k.py` is the recipe of big_vision's vit_s16_i1k.py, written for dcvit."""
+    theirs = configs.load(str(PRETRAIN)).to_dict()
+    ours = configs.load("vit_i1k:variant=S/16", ["input.data.cache=true"]).to_dict()
+    for config in (theirs, ours):
+        config["evals"] = {name: config["evals"][name] for name in ("train", "minival", "val", "real")}
+        for holder in (config["input"], *config["evals"].values()):
+            holder["pp"] = [str(op) for op in map(preprocessing.ast.unparse, preprocessing.calls(holder["pp"]))]
+            holder.pop("optional", None)
+            holder.setdefault("loss", config["loss"])
+        config["pp_predict"] = preprocessing.without_labels(config["pp_predict"])
+        config["optax"] = {"b1": 0.9, "b2": 0.999} | config["optax"]
+        config["schedule"] = {"end": 0.0} | config["schedule"]
+    assert theirs == ours
+
+
+def test_overrides_set_translated_keys_and_arguments_are_those_of_the_file():
+    config = configs.load(f"{PRETRAIN}:variant=DCViT-Ti/16,aug=none,res=112", ["mixup=0.5", "model.rank=1"])
+    assert (config.mixup, config.model.rank, config.model.variant) == (0.5, 1, "DCViT-Ti/16")
+    assert "decode_jpeg_and_inception_crop(112)|flip_lr||" in config.input.pp
+    assert configs.load(f"{PRETRAIN}:runlocal").total_steps == 2
+    assert configs.load(f"{PRETRAIN}:B/32").model.variant == "B/32"
+    with pytest.raises(ConfigError, match=r"pretrain\.py: ValueError: no argument 'varient'; did you mean 'variant'"):
+        configs.load(f"{PRETRAIN}:varient=B/32,aug=none")
+
+
+def test_fine_tuning_recipe():
+    config = configs.load(f"{FINETUNE}:fsdp,init=x.npz")
+    assert (config.model_init, config.model_load.dont_load) == ("x.npz", ["head/kernel", "head/bias"])
+    assert (config.optax_name, config.optax.to_dict()) == ("trace", {"decay": 0.9, "accumulator_dtype": "bfloat16"})
+    assert (config.wd, config.mixup, config.ckpt_percent) == (0.0, 0.0, 25)
+    assert config.schedule.to_dict() == {"decay_type": "cosine", "warmup_percent": 20}
+    assert (config.mesh, config.sharding_strategy) == ([("fsdp", -1)], "fsdp")
+    assert config.model.to_dict() == {"variant": "B/32", "pool_type": "tok", "scan": True, "remat": "nothing_saveable"}
+    assert configs.load(f"{FINETUNE}:linear").frozen == [r"(?!(?:head/.*)\Z)(?:.*)"]  # all but the head
+
+
+PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b": {"kernel": jnp.ones(3)}}
+
+
+@pytest.mark.parametrize(
+    ("rules", "trained"),
+    [
+        ([("head/.*", {}), (".*", None)], {"head/kernel"}),
+        ([("a/.*", None), (".*", {})], {"head/kernel", "b/kernel"}),
+        ([("a/.*", {}), ("head/.*", None), (".*/kernel", {})], {"a/kernel", "b/kernel"}),
+        ([("a/.*|b/.*", {}), ("a/kernel", None), (".*", None)], {"a/kernel", "b/kernel"}),
+    ],
+)
+def test_parameters_without_schedule_are_frozen(rules, trained, library_promotion):
+    """The first regex that matches a whole name counts."""
+    config, _ = translate(schedule=rules)
+    optimizer, _ = optim.make(PARAMS, total_steps=5, lr=1.0, wd=0.5, frozen=config["frozen"], optax_name="trace",
+                              optax_args={"decay": 0.0}, schedule_args=config["schedule"])  # fmt: skip
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), optimizer.init(PARAMS), PARAMS)
+    assert {f"{name}/kernel" for name in PARAMS if updates[name]["kernel"].any()} == trained
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reference"),
+    [
+        ("big_vision.momentum_hp", {}, optax.trace(0.9, accumulator_dtype=jnp.bfloat16)),
+        ("big_vision.momentum_hp", {"momentum": 0.5, "dtype": "float32"}, optax.trace(0.5)),
+        ("big_vision.sgd", {}, optax.identity()),
+        ("identity", {}, optax.identity()),
+    ],
+)
+def test_optimizers_of_big_vision_have_the_same_updates(name, arguments, reference, library_promotion):
+    config, _ = translate(optax_name=name, optax=arguments)
+    ours = getattr(optax, config["optax_name"])(**config["optax"])
+    params = {"w": jnp.zeros(5)}
+    states = [transformation.init(params) for transformation in (ours, reference)]
+    for step in range(3):
+        grads = {"w": jax.random.normal(jax.random.key(step), (5,))}
+        (a, states[0]), (b, states[1]) = ours.update(grads, states[0]), reference.update(grads, states[1])
+        np.testing.assert_array_equal(a["w"], b["w"])
+
+
+def test_onehot_keeps_big_visions_default_keys():
+    """`onehot(4)` replaces `labels`, and `onehot(4, key="label")` replaces `label`."""
+
+    def apply(pp, **example):
+        found = ip.Preprocess(preprocessing.translated(pp, "pp"))(example, np.random.default_rng(0))
+        return {key: np.asarray(value).tolist() for key, value in found.items()}
+
+    assert apply("onehot(4)", label=1, labels=2) == {"label": 1, "labels": [0, 0, 1, 0]}
+    assert apply("onehot(4, key='label')|", label=1) == {"label": [0, 1, 0, 0]}
+    assert apply("onehot(2, 'label', 'b', on=3)", label=1) == {"label": 1, "b": [0, 3]}
+    unchanged = 'decode||onehot(1000, key="label", key_result="labels")|'
+    assert preprocessing.translated(unchanged, "pp") == unchanged
+    assert preprocessing.translated(None, "pp") == ""
+
+
+@pytest.mark.parametrize("path", configs.shipped(), ids=lambda path: path.stem)
+def test_configs_of_dcvit_are_not_translated(path, caplog):
+    needed = {"transfer": "init=x,data=cifar10", "vit_folder": "data_dir=x", "lm_text": "data_dir=x"}
+    caplog.set_level(logging.INFO, "dcvit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(big_vision, "translate", lambda config: pytest.fail("translated"))
+        configs.load(f"{path}:{needed.get(path.stem, '')}")
+    assert not caplog.records
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    pytest.importorskip("tensorflow_datasets")
+    root = tmp_path_factory.mktemp("tfds")
+    image_datasets.imagenet2012(root, n_train=24, n_val=16)
+    image_datasets.imagenet2012_real(root, n=16)
+    return root
+
+
+@pytest.mark.exhaustive
+def test_config_of_big_vision_trains_and_reports_each_translation(
+    datasets, tmp_path, monkeypatch, capsys, library_promotion
+):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(datasets))
+    words = ["--config", f"{PRETRAIN}:variant=mu/16,res=32,fewshot,runlocal", "--workdir", str(tmp_path / "run")]
+    assert cli.run(train.main, [*words, "--config.tensorboard=false"]) == 0
+    errors = capsys.readouterr().err
+    for line in (
+        "pretrain.py: config: log_training_steps=50 -> log_steps=50",
+        "pretrain.py: config: mixup=dict(p=0.2) -> mixup=0.2",
+        "pretrain.py: config.evals.minival, config.evals.real, config.evals.train, config.evals.val: pp_fn -> pp",
+        "skipped evaluation 'fewshot_pets': no prepared dataset 'oxford_iiit_pet'",
+    ):
+        assert errors.count(line) == 1, line
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} >= {0, 2}
+    assert {"val/top1", "real/top1", "minival/loss"} <= rows[-1].keys()
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["evals"].keys() >= {"train", "minival", "val", "real"}
+    assert cli.run(train.main, [*words, "--config.tensorboard=false"]) == 0  # resumes the complete run
+
+
+DIGITS = {
+    "input.data": {"kind": "digits", "split": "train"},
+    "input.batch_size": 64,
+    "input.pp": "value_range(-1, 1, key='image')|onehot(10, key='label', key_result='labels')|keep('image', 'labels')|",
+    "total_steps": 3,
+    "model": {"patch_size": (4, 4), "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16},
+    "loss": None,
+    "init_head_bias": -2.3,
+    "log_training_steps": 1,
+    "mixup": {"p": 0.2},
+    "wd": None,
+    "optax_name": "big_vision.momentum_hp",
+    "lr": 0.01,
+    "schedule": {"decay_type": "cosine", "warmup_percent": 0.3},
+    "evals": {
+        "test": {
+            "type": "classification",
+            "data": {"kind": "digits", "split": "test"},
+            "pp_fn": "value_range(-1, 1)|onehot(10, key='label', key_result='labels')|keep('image', 'labels')",
+            "log_percent": 0.5,
+        }
+    },
+}
+
+
+@pytest.mark.slow
+def test_config_of_big_vision_trains_on_digits_with_its_initial_bias(tmp_path, capsys, library_promotion):
+    """Before the first step, the sigmoid loss of a bias b is -log σ(b) - 9 log σ(-b)."""
+    text = f"import ml_collections as mlc\ndef get_config(arg=None):\n  return mlc.ConfigDict({merged(DIGITS)!r})\n"
+    (tmp_path / "mine.py").write_text(text)
+    words = ["--config", str(tmp_path / "mine.py"), "--workdir", str(tmp_path / "run"), "--config.tensorboard=false"]
+    assert cli.run(train.main, words) == 0
+    errors = capsys.readouterr().err
+    assert "mine.py: config: mixup=dict(p=0.2) -> mixup=0.2\n" in errors
+    assert "mine.py: config.evals.test: log_percent=0.5 -> log_percent=50.0\n" in errors
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    bias = np.float64(-2.3)
+    np.testing.assert_allclose(rows[0]["test/loss"], np.logaddexp(0, -bias) + 9 * np.logaddexp(0, bias), rtol=1e-5)
+    assert rows[-1]["test/loss"] != rows[0]["test/loss"]
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (record["optax_name"], record["loss"], record["mixup"]) == ("trace", "sigmoid_xent", 0.2)
+    assert not big_vision.is_big_vision(record)
