@@ -51,7 +51,7 @@ def attention(
       groups: number of equal groups of heads; each group is composed separately (Section 3.2).
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       implementation: a name from `IMPLEMENTATIONS`; None selects the fastest one for platform, shapes and dtypes
-        (`dcvit.dcmha.dispatch`). All have gradients; only "reference" and "decode" support `jax.jvp`.
+        (`dcvit.dcmha.dispatch`). All have gradients and a forward mode (`jax.jvp`, `jax.linearize`).
 
     Returns:
       The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs.

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
+from dcvit.dcmha.partition import map_examples
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 BLOCK = 40_000  # approximate number of scores of one head in a block
@@ -72,7 +74,6 @@ class Block(NamedTuple):
     start: dict[str, int | Array]
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "groups", "scale"))  # trace once if called eagerly
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -90,8 +91,27 @@ def attention(
 
     Scores and weights are float32, or float64 for float64 inputs. `scale` multiplies q, in q's dtype.
     """
-    wide = statistics_dtype(q.dtype)
     options = Options(causal, window, groups)
+    out: Array = _arrange_and_attend(_attend, options, q, k, v, pre, post, mask, scale=scale)
+    return out
+
+
+def forward_mode(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, mask: Array | None,
+    options: Options, scale: float,
+) -> Array:  # fmt: skip
+    """Compute `attention` in operations that JAX differentiates: the forward mode of other implementations."""
+    out: Array = _arrange_and_attend(_attend_plainly, options, q, k, v, pre, post, mask, scale=scale)
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="scale")  # trace once if called eagerly
+def _arrange_and_attend(
+    attend: Callable[[Options, Inputs], Array], options: Options, q: Array, k: Array, v: Array,
+    pre: ComposeWeights | None, post: ComposeWeights | None, mask: Array | None, *, scale: float,
+) -> Array:  # fmt: skip
+    """Arrange the arrays by head, pad the queries to complete blocks, and attend."""
+    wide = statistics_dtype(q.dtype)
     queries, rows = q.shape[1], _end(segments(q.shape[1], k.shape[1], options))
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(scale, q.dtype), k, v))
     pre, post = (tile.arrange(w, len(q), wide) for w in (pre, post))
@@ -103,7 +123,7 @@ def attention(
         if mask.shape[1] == queries and queries > 1:
             mask = _pad(mask, rows - queries, 1)
         inputs = inputs._replace(mask=mask)
-    out = jax.lax.map(functools.partial(_attend, options), inputs)
+    out = attend(options, inputs)
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
 
 
@@ -136,13 +156,8 @@ def _end(parts: list[Segment]) -> int:
     return parts[-1].first + parts[-1].blocks * parts[-1].rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, x: Inputs) -> Float[Array, "H T D"]:
-    return _forward(options, x)[0]
-
-
-def _forward(options: Options, x: Inputs) -> tuple[Array, tuple[Inputs, Array]]:
-    """Return the output and the residuals of the backward pass: the inputs, and the log-sum-exp of each row (H T)."""
+def _forward(options: Options, x: Inputs) -> tuple[Float[Array, "H T D"], Float[Array, "H T"]]:
+    """Return the output of one example and the log-sum-exp of each row."""
     total = jnp.zeros_like(x.q), jnp.zeros(x.q.shape[:2], statistics_dtype(x.q.dtype))
 
     def write_block(block: Block, total: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -152,12 +167,11 @@ def _forward(options: Options, x: Inputs) -> tuple[Array, tuple[Inputs, Array]]:
         )
         return out, log_sum
 
-    out, log_sum = _fold_blocks(options, x, total, write_block)
-    return out, (x, log_sum)
+    return _fold_blocks(options, x, total, write_block)
 
 
-def _backward(options: Options, saved: tuple[Inputs, Array], d_out: Float[Array, "H T D"]) -> tuple[Inputs]:
-    x, log_sum = saved
+def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: Float[Array, "H T D"]) -> Inputs:
+    """Return the gradients of the inputs of one example."""
     wide = log_sum.dtype
     total = _each(lambda side, axis, a: jnp.zeros(a.shape, wide if side == "k" else a.dtype), x)
 
@@ -176,10 +190,19 @@ def _backward(options: Options, saved: tuple[Inputs, Array], d_out: Float[Array,
         return _each(add, total, part)
 
     total = _fold_blocks(options, x, total, add_block)
-    return (_each(lambda side, axis, a, like: a.astype(like.dtype), total, x),)
+    return _each(lambda side, axis, a, like: a.astype(like.dtype), total, x)
 
 
-_attend.defvjp(_forward, _backward)
+def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
+    out: Array = jax.lax.map(lambda each: _forward(options, each)[0], x)
+    return out
+
+
+_attend = differentiable(
+    forward=lambda options, x: map_examples(_forward, options, x),
+    backward=lambda options, x, log_sum, d_out: map_examples(_backward, options, x, log_sum, d_out),
+    forward_mode=_attend_plainly,
+)
 
 
 def _forward_block(block: Block, options: Options) -> tuple[Array, Array]:

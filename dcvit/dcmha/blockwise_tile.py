@@ -109,7 +109,7 @@ def mix(
 @stage
 def softmax(scores: Float[Array, "H t s"]) -> tuple[Float[Array, "H t s"], Float[Array, "H t"]]:
     """Return the softmax and the log-sum-exp of each row; the softmax of a fully masked row is zero."""
-    top = jnp.max(scores, -1)
+    top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
     top = jnp.where(top == -jnp.inf, 0, top)
     powers = _exponentials(scores, top)
     sums = _over_keys(powers)

@@ -23,14 +23,14 @@ bytes. Instructions of a warp for each head and sweep: for 16 scores a thread, 1
 
 from __future__ import annotations
 
-import functools
 from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.config import is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
@@ -64,17 +64,12 @@ def attention(
     """
     check_supported(q, k, v, pre, post, groups=groups)
     static = Static(causal or window is not None, window, groups, scale, interpret=not is_gpu())
-    return _attention(static, q, k, v, pre, post, mask)
+    return _attention(static, (q, k, v, pre, post, mask))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: Static, q: Array, k: Array, v: Array, pre: Weights, post: Weights, mask: Array | None) -> Array:
-    return _forward(static, q, k, v, pre, post, mask)[0]
-
-
-def _forward(
-    static: Static, q: Array, k: Array, v: Array, pre: Weights, post: Weights, mask: Array | None
-) -> tuple[Array, tuple[Inputs, Array]]:
+def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
+    """Return the output and the log-sum-exp of each row."""
+    q, k, v, pre, post, mask = x
     outs, sums = [], []
     for rectangle in rectangles(q, k, static):
         if rectangle.size[1] <= 0:  # the window of these queries lies after the last key
@@ -91,13 +86,11 @@ def _forward(
         outs.append(inputs.without_padding(out))
         sums.append(lse[:, :, : rectangle.size[0]])
     out = jnp.concatenate(outs, axis=1).astype(q.dtype)
-    return out, ((q, k, v, pre, post, mask), jnp.concatenate(sums, axis=2))
+    return out, jnp.concatenate(sums, axis=2)
 
 
-def _backward(
-    static: Static, residuals: tuple[Inputs, Array], do: Array
-) -> tuple[Array, Array, Array, Weights, Weights, None]:
-    (q, k, v, pre, post, mask), lse = residuals
+def _backward(static: Static, x: Inputs, lse: Array, do: Array) -> Inputs:
+    q, k, v, pre, post, mask = x
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dpre, dpost = WeightGradients(pre, k.shape[1]), WeightGradients(post, k.shape[1])
     for rectangle in rectangles(q, k, static):
@@ -115,7 +108,12 @@ def _backward(
     )  # fmt: skip
 
 
-_attention.defvjp(_forward, _backward)
+def _forward_mode(static: Static, x: Inputs) -> Array:
+    options = blockwise.Options(static.causal, static.window, static.groups)
+    return blockwise.forward_mode(*x, options, static.scale)
+
+
+_attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def _rectangle_gradients(

@@ -29,7 +29,9 @@ from typing import TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
+from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
@@ -39,6 +41,7 @@ from dcvit.dcmha.shapes import Array, Bool, Float
 
 Weights: TypeAlias = ComposeWeights | None
 Inputs: TypeAlias = tuple[Array, Array, Array, Weights, Weights, Array | None]  # q, k, v, pre, post, mask
+Static: TypeAlias = tuple[KernelConfig, Interpret | None]
 Result = TypeVar("Result")
 
 
@@ -71,44 +74,43 @@ def attention(
     )
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
-        mask = mask.astype(jnp.bfloat16)
-    return _attention(config, interpret, q, k, v, pre, post, mask)
+    return _attention((config, interpret), (q, k, v, pre, post, mask))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    config: KernelConfig, interpret: Interpret | None, q: Array, k: Array, v: Array, pre: Weights, post: Weights,
-    mask: Array | None,
-) -> Array:  # fmt: skip
-    return _forward(config, interpret, q, k, v, pre, post, mask)[0]
+def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
+    """Return the output and the log-sum-exp of each row."""
+    config, interpret = static
+    out, lse = by_platform(forward, config, _packed(config, x), interpret)
+    return out[:, : config.queries].reshape(x[0].shape), lse
 
 
-def _forward(
-    config: KernelConfig, interpret: Interpret | None, q: Array, k: Array, v: Array, pre: Weights, post: Weights,
-    mask: Array | None,
-) -> tuple[Array, tuple[Inputs, Array]]:  # fmt: skip
-    inputs = pack(config, q, k, v, pre, post, mask)
-    out, lse = by_platform(forward, config, inputs, interpret)
-    return out[:, : config.queries].reshape(q.shape), ((q, k, v, pre, post, mask), lse)
+def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
+    """Return the inputs of the kernels, the mask in the dtype in which they read it."""
+    q, k, v, pre, post, mask = x
+    return pack(config, q, k, v, pre, post, None if mask is None else mask.astype(jnp.bfloat16))
 
 
-def _backward(
-    config: KernelConfig, interpret: Interpret | None, saved: tuple[Inputs, Array], cotangent: Array
-) -> tuple[Array, Array, Array, Weights, Weights, Array | None]:
-    (q, k, v, pre, post, mask), lse = saved
-    inputs = pack(config, q, k, v, pre, post, mask)
+def _backward(static: Static, x: Inputs, lse: Array, cotangent: Array) -> Inputs:
+    (config, interpret), (q, k, v, pre, post, _) = static, x
+    inputs = _packed(config, x)
     inputs |= {"do": flatten_heads(cotangent.astype(q.dtype), config.blocks_q * config.block_q), "lse": lse}
     grads = by_platform(backward, config, inputs, interpret)
     dq, dk, dv = (
         grads[f"d{name}"][:, : x.shape[1]].reshape(x.shape).astype(x.dtype)
         for name, x in zip("qkv", (q, k, v), strict=True)
     )
-    dmask = None if mask is None else jnp.zeros_like(mask)
     dpre, dpost = unpack(config, grads, pre, post)
-    return dq, dk, dv, dpre, dpost, dmask
+    return dq, dk, dv, dpre, dpost, None
 
 
-_attention.defvjp(_forward, _backward)
+def _forward_mode(static: Static, x: Inputs) -> Array:
+    (config, _), (q, k, v, pre, post, mask) = static, x
+    options = blockwise.Options(config.causal, config.window, config.groups)
+    by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
+    return blockwise.forward_mode(q, k, v, pre, post, by_query, options, config.scale)
+
+
+_attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def by_platform(

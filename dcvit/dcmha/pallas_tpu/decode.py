@@ -32,6 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
 from dcvit.dcmha.pallas_tpu.config import Index, Interpret
@@ -44,6 +45,7 @@ BLOCKS = (512, 256, 128)  # keys of a block, in the order in which they are trie
 RESERVED_BYTES = 8 * 2**20  # of VMEM, for values of one block that the compiler keeps
 
 Arguments: TypeAlias = tuple[Array, Array, Array, ComposeWeights | None, ComposeWeights | None, Array | None]
+Static: TypeAlias = tuple["DecodeConfig", Interpret | None]
 
 
 class DecodeConfig(NamedTuple):
@@ -162,31 +164,21 @@ def attention(
     check_dtypes(q, k, v)
     config = make_config(q, k, pre, post, groups=groups, scale=float(scale), vmem_bytes=vmem_limit())
     attended = visible(1, k.shape[1], causal=causal, window=window, mask=mask)
-    return _attention(config, interpret, (q, k, v, pre, post, attended))
+    return _attention((config, interpret), (q, k, v, pre, post, attended))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(config: DecodeConfig, interpret: Interpret | None, arguments: Arguments) -> Array:
+def _forward(static: Static, x: Arguments) -> tuple[Array, tuple[()]]:
+    config, interpret = static
     fused = functools.partial(call_kernel, config, interpret=interpret or False)
     if interpret is not None:
-        return fused(*arguments)
-    out: Array = jax.lax.platform_dependent(*arguments, tpu=fused, default=functools.partial(call_xla, config))
-    return out
+        return fused(*x), ()
+    return jax.lax.platform_dependent(*x, tpu=fused, default=functools.partial(call_xla, config)), ()
 
 
-def _forward(config: DecodeConfig, interpret: Interpret | None, arguments: Arguments) -> tuple[Array, Arguments]:
-    return _attention(config, interpret, arguments), arguments
-
-
-def _backward(
-    config: DecodeConfig, interpret: Interpret | None, arguments: Arguments, cotangent: Array
-) -> tuple[tuple[object, ...]]:
-    *differentiated, mask = arguments
-    gradients = jax.vjp(functools.partial(call_xla, config, mask=mask), *differentiated)[1](cotangent)
-    return ((*gradients, None),)
-
-
-_attention.defvjp(_forward, _backward)
+def _backward(static: Static, x: Arguments, residuals: tuple[()], cotangent: Array) -> Arguments:
+    *differentiated, mask = x
+    dq, dk, dv, dpre, dpost = jax.vjp(functools.partial(call_xla, static[0], mask=mask), *differentiated)[1](cotangent)
+    return dq, dk, dv, dpre, dpost, None
 
 
 def call_xla(
@@ -197,6 +189,9 @@ def call_xla(
     return decode.attention(
         q, k, v, pre, post, causal=False, window=None, mask=mask, groups=config.groups, scale=config.scale
     )
+
+
+_attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], *x))
 
 
 def compose(config: DecodeConfig, a: Array, refs: ComposeRefs) -> Array:

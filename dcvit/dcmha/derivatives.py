@@ -1,0 +1,129 @@
+"""Functions with a hand-written gradient that also have a forward mode, which `jax.jvp` and `jax.linearize` need.
+
+A function with `jax.custom_vjp` has no forward mode. Here, the tangent of the output is a primitive that is linear in
+the tangents of the inputs. Forward mode evaluates it as `jax.jvp` of a plain JAX function. Reverse mode transposes it,
+and its transpose is the hand-written backward pass. Derivatives of higher order differentiate these two functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from dcvit.dcmha.shapes import Array
+
+Static = TypeVar("Static", bound=Hashable)
+Inputs = TypeVar("Inputs")
+Residuals = TypeVar("Residuals")
+Linear: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (known arrays, linear ones) -> results
+
+
+def differentiable(
+    forward: Callable[[Static, Inputs], tuple[Array, Residuals]],
+    backward: Callable[[Static, Inputs, Residuals, Array], Inputs],
+    forward_mode: Callable[[Static, Inputs], Array],
+) -> Callable[[Static, Inputs], Array]:
+    """Return the function that `forward` computes, with a reverse mode and a forward mode.
+
+    Args:
+      forward: maps static options and a tree of arrays to the output and the residuals. The output has the shape and
+        dtype of the tree's first array, as the output of attention has those of the queries.
+      backward: maps options, inputs, residuals and the gradient of the output to the gradients of the inputs. Those of
+        integers and booleans are ignored and may be None.
+      forward_mode: the same function in operations that JAX differentiates.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def call(static: Static, inputs: Inputs) -> Array:
+        return forward(static, inputs)[0]
+
+    def with_tangent(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Array, Array]:
+        out, residuals = forward(static, *primals)
+        known, tree = jax.tree.flatten((*primals, residuals))
+        given = [t for t in jax.tree.leaves(tangents) if t.dtype != jax.dtypes.float0]
+
+        def tangent(known: Sequence[Array], given: Sequence[Array]) -> list[Array]:
+            inputs = jax.tree.unflatten(tree, known)[0]
+            floats = iter(given)
+            leaves, structure = jax.tree.flatten(inputs)
+            each = [next(floats) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+            return [
+                jax.jvp(functools.partial(forward_mode, static), (inputs,), (jax.tree.unflatten(structure, each),))[1]
+            ]
+
+        def gradients(known: Sequence[Array], d_out: Sequence[Array]) -> list[Array]:
+            inputs, residuals = jax.tree.unflatten(tree, known)
+            found = backward(static, inputs, residuals, *d_out)
+            return jax.tree.leaves(jax.tree.map(lambda x, g: g if _is_float(x) else None, inputs, found))
+
+        (d_out,) = tangent_p.bind(*known, *given, count=len(known), tangent=tangent, gradients=gradients)
+        return out, d_out
+
+    call.defjvp(with_tangent)
+    return call
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+# The first `count` arguments are known arrays, in which the primitive is not linear. `tangent` maps both kinds of
+# arguments to the result, `gradients` maps known arrays and the gradient of the result to gradients of the others.
+tangent_p = Primitive("dcmha_tangent")
+tangent_p.multiple_results = True
+
+
+def _evaluate(*args: Array, count: int, tangent: Linear, gradients: Linear) -> list[Array]:
+    return tangent(list(args[:count]), list(args[count:]))
+
+
+def _result_type(*avals: Any, count: int, tangent: Linear, gradients: Linear) -> list[Any]:
+    return [avals[count]]
+
+
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Any], *, count: int, tangent: Linear, gradients: Linear
+) -> tuple[list[Array], list[Array]]:
+    known, given = list(primals[:count]), list(primals[count:])
+    d_known, d_given = ([ad.instantiate_zeros(t) for t in part] for part in (tangents[:count], tangents[count:]))
+    evaluate = functools.partial(tangent_p.bind, count=count, tangent=tangent, gradients=gradients)
+    out, total = evaluate(*known, *given), evaluate(*known, *d_given)
+    if not all(isinstance(t, ad.Zero) for t in tangents[:count]):
+        _, moved = jax.jvp(lambda known: tangent(known, given), (known,), (d_known,))
+        total = [a + b for a, b in zip(total, moved, strict=True)]
+    return out, total
+
+
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, count: int, tangent: Linear, gradients: Linear
+) -> list[Array | None]:
+    d_out = [ad.instantiate_zeros(ct) for ct in cotangents]
+    found = gradients(list(args[:count]), d_out)
+    wanted = [g if ad.is_undefined_primal(x) else None for x, g in zip(args[count:], found, strict=True)]
+    return [None] * count + wanted
+
+
+def _batch(
+    args: Sequence[Array], axes: Sequence[int | None], *, count: int, tangent: Linear, gradients: Linear
+) -> tuple[list[Array], list[int]]:
+    known_axes = (list(axes[:count]), 0)  # the linear arguments are all batched, so that their gradients are too
+    (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
+    given = [batching.bdim_at_front(x, axis, size) for x, axis in zip(args[count:], axes[count:], strict=True)]
+    each, each_gradients = (jax.vmap(f, in_axes=known_axes) for f in (tangent, gradients))
+    out: list[Array] = tangent_p.bind(*args[:count], *given, count=count, tangent=each, gradients=each_gradients)
+    return out, [0] * len(out)
+
+
+tangent_p.def_impl(_evaluate)
+tangent_p.def_abstract_eval(_result_type)
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=True))
