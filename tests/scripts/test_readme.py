@@ -34,6 +34,8 @@ def test_its_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
         assert program == "dcvit"
         assert cli.run(entry.dispatch, words) == 0, command
     assert (tmp_path / "runs/curves.png").exists()
+    (snippet,) = blocks(PAGE, "python", MARKER)
+    exec(compile(snippet, "README.md", "exec"), {})
 
 
 def test_ci_runs_its_other_commands():
@@ -45,7 +47,7 @@ def test_ci_runs_its_other_commands():
 
 @pytest.mark.slow
 def test_its_snippet_is_a_working_block():
-    (snippet,) = blocks(PAGE, "python")
+    snippet = blocks(PAGE, "python")[-1]
     names: dict = {}
     exec(compile(snippet, "README.md", "exec"), names)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
