@@ -6,10 +6,10 @@
 
 `init` is a workdir, or a checkpoint folder of one. The model, the data and the recipe are those of the run, with
 compositions that start as the identity: at step 0 the model computes the function of the plain one. `compose`,
-`branches`, `projection`, `gate`, `static`, `rank` and `groups` are fields of the model. The optimizer starts afresh, and
-the schedule of the learning rate is repeated, with warm-up, over `steps` steps up to the peak `lr`; both are by default
-those of the run. Batches are drawn with another seed than those of the run. `compose=none` trains the plain model on in
-the same way, for comparison.
+`branches`, `projection`, `gate`, `static`, `rank` and `groups` are fields of the model. The optimizer starts afresh.
+The schedule of the learning rate, warm-up included, is repeated over `steps` steps with the peak `lr`; by default both
+are those of the run. The seed is another than the run's, and so is the order of the data. `compose=none` trains the
+plain model on in the same way, for comparison.
 
 Weights of other origin, such as a big_vision `.npz` file, have no run. Upcycle them with any config:
 
@@ -48,8 +48,8 @@ def get_config(
     config = ConfigDict(init_config)
     config.seed = (init_config["seed"] + 1) % 2**32 if seed is None else seed
     if steps:
-        for unit in UNITS:
-            config.pop(f"total_{unit}", None)
+        for unit in [unit for unit in UNITS if f"total_{unit}" in config]:
+            del config[f"total_{unit}"]
         config.total_steps = steps
     config.lr = lr or config.lr
 

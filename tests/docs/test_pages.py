@@ -134,6 +134,17 @@ def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
         assert line in page
 
 
+def test_the_table_of_upcycling_is_what_the_benchmark_measured():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import bench_upcycle
+
+    result = json.loads((ROOT / "docs" / "upcycle.json").read_text())
+    page = (ROOT / "docs" / "tutorials" / "upcycling.md").read_text()
+    assert "\n".join(bench_upcycle.lines(result)) in page
+    assert result["machine"] in page
+    assert len(result["seeds"]) == 5
+
+
 def test_the_table_of_tpu_slices_is_what_the_compiler_reported():
     """The table has every slice that a config recommends, and each fits."""
     from dcvit import aot

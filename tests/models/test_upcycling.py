@@ -165,7 +165,7 @@ def test_plain_checkpoint_without_the_option_is_one_line_that_names_it(tmp_path,
     assert "\n" not in str(e.value)
     with pytest.raises(CheckpointError, match=r"composes nothing.*set --config\.model\.compose=both"):
         load(param_shapes(plain, inputs), file, {}, upcycle=True)
-    with pytest.raises(CheckpointError, match="does not fit the model; .*only in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"does not fit the model; .*only in the checkpoint"):
         load(param_shapes(composed.clone(depth=1), inputs), file, {}, upcycle=True)
 
 

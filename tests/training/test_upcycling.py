@@ -1,0 +1,151 @@
+"""configs/upcycle.py: runs that start from a plain model and compose its attention."""
+
+import json
+import re
+import shlex
+
+import jax
+import pytest
+from training_runs import lm_command, same
+
+from dcvit import cli, train
+from dcvit import config as configs
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.errors import CheckpointError, ConfigError
+from dcvit.models.upcycling import COMPOSITION
+from dcvit.runs import metrics
+from dcvit.training.model import make_loader, make_model
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def upcycle(init, workdir, arguments="", *overrides):
+    """Train as the command does; return the exit status."""
+    words = [f"--config.{word}" for word in ("ema_decay=0.0", *overrides)]
+    return cli.run(
+        train.main, ["--config", f"upcycle:init={init},steps=1{arguments}", "--workdir", str(workdir), *words]
+    )
+
+
+def assert_continues(plain, upcycled, metric):
+    """The first evaluation of a run is the last one of another, and the compositions are new."""
+    before, after = (metrics.read(workdir / "metrics.jsonl") for workdir in (plain, upcycled))
+    assert after[0]["step"] == 0
+    assert after[0][metric] == pytest.approx(before[-1][metric], abs=1e-6)
+    assert after[0]["num_params"] > before[0]["num_params"]
+    gained = {name for name in names(load_params(upcycled)) if COMPOSITION.fullmatch(name)}
+    assert gained == names(load_params(upcycled)) - names(load_params(plain))
+
+
+def names(params):
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arguments", [",static=true,groups=2", ",compose=pre,branches=q,rank=1"])
+def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path, arguments):
+    assert upcycle(digits_workdir, tmp_path / "run", arguments) == 0
+    assert_continues(digits_workdir, tmp_path / "run", "test/loss")
+
+
+@pytest.mark.exhaustive
+def test_language_model_starts_with_the_metrics_of_the_plain_run_and_resumes(tmp_path):
+    assert lm_command(tmp_path / "plain", **{"model.compose": None}) == 0
+    assert upcycle(tmp_path / "plain", tmp_path / "run", ",static=true", "model.scan=True", "ckpt_steps=1") == 0
+    assert_continues(tmp_path / "plain", tmp_path / "run", "validation/loss")
+    assert upcycle(tmp_path / "plain", tmp_path / "again", ",static=true", "model.scan=True", "ckpt_steps=1") == 0
+    assert same(load_params(tmp_path / "run"), load_params(tmp_path / "again"))
+
+
+def test_plain_run_in_a_composed_model_is_one_line_that_names_the_option(digits_workdir, tmp_path, capsys):
+    assert upcycle(digits_workdir, tmp_path / "run", "", "model_load.upcycle=False") == 2
+    err = capsys.readouterr().err
+    assert re.search(r"only in the model.*--config\.model_load\.upcycle=True\n$", err)
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Write the config of a run, with the folder of a checkpoint, and return the workdir."""
+
+    def write(spec, *overrides):
+        workdir = tmp_path / "plain"
+        (workdir / "checkpoints" / "6").mkdir(parents=True)
+        (workdir / "config.json").write_text(configs.load(spec, overrides).to_json())
+        return workdir
+
+    return write
+
+
+def test_model_data_and_recipe_are_those_of_the_run(runs):
+    workdir = runs("vit_digits:attention=mha", "seed=4294967295", "model.dropout=0.1")
+    old = json.loads((workdir / "config.json").read_text())
+    for init in (workdir, f"{workdir}/", workdir / "checkpoints" / "6"):
+        new = configs.load(f"upcycle:init={init},rank=3,static=true")
+        assert new.model.to_dict().items() >= (old["model"] | {"compose": "both", "rank": 3, "static": True}).items()
+        assert (new.model_init, new.model_load.to_dict(), new.seed) == (str(init), {"upcycle": True}, 0)
+        changed = {key for key in old if json.loads(new.to_json())[key] != old[key]}
+        assert changed == {"model", "model_init", "model_load", "seed"}
+    short = configs.load(f"upcycle:init={workdir},steps=7,lr=0.5,seed=9,compose=none")
+    assert (short.total_steps, short.lr, short.seed, short.get("total_epochs")) == (7, 0.5, 9, None)
+    assert (short.model.compose, short.model_load.upcycle) == (None, False)
+
+
+def test_tokenizer_that_the_run_trained_is_used_again(runs):
+    workdir = runs("lm_text:data_dir=books,tokenizer=train")
+    for init in (workdir, workdir / "checkpoints" / "6"):
+        new = configs.load(f"upcycle:init={init}")
+        for data in (new.input.data, new.evals.validation.data):
+            assert data.tokenizer == f"{workdir}/tokenizer.json"
+
+
+def test_run_of_bytes_needs_no_tokenizer(runs):
+    assert configs.load(f"upcycle:init={runs('lm_text:data_dir=books')}").input.data.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give the run to start from: upcycle.py:init=WORKDIR"),
+        ("init=vit.npz", "--config.model_init=vit.npz --config.model_load.upcycle=True"),
+    ],
+)
+def test_missing_run_is_one_line(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        configs.load(f"upcycle:{arguments}")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+PILE = "lm_pile:preset={}-405M,runlocal=true"
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("DCFormer++", {"qk_norm", "window_pattern"}), ("Transformer++", set())]
+)
+def test_preset_with_another_function_is_refused_with_the_options_that_keep_it(runs, family, expected):
+    """The paper's composed models also have local layers and a QK-norm."""
+    workdir = runs(PILE.format("Transformer++"))
+    words = [f"model_init={workdir}", "model_load.upcycle=True", "model.compose=both"]
+    message = loading_error(configs.load(PILE.format(family), words))
+    assert "\n" not in message
+    assert ("upcycling preserves the function of the run" in message) == bool(expected)
+    options = [word.removeprefix("--config.") for word in shlex.split(message) if word.startswith("--config.model.")]
+    assert {option.partition("=")[0].removeprefix("model.") for option in options} == expected
+    assert "no checkpoint in" in loading_error(configs.load(PILE.format(family), [*words, *options]))
+
+
+def loading_error(config):
+    """Return the message about the checkpoint of a config, which has no parameters."""
+    loader = make_loader(config, make_model(config), {})
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        loader({})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("old", ["model.rank=2", "model.window_pattern='1:1'"])
+def test_quoted_word_is_a_text(old):
+    """As messages write it, because none without quotes means None, whether the key exists or not."""
+    config = configs.load(PILE.format("Transformer++"), [old, "model.window_pattern='none'"])
+    assert config.model.window_pattern == "none"
