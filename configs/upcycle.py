@@ -53,6 +53,8 @@ def get_config(
         config.total_steps = steps
     config.lr = lr or config.lr
 
+    for rules in ("wd_mults", "lr_mults"):  # pairs, which JSON writes as lists
+        config[rules] = tuple(map(tuple, init_config[rules]))
     for data in [config.input.data, *(options.data for options in config.evals.values())]:
         if "{workdir}" in (data.get("tokenizer") or ""):  # a tokenizer that the run trained
             data.tokenizer = data.tokenizer.replace("{workdir}", workdir)

@@ -6,7 +6,7 @@ import shlex
 
 import jax
 import pytest
-from training_runs import lm_command, same
+from training_runs import lm_command
 
 from dcvit import cli, train
 from dcvit import config as configs
@@ -49,12 +49,10 @@ def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, 
 
 
 @pytest.mark.exhaustive
-def test_language_model_starts_with_the_metrics_of_the_plain_run_and_resumes(tmp_path):
+def test_language_model_starts_with_the_metrics_of_the_plain_run(tmp_path):
     assert lm_command(tmp_path / "plain", **{"model.compose": None}) == 0
-    assert upcycle(tmp_path / "plain", tmp_path / "run", ",static=true", "model.scan=True", "ckpt_steps=1") == 0
+    assert upcycle(tmp_path / "plain", tmp_path / "run", ",static=true") == 0
     assert_continues(tmp_path / "plain", tmp_path / "run", "validation/loss")
-    assert upcycle(tmp_path / "plain", tmp_path / "again", ",static=true", "model.scan=True", "ckpt_steps=1") == 0
-    assert same(load_params(tmp_path / "run"), load_params(tmp_path / "again"))
 
 
 def test_plain_run_in_a_composed_model_is_one_line_that_names_the_option(digits_workdir, tmp_path, capsys):
@@ -133,7 +131,7 @@ def test_preset_with_another_function_is_refused_with_the_options_that_keep_it(r
     assert ("upcycling preserves the function of the run" in message) == bool(expected)
     options = [word.removeprefix("--config.") for word in shlex.split(message) if word.startswith("--config.model.")]
     assert {option.partition("=")[0].removeprefix("model.") for option in options} == expected
-    assert "no checkpoint in" in loading_error(configs.load(PILE.format(family), [*words, *options]))
+    assert "SHA256SUMS is missing" in loading_error(configs.load(PILE.format(family), [*words, *options]))
 
 
 def loading_error(config):
