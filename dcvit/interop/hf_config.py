@@ -37,8 +37,8 @@ def size(config: Json, name: str, default: int | None = None) -> int:
     return value
 
 
-def number(config: Json, name: str, default: float) -> float:
-    """Return a positive number."""
+def number(config: Json, name: str, default: float | None = None) -> float:
+    """Return a positive number; a key that is absent has the default, if there is one."""
     value = config.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise CheckpointError(f"config.json: {name}={value!r}; expected a positive number")

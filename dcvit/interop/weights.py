@@ -14,7 +14,7 @@ import flax.traverse_util
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import gpt2, gpt_neox, llama, preprocessing, timm_vit
+from dcvit.interop import dcformer, gpt2, gpt_neox, llama, preprocessing, timm_vit
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
@@ -25,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,
+    "dcformer": dcformer,
 }
 
 

@@ -1,0 +1,175 @@
+"""The authors' DCFormer and DCPythia: their tensors give the logits of their equations, and come back bit by bit."""
+
+import json
+
+import dcformer_oracle as oracle
+import jax
+import numpy as np
+import pytest
+from foreign_models import as_tensors, largest_difference, libraries, our_logits, random_tokens
+
+from dcvit.errors import CheckpointError
+from dcvit.interop import dcformer, links
+from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import open_file
+from dcvit.interop.weights import open_weights
+from dcvit.models import lm
+
+VOCAB, WIDTH, HEADS, WINDOW, LENGTH = 61, 32, 4, 6, 20
+SHARED = {
+    "vocab_size": VOCAB, "dim": WIDTH, "n_head": HEADS, "n_local_heads": HEADS, "head_dim": WIDTH // HEADS,
+    "intermediate_size": 44, "block_size": 64, "use_dcmha": True, "query_wise": False, "is_training": False,
+    "tie_word_embeddings": False, "use_qk_norm": True, "window_type": None, "window_size": WINDOW,
+}  # fmt: skip
+DCFORMER = SHARED | {"model_type": "dcformer", "n_layer": 2, "norm_eps": 1e-6, "rope_base": 10_000}
+DCPYTHIA = SHARED | {
+    "model_type": "dcpythia", "n_layer": 2, "norm_eps": 1e-5, "rope_base": 10_000, "rotary_pct": 0.25,
+    "use_linear_bias": True, "use_parallel_residual": True,
+}  # fmt: skip
+MODELS = {
+    "DCPythia": DCPYTHIA,
+    "DCPythia sequential, no biases": DCPYTHIA
+    | {"use_parallel_residual": False, "use_linear_bias": False, "rotary_pct": 0.5},
+    "DCFormer": DCFORMER,
+    "DCFormer-2.8B": DCFORMER | {"use_qk_norm": False},
+    "DCFormer global": DCFORMER | {"window_size": None, "norm_eps": 1e-3},
+    "DCFormer mgate": DCFORMER | {"mgate": True, "mgate_dim": 11, "rope_base": 500_000.0},
+    "DCFormer LGLL": DCFORMER | {"window_type": "LGLL", "window_size": 256, "n_layer": 4},
+    "DCFormer LGL6": DCFORMER | {"window_type": "LGL6", "window_size": 256, "n_layer": 8},
+}
+
+
+def save(folder, name, **changes):
+    """Save a random model as the authors' `save_pretrained` does, with its buffers and copies; return its tensors."""
+    torch, _ = libraries()
+    config = MODELS[name]
+    state = oracle.random_state(torch, config)
+    copies = {
+        f"layers.{i}.attention.dyn_w_proj.{end}": torch.ones(3)
+        for i in range(config["n_layer"])
+        for end in ("dw_m", "qkw_m", "pre_proj.w", "post_proj.w")
+    }
+    folder.mkdir()
+    torch.save(state | copies, folder / "pytorch_model.bin")
+    config = {key: value for key, value in {**config, **changes}.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
+    torch, _ = libraries()
+    state = save(tmp_path / "theirs", name)
+    weights = open_weights(tmp_path / "theirs")
+    assert weights.family == "dcformer"
+    tokens = random_tokens(VOCAB, 262 if MODELS[name]["window_type"] else LENGTH, batch=1)
+    expected = oracle.forward(torch, MODELS[name], state, tokens)
+    difference = largest_difference(our_logits(weights, tokens), expected)
+    print(f"{name}: largest difference {difference:.1e}")
+    assert difference < 2e-5
+
+    (tmp_path / "ours").mkdir()
+    write_shards(
+        tmp_path / "ours", links.write(dcformer.links(weights.description), as_tensors(dict(weights.params())))
+    )
+    written = {name: tensor.read() for name, tensor in open_file(tmp_path / "ours").tensors.items()}
+    assert written.keys() == state.keys()
+    for tensor, array in written.items():
+        assert (array.shape, array.tobytes()) == (tuple(state[tensor].shape), state[tensor].numpy().tobytes())
+    config = dcformer.config(weights.description)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    assert open_weights(tmp_path / "ours").description == weights.description
+    kept = {key: value for key, value in MODELS[name].items() if key in config}
+    assert {key: config[key] for key in kept} == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DCPythia", "DCFormer"])
+def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
+    torch, _ = libraries()
+    state = save(tmp_path / "m", name)
+    weights = open_weights(tmp_path / "m")
+    net = lm.Model(VOCAB, **weights.description.fields)
+    tokens, prompt = random_tokens(VOCAB, LENGTH), 12
+    params = weights.tree()
+    apply = jax.jit(lambda params, tokens, cache: net.apply({"params": params}, tokens, cache=cache))
+    logits, out = apply(params, tokens[:, :prompt], lm.init_cache(net, 2, LENGTH))
+    found = [logits]
+    for t in range(prompt, LENGTH):
+        logits, out = apply(params, tokens[:, t : t + 1], out["cache"])
+        found.append(logits)
+    expected = oracle.forward(torch, MODELS[name], state, tokens, prompt)
+    assert largest_difference(np.concatenate(found, axis=1), expected) < 2e-5
+    # The two windows matter here: with either one alone, the logits differ.
+    for other in (0, LENGTH):
+        assert largest_difference(oracle.forward(torch, MODELS[name], state, tokens, other or 1), expected) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DCPythia", "DCFormer mgate"])
+def test_a_wrong_field_is_a_difference_of_logits(name, tmp_path):
+    """The comparison above would find a field that is read wrongly."""
+    torch, _ = libraries()
+    state = save(tmp_path / "m", name)
+    weights = open_weights(tmp_path / "m")
+    tokens = random_tokens(VOCAB, LENGTH)
+    expected = oracle.forward(torch, MODELS[name], state, tokens)
+    for wrong in (dict(compose_gelu="tanh"), dict(prefill_window=None), dict(norm_epsilon=1e-2)):
+        difference = largest_difference(our_logits(weights, tokens, **wrong), expected)
+        print(f"{name} with {wrong}: {difference:.1e}")
+        assert difference > 2e-4, wrong
+
+
+@pytest.mark.slow
+def test_qk_norm_is_told_by_the_file_if_its_config_does_not_tell(tmp_path):
+    for name, expected in (("DCFormer", "rmsnorm"), ("DCFormer-2.8B", None)):
+        save(tmp_path / name, name, use_qk_norm="absent")
+        assert open_weights(tmp_path / name).description.fields.get("qk_norm") == expected
+
+
+UNSUITABLE = [
+    (dict(model_type="dcformer2"), "model_type='dcformer2' is not supported; supported: dcformer, dcpythia"),
+    (dict(use_dcmha=False), "use_dcmha=False is not supported, only True"),
+    (dict(query_wise=True), "query_wise=True is not supported, only False"),
+    (dict(n_local_heads=2), "n_local_heads=2 is not supported, only n_head"),
+    (dict(window_type="GL"), "window_type='GL' is not supported; supported: LG, LGLL, LGL6, null"),
+    (dict(window_type="LG"), "window_size=6 with window_type='LG' is not supported"),
+    (dict(rope_base="absent"), "rope_base=None; expected a positive number"),
+    (dict(intermediate_size="absent"), "intermediate_size=None; expected a positive integer"),
+    (dict(tie_word_embeddings=True), "tie_word_embeddings=True is not supported"),
+    (dict(mgate=True), "2 only in the model: layers.0.feed_forward.mg.weight"),
+    (dict(use_qk_norm=False), "4 only in the file: layers.0.attention.q_norm.scale"),
+    (dict(n_head=5), "5 heads should divide the width 32"),
+    (dict(vocab_size=60), "tok_embeddings.weight has shape (61, 32), but config.json says vocab_size=60"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "message"), UNSUITABLE)
+def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
+    save(tmp_path / "m", "DCFormer", **{"n_local_heads": -1, **config})
+    with pytest.raises(CheckpointError) as raised:
+        open_weights(tmp_path / "m")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(), "compose=None (only 'both')"),
+        (dict(compose="both"), "compose_gelu='tanh' (only 'exact')"),
+        (dict(compose="both", compose_gelu="exact", window_pattern="1:1"), "prefill_window=None (only 257)"),
+        (dict(compose="both", compose_gelu="exact", window_pattern="3:1", window=8, prefill_window=9), "window_size=8"),
+        (dict(compose="both", compose_gelu="exact", rank=4), "rank=4 (only 2)"),
+        (dict(compose="both", compose_gelu="exact", static=True), "static=True (only False)"),
+        (dict(compose="both", compose_gelu="exact", num_key_heads=4), "num_key_heads=4 (only 12)"),
+    ],
+)
+def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields(fields, message):
+    from dcvit.interop.family import Description
+
+    with pytest.raises(CheckpointError) as raised:
+        dcformer.config(Description("lm", 61, fields))
+    assert message in str(raised.value)
