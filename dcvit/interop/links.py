@@ -69,22 +69,29 @@ def read(links: Sequence[Link], tensors: Tensors) -> Iterator[tuple[str, np.ndar
       CheckpointError: a tensor has a shape that its link cannot convert.
     """
     for link in links:
-        arrays = [tensors[name].read() for name in link.theirs]
-        try:
-            values = link.to_ours(*arrays)
-        except CheckpointError:  # of a link's own check
-            raise
-        except ValueError:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
-            raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
-        yield from zip(link.ours, values, strict=True)
+        yield from zip(link.ours, _to_ours(link, tensors), strict=True)
+
+
+def _to_ours(link: Link, tensors: Tensors) -> Arrays:
+    arrays = [tensors[name].read() for name in link.theirs]
+    try:
+        return link.to_ours(*arrays)
+    except CheckpointError:  # of the link's own check
+        raise
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
+        raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
 
 
 def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and the value of each tensor of the other library, from parameters by their paths."""
     for link in links:
-        values = link.to_theirs(*(params[path].read() for path in link.ours))
-        yield from zip(link.theirs, map(np.ascontiguousarray, values), strict=True)
+        yield from zip(link.theirs, _to_theirs(link, params), strict=True)
+
+
+def _to_theirs(link: Link, params: Mapping[str, Tensor]) -> Arrays:
+    values = link.to_theirs(*(params[path].read() for path in link.ours))
+    return [np.asarray(value, order="C") for value in values]
 
 
 def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Callable[[str], bool]) -> None:

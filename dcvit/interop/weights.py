@@ -6,13 +6,15 @@ first whose `matches` is true reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.traverse_util
+import jax
 import numpy as np
 
+from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
 from dcvit.interop import dcformer, gpt2, gpt_neox, llama, preprocessing, timm_vit
 from dcvit.interop import links as linking
@@ -54,6 +56,32 @@ class Weights(NamedTuple):
     def tree(self) -> dict[str, Any]:
         """Return all parameters as a nested dict of arrays."""
         tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(self.params()), sep="/")
+        return tree
+
+    def arrays(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all parameters as a nested dict of arrays on devices; one tensor at a time is in the host's memory.
+
+        Args:
+          like: the model's parameters, of unrolled layers, as `jax.ShapeDtypeStruct` with their shardings. The arrays
+            have its dtypes; of a sharded array, each process holds its own part.
+
+        Raises:
+          CheckpointError: the file has other parameters than `like`, or one of another shape; both sides are listed.
+        """
+        expected = flax.traverse_util.flatten_dict(dict(like), sep="/")
+        shapes = {path: tuple(target.shape) for path, target in expected.items()}
+        found = {path: shapes.get(path, ()) for link in self.links for path in link.ours}
+        check_tree(found, shapes, str(self.path))
+
+        def place(path: str, value: np.ndarray) -> jax.Array:
+            check_tree({path: value.shape}, {path: shapes[path]}, str(self.path))
+            target = expected[path]
+            return jax.make_array_from_callback(
+                value.shape, target.sharding, lambda part: np.asarray(value[part], target.dtype)
+            )
+
+        placed = {path: place(path, value) for path, value in self.params()}
+        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(placed, sep="/")
         return tree
 
 
