@@ -15,7 +15,7 @@ import pytest
 import input_pipeline as ip
 from dcvit import big_vision, cli, train
 from dcvit import config as configs
-from dcvit.big_vision import preprocessing
+from dcvit.big_vision import evaluations, preprocessing, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim
 
@@ -399,3 +399,16 @@ def test_config_of_big_vision_trains_on_digits_with_its_initial_bias(tmp_path, c
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (record["optax_name"], record["loss"], record["mixup"]) == ("trace", "sigmoid_xent", 0.2)
     assert not big_vision.is_big_vision(record)
+
+
+def test_page_names_every_key_that_is_dropped_or_refused():
+    page = (Path(__file__).parents[2] / "docs" / "big_vision.md").read_text()
+    tables = (
+        translation.NO_EFFECT,
+        translation.NO_EFFECT_INPUT,
+        translation.UNSUPPORTED,
+        translation.UNSUPPORTED_INPUT,
+    )
+    keys = {key for table in (*tables, evaluations.NO_EFFECT) for key in table}
+    assert len(keys) > 15
+    assert [key for key in keys if not re.search(rf"`(input\.)?{key}`", page)] == []
