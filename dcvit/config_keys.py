@@ -46,7 +46,10 @@ KEYS = {
     "z_loss": Key(float, 0.0, "Language models: weight of the z-loss, log²Z."),
     "label_smoothing": Key(float, 0.0, "Image models: weight of the uniform distribution in the labels, in [0, 1)."),
     "mixup": Key(float, 0.0, "Image models: α of the Beta(α, α) that mixup draws from. 0: no mixup."),
-    "optax_name": Key(str, "scale_by_adam", 'Optimizer: a `scale_by_…` transformation of optax, or "trace".'),
+    "optax_name": Key(
+        str, "scale_by_adam",
+        'Optimizer: a `scale_by_…` transformation of optax, "trace", or "scale_by_adafactor" as in big_vision.',
+    ),
     "optax": Key(dict, {}, "Arguments of that transformation."),
     "lr": Key(float, 1e-3, "Peak learning rate."),
     "schedule": Key(

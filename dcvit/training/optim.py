@@ -99,6 +99,52 @@ def first_match(params: PyTree, rules: Rules, default: float | None, what: str) 
     return jax.tree.map(value, names)
 
 
+def scale_by_adafactor(
+    *,
+    min_dim_size_to_factor: int = 32,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    beta2_cap: float = 0.999,
+    clipping_threshold: float | None = None,
+    momentum: float | None = 0.9,
+    dtype_momentum: str = "bfloat16",
+    eps: float = 1e-30,
+) -> optax.GradientTransformation:
+    """Return big_vision's Adafactor with momentum (Zhai et al., 2022, arXiv 2106.04560).
+
+    Second moments decay by β2(t) = min(beta2_cap, 1 - t^-decay_rate) at step t = 1, 2, …; the learning rate and the
+    weight decay are those of `make`.
+
+    Args:
+      min_dim_size_to_factor: second moments of parameters with two dimensions of at least this size are factored.
+      decay_rate: exponent of β2.
+      decay_offset: number of steps by which t is reduced.
+      beta2_cap: upper limit of β2.
+      clipping_threshold: RMS to which the update of each parameter is clipped; None: no clipping.
+      momentum: decay of the average of the updates, which is not debiased; None or 0: no average.
+      dtype_momentum: dtype of the average.
+      eps: added to squared gradients.
+    """
+
+    def beta2(step: jax.Array, exponent: float) -> jax.Array:
+        return jnp.minimum(beta2_cap, 1 - (jnp.asarray(step, jnp.float32) + 1) ** -exponent)
+
+    scale = optax.scale_by_factored_rms(
+        decay_rate=decay_rate, step_offset=decay_offset, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps,
+        decay_rate_fn=beta2,
+    )  # fmt: skip
+    clip = optax.clip_by_block_rms(clipping_threshold) if clipping_threshold else optax.identity()
+    average = optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum) if momentum else optax.identity()
+    return optax.chain(scale, clip, average)
+
+
+# The transformations that a config can name.
+TRANSFORMATIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    **{name: getattr(optax, name) for name in dir(optax) if name.startswith("scale_by_") or name == "trace"},
+    "scale_by_adafactor": scale_by_adafactor,
+}
+
+
 def make(
     params: PyTree,
     *,
@@ -119,7 +165,7 @@ def make(
     Args:
       params: the parameters, or their shapes.
       total_steps: length of training.
-      optax_name: a `scale_by_…` transformation of optax, or "trace".
+      optax_name: a key of `TRANSFORMATIONS`.
       optax_args: its arguments.
       lr: peak learning rate.
       schedule_args: arguments of `schedule`.
@@ -150,7 +196,7 @@ def make(
     return optax.chain(
         freeze,
         optax.clip_by_global_norm(grad_clip_norm) if grad_clip_norm else optax.identity(),
-        optax.masked(getattr(optax, optax_name)(**(optax_args or {})), is_trained),
+        optax.masked(TRANSFORMATIONS[optax_name](**(optax_args or {})), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),

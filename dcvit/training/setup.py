@@ -239,10 +239,9 @@ def make_optimizer(
     Raises:
       ConfigError: an unknown transformation or schedule, or an argument that does not fit.
     """
-    known = [name for name in dir(optax) if name.startswith("scale_by_") or name == "trace"]
-    if config.optax_name not in known:
-        raise ConfigError(_unknown_transformation(config.optax_name, known))
-    check_call(getattr(optax, config.optax_name), config.optax.to_dict(), "config.optax")
+    if config.optax_name not in optim.TRANSFORMATIONS:
+        raise ConfigError(_unknown_transformation(config.optax_name, list(optim.TRANSFORMATIONS)))
+    check_call(optim.TRANSFORMATIONS[config.optax_name], config.optax.to_dict(), "config.optax")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
         steps = in_steps(schedule, name, what="config.schedule", default=0)

@@ -113,6 +113,8 @@ TRANSLATED = [
     ({"optax_name": "big_vision.momentum_hp", "optax": {"momentum": 0.8, "nesterov": True}},
      {"optax_name": "trace", "optax": {"decay": 0.8, "accumulator_dtype": "bfloat16", "nesterov": True}},
      "optax_name='big_vision.momentum_hp' -> optax_name='trace'"),
+    ({"optax_name": "big_vision.scale_by_adafactor", "optax": {"beta2_cap": 0.95}},
+     {"optax_name": "scale_by_adafactor", "optax": {"beta2_cap": 0.95}}, "-> optax_name='scale_by_adafactor'"),
     ({"weight_decay_decouple": True}, {"weight_decay_decouple": None}, None),
     ({"sharding_strategy": [(".*", 'fsdp(axis="data", min_size_to_shard_mb=1)')],
       "sharding_rules": [("act_batch", "data")]},

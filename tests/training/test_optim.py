@@ -115,3 +115,41 @@ def test_schedules_have_their_defined_values_at_the_corners():
 def test_rules_without_a_match_and_invalid_schedules_are_refused(options, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
         optim.make(PARAMS, total_steps=4, **options)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (2, 4, 3)])
+def test_adafactor_equals_its_equations(shape):
+    """Shazeer & Stern, 2018, Algorithms 1 and 4, with a capped β2, and an average of the updates without debiasing.
+
+    Second moments are the product of the means over either of the two largest dimensions, if both have at least 4.
+    """
+    options = {"min_dim_size_to_factor": 4, "beta2_cap": 0.5, "clipping_threshold": 0.9, "dtype_momentum": "float32"}
+    tx = optim.scale_by_adafactor(**options)
+    params = jnp.zeros(shape)
+    state = tx.init(params)
+    average, whole, rows, columns = (np.zeros(shape) for _ in range(4))
+    factored = shape == (4, 6)
+    for step in range(5):
+        grad = np.random.default_rng(step).normal(size=shape)
+        beta = min(0.5, 1 - (step + 1) ** -0.8)
+        square = grad**2 + 1e-30
+        whole = beta * whole + (1 - beta) * square
+        rows = beta * rows + (1 - beta) * square.mean(axis=-1, keepdims=True)
+        columns = beta * columns + (1 - beta) * square.mean(axis=0, keepdims=True)
+        moment = rows * columns / rows.mean(axis=0, keepdims=True) if factored else whole
+        update = grad / np.sqrt(moment)
+        update /= max(1, np.sqrt(np.mean(update**2)) / 0.9)
+        average = 0.9 * average + 0.1 * update
+        found, state = tx.update(jnp.asarray(grad, jnp.float32), state, params)
+        np.testing.assert_allclose(found, average, rtol=1e-4, atol=1e-6)
+
+
+def test_adafactor_keeps_little_memory():
+    """A row and a column of second moments, and the average in bfloat16; without momentum nothing more."""
+    params = jnp.zeros((64, 32))
+    nbytes = [
+        sum(x.nbytes for x in jax.tree.leaves(optim.scale_by_adafactor(momentum=momentum).init(params)))
+        for momentum in (0.9, 0.0)
+    ]
+    assert nbytes[0] - nbytes[1] == 64 * 32 * 2 + 4  # and a count
+    assert nbytes[1] < 64 * 32
