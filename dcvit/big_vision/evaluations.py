@@ -17,13 +17,7 @@ NO_EFFECT = {
     "cache_final": "batches are computed again",
     "cache_raw": "examples are read again",
 }
-CACHES = {
-    "none": {},
-    "pipeline": {},
-    "raw_data": {"cache": True},
-    "final_data": {"cache": True},
-    "final": {"cache": True},
-}
+CACHES = ("none", "pipeline", "raw_data", "final_data", "final")
 EVALUATORS = ("classification", "mean", "fewshot_lsr")
 
 
@@ -41,11 +35,11 @@ def translate_data(data: Part, *, cache: bool = False) -> dict[str, Any]:
             raise data.refuse("name", "expected a data set of tensorflow-datasets")
         if "image" not in data.values.get("skip_decode", ("image",)):
             raise data.refuse("skip_decode", "images stay encoded, and `pp` decodes them")
-        data.values.pop("skip_decode", None)
+        data.drop({"skip_decode": "all images stay encoded"})
         data.values = {"kind": "tfds", **data.values}
         data.note("kind='tfds' is added")
     if cache:
-        data.values["cache"] = True
+        data.put("cache", True, "cached raw data")
     return data.values
 
 
@@ -62,8 +56,8 @@ def translate_evaluators(config: Part) -> dict[str, Any]:
         part.durations({"log": "log"})
         part.drop(NO_EFFECT)
         part.expect("pred_kw", ({},), "models take no further arguments")
-        if "batch_size_eval" in config.values:
-            part.values.setdefault("batch_size", config.values["batch_size_eval"])
+        if "batch_size_eval" in config.values and "batch_size" not in part.values:
+            part.put("batch_size", config.values["batch_size_eval"], "config.batch_size_eval")
         if kind == "fewshot_lsr":
             evaluators |= _few_shot(part, name)
         else:
@@ -96,14 +90,15 @@ def _classification(part: Part, kind: str) -> dict[str, Any]:
     part.expect("pred", ("predict",), "expected 'predict', or 'loss' with type='mean'")
     part.expect("label_key", ("labels",), "the key of the labels is 'labels'")
     part.rename("loss_name", "loss")
-    part.rename("pp_fn", "pp")
-    part.values["pp"] = preprocessing.translated(part.values.get("pp"), f"{part.name}.pp_fn")
+    pp = preprocessing.translate_pp(part, "pp_fn")
+    part.note("pp_fn -> pp")
     cache = part.values.pop("cache", "none")
     if cache not in CACHES:
         raise ConfigError(f"{part.name}.cache={cache!r}; known: {', '.join(CACHES)}")
-    part.values |= CACHES[cache] if cache != "raw_data" else {}
+    if cache in ("final", "final_data"):
+        part.put("cache", True, f"cache={cache!r}")
     data = translate_data(part.inner("data"), cache=cache == "raw_data")
-    return {"type": "classification", "data": data, **part.values}
+    return {"type": "classification", "data": data, "pp": pp, **part.values}
 
 
 def _few_shot(part: Part, name: str) -> dict[str, Any]:
@@ -114,7 +109,7 @@ def _few_shot(part: Part, name: str) -> dict[str, Any]:
     datasets, folder = part.values.pop("datasets", {}), part.values.pop("data_dir", None)
     if part.values.get("pp_train") != part.values.get("pp_eval"):
         raise part.refuse("pp_train", "pp_train and pp_eval should be equal")
-    pp = preprocessing.translated(part.values.pop("pp_train", None), f"{part.name}.pp_train")
+    pp = preprocessing.translate_pp(part, "pp_train")
     part.values.pop("pp_eval", None)
     layer = part.values.pop("representation_layer", "logits")
     part.note(f"representation_layer -> representation={layer!r}, pp_train and pp_eval -> pp")

@@ -21,14 +21,11 @@ def translate_optimizer(config: Part) -> None:
     arguments = config.inner("optax")
     if name in ("big_vision.sgd", "identity"):
         config.put("optax_name", "trace", f"optax_name={name!r}")
-        arguments.values["decay"] = 0.0
+        arguments.put("decay", 0.0, "no momentum")
     elif name == "big_vision.momentum_hp":
         config.put("optax_name", "trace", f"optax_name={name!r}")
-        arguments.values = {
-            "decay": arguments.values.pop("momentum", 0.9),
-            "accumulator_dtype": arguments.values.pop("dtype", "bfloat16"),
-            **arguments.values,
-        }
+        for old, new, default in (("momentum", "decay", 0.9), ("dtype", "accumulator_dtype", "bfloat16")):
+            arguments.put(new, arguments.values.pop(old, default), old)
     elif isinstance(name, str) and name.startswith("big_vision."):
         config.put("optax_name", name.removeprefix("big_vision."), f"optax_name={name!r}")
     config.values["optax"] = arguments.values

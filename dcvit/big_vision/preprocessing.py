@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 
+from dcvit.big_vision.part import Part
 from dcvit.errors import ConfigError, InputError
 from input_pipeline.preprocess import ops
 from input_pipeline.preprocess.builder import calls
@@ -12,17 +13,16 @@ from input_pipeline.preprocess.builder import calls
 ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
 
 
-def translated(pp: object, what: str) -> str:
-    """Return a preprocessing string of big_vision with the keys of each `onehot` given.
+def translate_pp(part: Part, key: str) -> str:
+    """Remove a preprocessing string of big_vision, and return it with the keys of each `onehot` given.
 
-    Args:
-      pp: the string; None is equivalent to "".
-      what: name of the string in messages.
+    A string without such an op is returned as it is, and a missing one as "".
 
     Raises:
       ConfigError: this is no string, or it cannot be parsed.
     """
-    found = _calls(pp, what)
+    pp = part.values.pop(key, "")
+    found = _calls(pp, f"{part.name}.{key}")
     changed = False
     for call in found:
         if _name(call) == "onehot":
@@ -31,7 +31,10 @@ def translated(pp: object, what: str) -> str:
             added = [ast.keyword(key, ast.Constant(value)) for key, value in missing if key not in names]
             call.keywords += added
             changed = changed or bool(added)
-    return "|".join(map(ast.unparse, found)) if changed else str(pp or "")
+    if not changed:
+        return str(pp)
+    part.note(f"onehot in {key} -> onehot with big_vision's default keys")
+    return "|".join(map(ast.unparse, found))
 
 
 def without_labels(pp: str) -> str:
@@ -41,10 +44,10 @@ def without_labels(pp: str) -> str:
 
 def _calls(pp: object, what: str) -> list[ast.Call]:
     """Return the ops of a string. Raises ConfigError if it cannot be parsed."""
-    if not isinstance(pp, str | None):
+    if not isinstance(pp, str):
         raise ConfigError(f"{what}={pp!r} should be of type str")
     try:
-        return calls(pp or "")
+        return calls(pp)
     except InputError as e:
         raise ConfigError(f"{what}: {e}") from None
 

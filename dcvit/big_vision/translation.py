@@ -15,7 +15,7 @@ from dcvit.big_vision.evaluations import pp_predict, translate_data, translate_e
 from dcvit.big_vision.optimization import translate_optimizer, translate_schedule
 from dcvit.big_vision.part import Notes, Part
 from dcvit.config_keys import UNITS
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, first_line_with_type
 
 NO_EFFECT = {
     "pp_modules": "all preprocessing ops are known",
@@ -48,7 +48,8 @@ FSDP = re.compile(r"""fsdp\(\s*(?:axis\s*=\s*)?(['"])data\1\s*(?:,\s*min_size_to
 
 def is_big_vision(config: Mapping[str, Any]) -> bool:
     """Return True if a config has keys that only big_vision has, or its form of mixup or data."""
-    holders = [config.get("input"), *(config.get("evals") or {}).values()]
+    evaluators = config.get("evals")
+    holders = [config.get("input"), *(evaluators.values() if isinstance(evaluators, Mapping) else ())]
     data = [holder.get("data") for holder in holders if isinstance(holder, Mapping)]
     return (
         bool(MARKS & config.keys())
@@ -64,8 +65,18 @@ def translate(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
       ConfigError: a key or value has no equivalent; the message names it.
     """
-    notes = Notes()
-    config = Part(found, "config", notes)
+    config = Part(found, "config", Notes())
+    try:
+        _translate(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as e:  # values of unexpected types
+        raise ConfigError(f"this config of big_vision cannot be translated: {first_line_with_type(e)}") from e
+    return config.values, config.notes.lines()
+
+
+def _translate(config: Part) -> None:
+    """Translate the keys of a config in place."""
     for key, reason in UNSUPPORTED.items():
         if config.values.get(key):
             raise config.refuse(key, reason)
@@ -84,7 +95,6 @@ def translate(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     config.values["evals"] = evaluators
     if pp := pp_predict(evaluators):
         config.put("pp_predict", pp, "preprocessing of an evaluator")
-    return config.values, notes.lines()
 
 
 def _translate_input(config: Part) -> None:
@@ -97,12 +107,10 @@ def _translate_input(config: Part) -> None:
         part.values.pop(key, None)
     raw, cache = part.values.pop("cache_raw", False), part.values.get("cache", "none")
     part.expect("cache", ("none", "pipeline", "raw_data"), "only the examples as they are stored can be kept in memory")
-    if raw or cache == "raw_data":
-        part.note("cache_raw -> data.cache=True")
     if part.values.pop("skip_errors", False):
         part.put("corrupt", "skip", "skip_errors")
     part.values["data"] = translate_data(part.inner("data"), cache=bool(raw) or cache == "raw_data")
-    part.values["pp"] = preprocessing.translated(part.values.get("pp"), "config.input.pp")
+    part.values["pp"] = preprocessing.translate_pp(part, "pp")
     config.values["input"] = part.values
 
 
@@ -134,7 +142,8 @@ def _translate_mixup(config: Part) -> None:
 
 def _translate_mesh(config: Part) -> None:
     """Translate a mesh of one axis with replicated or fully sharded parameters. Raises ConfigError for others."""
-    rules = config.values.pop("sharding_rules", [("act_batch", "data")])
+    rules = config.values.get("sharding_rules", [("act_batch", "data")])
+    config.drop({"sharding_rules": "a batch is split over all devices"})
     if repr(rules) not in ("[('act_batch', 'data')]", "[('act_batch', ('data',))]"):
         raise ConfigError(f"config.sharding_rules={rules!r} of big_vision has no equivalent; expected act_batch only")
     strategy = config.values.pop("sharding_strategy", [(".*", "replicate")])

@@ -15,7 +15,7 @@ import pytest
 import input_pipeline as ip
 from dcvit import big_vision, cli, train
 from dcvit import config as configs
-from dcvit.big_vision import evaluations, preprocessing, translation
+from dcvit.big_vision import evaluations, part, preprocessing, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim
 
@@ -60,9 +60,34 @@ def translate(**changes):
 
 def value_at(config, path):
     """The value of a dotted key; None if there is none."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
     return config
+
+
+DIGITS = {
+    "input.data": {"kind": "digits", "split": "train"},
+    "input.batch_size": 64,
+    "input.pp": "value_range(-1, 1, key='image')|onehot(10, key='label', key_result='labels')|keep('image', 'labels')|",
+    "total_steps": 3,
+    "model": {"patch_size": (4, 4), "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16},
+    "loss": None,
+    "init_head_bias": -2.3,
+    "log_training_steps": 1,
+    "mixup": {"p": 0.2},
+    "wd": None,
+    "optax_name": "big_vision.momentum_hp",
+    "lr": 0.01,
+    "schedule": {"decay_type": "cosine", "warmup_percent": 0.3},
+    "evals": {
+        "test": {
+            "type": "classification",
+            "data": {"kind": "digits", "split": "test"},
+            "pp_fn": "value_range(-1, 1)|onehot(10, key='label', key_result='labels')|keep('image', 'labels')",
+            "log_percent": 0.5,
+        }
+    },
+}
 
 
 TRANSLATED = [
@@ -84,8 +109,8 @@ TRANSLATED = [
     ({"model.pool_type": "map", "model.posemb": "sincos2d", "model.rep_size": True, "model.dtype_mm": "bfloat16"},
      {"model": {"variant": "S/16", "pool_type": "map", "posemb": "sincos2d", "rep_size": True, "dtype_mm": "bfloat16"}},
      None),
-    ({"input.cache_raw": True}, {"input.data.cache": True, "input.cache_raw": None}, "cache_raw -> data.cache=True"),
-    ({"input.cache": "raw_data"}, {"input.data.cache": True, "input.cache": None}, "cache_raw -> data.cache=True"),
+    ({"input.cache_raw": True}, {"input.data.cache": True, "input.cache_raw": None}, "cached raw data -> cache=True"),
+    ({"input.cache": "raw_data"}, {"input.data.cache": True, "input.cache": None}, "cached raw data -> cache=True"),
     ({"input.cache_raw": False, "input.cache": "none"}, {"input.data.cache": None, "input.cache": None}, None),
     ({"input.skip_errors": True}, {"input.corrupt": "skip"}, "skip_errors -> corrupt='skip'"),
     ({"input.data.data_dir": "/d", "input.data.skip_decode": ("image", "mask")},
@@ -209,6 +234,28 @@ def test_key_without_equivalent_is_refused_in_one_line(changes, message):
     assert "\n" not in str(error.value)
 
 
+def replacements(config):
+    """Yield configs with one value, at any depth, replaced by a value of another type."""
+    for key, value in config.items():
+        for other in (3, -1.5, "x", True, [1], (("a", "b", "c"),), {"a": {"b": 1}}, [{}], [["a", None, 2]]):
+            yield {**config, key: other}
+        if isinstance(value, dict):
+            yield from ({**config, key: changed} for changed in replacements(value))
+
+
+@pytest.mark.parametrize("changes", [changes for changes, _, _ in TRANSLATED[-12:]] + [DIGITS], ids=str)
+def test_value_of_another_type_is_translated_or_refused_in_one_line(changes):
+    messages = []
+    for config in replacements(merged(changes)):
+        try:
+            if big_vision.is_big_vision(config):
+                big_vision.translate(config)
+        except ConfigError as e:
+            messages.append(str(e))
+    assert len(messages) > 20
+    assert [message for message in messages if "\n" in message] == []
+
+
 def test_refusal_names_the_file_and_unknown_keys_are_errors(tmp_path):
     def load(**changes):
         config = merged({"log_training_steps": 5, **changes})
@@ -304,16 +351,21 @@ def test_optimizers_of_big_vision_have_the_same_updates(name, arguments, referen
 def test_onehot_keeps_big_visions_default_keys():
     """`onehot(4)` replaces `labels`, and `onehot(4, key="label")` replaces `label`."""
 
+    def translated(pp):
+        holder = part.Part({"pp": pp}, "config.input", part.Notes())
+        return preprocessing.translate_pp(holder, "pp"), holder.notes.lines()
+
     def apply(pp, **example):
-        found = ip.Preprocess(preprocessing.translated(pp, "pp"))(example, np.random.default_rng(0))
+        found = ip.Preprocess(translated(pp)[0])(example, np.random.default_rng(0))
         return {key: np.asarray(value).tolist() for key, value in found.items()}
 
     assert apply("onehot(4)", label=1, labels=2) == {"label": 1, "labels": [0, 0, 1, 0]}
     assert apply("onehot(4, key='label')|", label=1) == {"label": [0, 1, 0, 0]}
     assert apply("onehot(2, 'label', 'b', on=3)", label=1) == {"label": 1, "b": [0, 3]}
     unchanged = 'decode||onehot(1000, key="label", key_result="labels")|'
-    assert preprocessing.translated(unchanged, "pp") == unchanged
-    assert preprocessing.translated(None, "pp") == ""
+    assert translated(unchanged) == (unchanged, [])
+    assert translated(None) == ("", [])
+    assert translated("onehot(4)")[1] == ["config.input: onehot in pp -> onehot with big_vision's default keys"]
 
 
 @pytest.mark.parametrize("path", configs.shipped(), ids=lambda path: path.stem)
@@ -356,31 +408,6 @@ def test_config_of_big_vision_trains_and_reports_each_translation(
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["evals"].keys() >= {"train", "minival", "val", "real"}
     assert cli.run(train.main, [*words, "--config.tensorboard=false"]) == 0  # resumes the complete run
-
-
-DIGITS = {
-    "input.data": {"kind": "digits", "split": "train"},
-    "input.batch_size": 64,
-    "input.pp": "value_range(-1, 1, key='image')|onehot(10, key='label', key_result='labels')|keep('image', 'labels')|",
-    "total_steps": 3,
-    "model": {"patch_size": (4, 4), "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16},
-    "loss": None,
-    "init_head_bias": -2.3,
-    "log_training_steps": 1,
-    "mixup": {"p": 0.2},
-    "wd": None,
-    "optax_name": "big_vision.momentum_hp",
-    "lr": 0.01,
-    "schedule": {"decay_type": "cosine", "warmup_percent": 0.3},
-    "evals": {
-        "test": {
-            "type": "classification",
-            "data": {"kind": "digits", "split": "test"},
-            "pp_fn": "value_range(-1, 1)|onehot(10, key='label', key_result='labels')|keep('image', 'labels')",
-            "log_percent": 0.5,
-        }
-    },
-}
 
 
 @pytest.mark.slow
