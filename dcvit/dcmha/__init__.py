@@ -10,11 +10,21 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import dispatch, reference
 from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array, Bool, Float
 
-__all__ = ["IMPLEMENTATIONS", "ComposeWeights", "attention", "compose", "dynamic_gate", "dynamic_projection"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "ComposeWeights",
+    "Dropout",
+    "attention",
+    "attention_weights",
+    "compose",
+    "dynamic_gate",
+    "dynamic_projection",
+]
 
 IMPLEMENTATIONS = tuple(dispatch.IMPLEMENTATIONS)
 
@@ -31,6 +41,7 @@ def attention(
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     groups: int = 1,
     scale: float | None = None,
+    dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Multi-head attention whose scores and weights are composed across heads (Eqn 4 of the paper).
@@ -50,6 +61,7 @@ def attention(
         combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
       groups: number of equal groups of heads; each group is composed separately (Section 3.2).
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
+      dropout: dropout of the composed weights; only "reference" has it.
       implementation: a name from `IMPLEMENTATIONS`; None selects the fastest one for platform, shapes and dtypes
         (`dcvit.dcmha.dispatch`). All have gradients and a forward mode (`jax.jvp`, `jax.linearize`).
 
@@ -61,13 +73,41 @@ def attention(
         implementation does not exist or does not support the case.
     """
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
+    if dropout is not None and not 0 <= dropout.rate < 1:
+        raise ValueError(f"dropout rate {dropout.rate}: expected at least 0 and less than 1")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
     if q.size == 0:
         return jnp.zeros_like(q)
     return dispatch.attention(
-        q, k, v, pre, post, implementation, causal=causal, window=window, mask=mask, groups=groups, scale=scale
+        q, k, v, pre, post, implementation, dropout,
+        causal=causal, window=window, mask=mask, groups=groups, scale=scale,
+    )  # fmt: skip
+
+
+def attention_weights(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    groups: int = 1,
+    scale: float | None = None,
+) -> Float[Array, "B H T S"]:
+    """Compute the composed weights by which `attention` multiplies the values, for inspection.
+
+    The arguments are those of `attention`. The array of size H×T×S is float32, or float64 for float64 inputs.
+
+    Raises:
+      ValueError: as `attention`.
+    """
+    scale = _check_arguments(q, k, k, pre, post, window=window, mask=mask, groups=groups, scale=scale)
+    return reference.attention_weights(
+        q, k, pre, post, causal=causal, window=window, mask=mask, groups=groups, scale=scale
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Protocol, TypedDict, Unpack
 
 import jax
@@ -10,6 +12,7 @@ import jax
 from dcvit.dcmha import blockwise, decode, reference
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.partition import splits_arrays
 from dcvit.dcmha.shapes import Array
 
 LOG = logging.getLogger(__name__)
@@ -91,7 +94,7 @@ def platform() -> str:
 
 def attention(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, implementation: str | None,
-    **options: Unpack[Options],
+    dropout: reference.Dropout | None = None, **options: Unpack[Options],
 ) -> Array:  # fmt: skip
     """Compute attention with the named implementation, or with the first candidate that supports the case.
 
@@ -105,7 +108,11 @@ def attention(
     for name in names:
         try:
             check_platform(name)
-            out = IMPLEMENTATIONS[name](q, k, v, pre, post, **options)
+            attend: Callable[..., Array] = IMPLEMENTATIONS[name]
+            if dropout is not None:
+                check_dropout(name)
+                attend = functools.partial(attend, dropout=dropout)
+            out = attend(q, k, v, pre, post, **options)
         except UnsupportedError as error:
             if implementation is not None:
                 raise ValueError(f"implementation {name} does not support this case: {error}") from error
@@ -136,10 +143,20 @@ def candidates(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeig
 
 
 def check_platform(name: str) -> None:
-    """Raise UnsupportedError if an implementation does not run on the current platform."""
+    """Raise UnsupportedError if an implementation does not run on the current platform or mesh."""
     required, here = ONLY_ON.get(name), platform()
     if required is not None and required != here:
         raise UnsupportedError(f"it needs a {required.upper()}, found a {here.upper()}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if required is not None and not mesh.empty and splits_arrays():
+        axes = ", ".join(mesh.axis_names)
+        raise UnsupportedError(f"the compiler cannot split a kernel over the mesh axes {axes}; use jax.shard_map")
+
+
+def check_dropout(name: str) -> None:
+    """Raise UnsupportedError if an implementation has no dropout."""
+    if name != "reference":
+        raise UnsupportedError("only reference has dropout")
 
 
 def _describe(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, window: int | None) -> str:

@@ -70,8 +70,12 @@ def _partition(
     loop: Callable[..., Tree], mesh: Mesh, args: Tree, results: Tree
 ) -> tuple[Mesh, Callable[..., Tree], Tree, Tree]:
     """Return the program of one device and the shardings of its arguments and results: the first axis is split."""
-    spec = jax.tree.leaves(results)[0].sharding.spec
-    sharding = NamedSharding(mesh, P(spec[0] if spec else None))
+    sharding = jax.tree.leaves(results)[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(mesh, P(*sharding.spec[:1]))
+    else:  # no array of the program has named axes: all of them are replicated
+        mesh = Mesh(sorted(sharding.device_set, key=lambda device: device.id), ("device",))
+        sharding = NamedSharding(mesh, P())
     return mesh, loop, jax.tree.map(lambda _: sharding, results), jax.tree.map(lambda _: sharding, args)
 
 

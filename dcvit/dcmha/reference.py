@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Bool, Float
+
+
+class Dropout(NamedTuple):
+    """Dropout of composed attention weights, drawn as flax draws it.
+
+    Fields:
+      key: random key.
+      rate: share of the weights that become zero; the others are divided by 1 - rate.
+      broadcast: all examples and heads lose the weights of the same pairs of tokens.
+    """
+
+    key: Array
+    rate: float
+    broadcast: bool = True
 
 
 def visible(
@@ -50,6 +66,28 @@ def masked_softmax(
     return weights / jnp.where(total == 0, 1, total)
 
 
+def attention_weights(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    causal: bool,
+    window: int | None,
+    mask: Bool[Array, "#B 1 #T #S"] | None,
+    groups: int,
+    scale: float,
+) -> Float[Array, "B H T S"]:
+    """Compute the composed weights of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs."""
+    wide = statistics_dtype(q.dtype)
+    k = _repeat(k, q.shape[2])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
+    if pre is not None:
+        scores = compose(scores, pre, groups=groups)
+    weights = masked_softmax(scores, visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask))
+    return weights if post is None else compose(weights, post, groups=groups)
+
+
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -62,19 +100,28 @@ def attention(
     mask: Bool[Array, "#B 1 #T #S"] | None,
     groups: int,
     scale: float,
+    dropout: Dropout | None = None,
 ) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
     Scores and weights are float32, or float64 for float64 inputs.
     """
-    wide = statistics_dtype(q.dtype)
-    if k.shape[2] != q.shape[2]:
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
-    if pre is not None:
-        scores = compose(scores, pre, groups=groups)
-    weights = masked_softmax(scores, visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask))
-    if post is not None:
-        weights = compose(weights, post, groups=groups)
-    out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=wide)
+    weights = attention_weights(
+        q, k, pre, post, causal=causal, window=window, mask=mask, groups=groups, scale=scale
+    )  # fmt: skip
+    if dropout is not None:
+        weights = _drop(weights, dropout)
+    v = _repeat(v, q.shape[2])
+    out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
     return out.astype(q.dtype)
+
+
+def _repeat(x: Float[Array, "B S K D"], heads: int) -> Float[Array, "B S H D"]:
+    """Repeat each key head for the query heads that share it."""
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _drop(weights: Float[Array, "B H T S"], dropout: Dropout) -> Float[Array, "B H T S"]:
+    shape = (1, 1, *weights.shape[2:]) if dropout.broadcast else weights.shape
+    kept = jax.random.bernoulli(dropout.key, 1 - dropout.rate, shape)
+    return weights * (kept.astype(weights.dtype) / (1 - dropout.rate))

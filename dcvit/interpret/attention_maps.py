@@ -24,7 +24,7 @@ from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 
-CAPTURED = ("_project", "_compose_weights")  # methods of `Attention`
+CAPTURED = ("project", "_compose_weights")  # methods of `Attention`
 
 
 class AttentionMaps(NamedTuple):
@@ -83,7 +83,7 @@ def _maps(model: ViT | LM, params: Params, inputs: Array, layers: tuple[int, ...
     found = {}
     for layer in layers:
         methods = blocks[f"{prefix}_{layer}"]["MultiHeadDotProductAttention_0"]
-        (q, k, v), weights = methods["_project"][0], methods["_compose_weights"][0]
+        (q, k, v), weights = methods["project"][0], methods["_compose_weights"][0]
         attention = AttentionInputs(q, k, v, weights.get("pre"), weights.get("post"))
         seen = visible(q.shape[1], k.shape[1], causal=causal, window=windows[layer % len(windows)], mask=mask)
         found[layer] = _layer_maps(attention, seen, model.groups if model.compose else 1)

@@ -1,25 +1,26 @@
-"""Multi-head attention module: projections, optional QK-norm and rotary embedding, then `dcvit.dcmha.attention`."""
+"""Multi-head attention module: projections, compose weights, `dcvit.dcmha.attention` and the output projection."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer
-from jax.typing import DTypeLike
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
+from dcvit.dcmha import Dropout, attention_weights
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.kv_cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.models import sharded_attention
+from dcvit.models import Params, sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
-from dcvit.models.fields import AttentionFields, BranchFields, check_attention, check_heads, values_of
-from dcvit.models.layers import in_float32
-from dcvit.parallel.mesh import BATCH, constrain
+from dcvit.models.fields import BranchFields, values_of
+from dcvit.models.projections import Projections
+from dcvit.parallel.mesh import BATCH, constrain, divisible_axes, explicit_mesh, shard_as, with_auto_axes
 
 
 class CacheUpdate(NamedTuple):
@@ -40,75 +41,67 @@ class AttentionInputs(NamedTuple):
     post: ComposeWeights | None
 
 
-def rotate(
-    x: Float[Array, "B T H D"], positions: Int[Array, "#B T"], *, width: int, base: float
-) -> Float[Array, "B T H D"]:
-    """Apply a rotary position embedding (Su et al., 2021) to the first `width` of D numbers, in float32.
+class LayerInputs(NamedTuple):
+    """Arrays of one call of a layer. With several leading axes or none, see `LayerInputs.flat`."""
 
-    Number i of the first half and number i of the second half form a pair, which is rotated by the angle
-    position · base^(-2i/width): the layout of GPT-NeoX and LLaMA.
+    q: Float[Array, "*B T M"]
+    k: Float[Array, "*B S _"] | None = None  # None: as q
+    v: Float[Array, "*B S _"] | None = None  # None: as k
+    mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None
+    positions: Int[Array, "..."] | None = None
+    dropout_key: Array | None = None
+
+    def flat(self) -> LayerInputs:
+        """Return the inputs with a single leading axis B, and the mask as `dcvit.dcmha.attention` takes it."""
+        lead, keys = self.q.shape[:-2], (self.q if self.k is None else self.k).shape[-2]
+
+        def merge(x: Array) -> Array:
+            return x if x.ndim == 3 else x.reshape(-1, *x.shape[-2:])
+
+        k, v = (None if x is None else merge(x) for x in (self.k, self.v))
+        mask = None if self.mask is None else boolean_mask(self.mask, lead, self.q.shape[-2], keys)
+        positions = None if self.positions is None else self.positions.reshape(-1, self.positions.shape[-1])
+        return LayerInputs(merge(self.q), k, v, mask, positions, self.dropout_key)
+
+
+def boolean_mask(mask: Array, lead: tuple[int, ...], queries: int, keys: int) -> Bool[Array, "_ 1 _ _"]:
+    """Return a mask as flax makes it, of numbers or booleans that broadcast to (*lead, 1, T, S), with one leading axis.
+
+    Raises:
+      ValueError: the shape does not broadcast, or the mask differs between heads, which a composition mixes.
     """
-    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
+    expected = (*lead, 1, queries, keys)
+    shape = (1,) * (len(expected) - mask.ndim) + mask.shape
+    if len(shape) > len(expected) or any(n not in (1, most) for n, most in zip(shape, expected, strict=True)):
+        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {expected}, the same for all heads")
+    if mask.dtype != jnp.bool_:
+        mask = mask != 0
+    if all(n == 1 for n in shape[:-3]):
+        return mask.reshape(1, *shape[-3:])
+    return (
+        mask if mask.ndim == 4 else jnp.broadcast_to(mask.reshape(shape), (*lead, *shape[-3:])).reshape(-1, *shape[-3:])
+    )
 
 
-class Attention(AttentionFields):
-    """Multi-head attention with optional dynamic composition.
-
-    The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the
-    compositions. The module also has the fields of `AttentionFields`.
+class FlatAttention(Projections):
+    """Attention of inputs B T M, also with a cache of earlier tokens; the base class of `Attention`.
 
     Fields:
-      num_heads: H; divides the model width M.
-      num_key_heads: K, for grouped-query attention; None means H.
-      rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
-      rotary_base: base of the frequencies of that embedding.
       causal, window: see `dcvit.dcmha.attention`.
       prefill_window: with `window`, the window of a call with several tokens; None means `window`.
-      use_bias: the four projections have biases.
-      kernel_init: initializer of the four projections.
-      out_init: initializer of the output projection; None means `kernel_init`.
-      dtype: dtype of the computation; parameters are float32.
+      dropout_rate: dropout rate of the composed attention weights.
+      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
+      deterministic: no dropout; given here or in the call.
       remat: recompute the attention in the backward pass instead of keeping arrays as large as T×S.
     """
 
-    num_heads: int
-    num_key_heads: int | None = None
-    rotary: int = 0
-    rotary_base: float = 10_000.0
     causal: bool = False
     window: int | None = None
     prefill_window: int | None = None
-    use_bias: bool = True
-    kernel_init: Initializer = nn.initializers.xavier_uniform()
-    out_init: Initializer | None = None
-    dtype: DTypeLike | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = True
+    deterministic: bool | None = None
     remat: bool = False
-
-    def __call__(
-        self,
-        x_q: Float[Array, "B T M"],
-        x_kv: Float[Array, "B S M"] | None = None,
-        mask: Bool[Array, "#B 1 #T #S"] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
-    ) -> Float[Array, "B T M"]:
-        """Attend from `x_q` to `x_kv`, or to `x_q` itself.
-
-        Args:
-          x_q: inputs of the queries.
-          x_kv: inputs of the keys and values; None means `x_q`.
-          mask: see `dcvit.dcmha.attention`.
-          positions: positions of the tokens for a rotary embedding; None means 0 … T-1.
-
-        Raises:
-          ValueError: a field has none of its valid values, the numbers of heads, key heads and groups and the width do
-            not divide each other as they must, or a rotary embedding is combined with `x_kv`.
-        """
-        return self._attend(x_q, x_q if x_kv is None else x_kv, mask, positions)[0]
 
     def decode(
         self,
@@ -124,82 +117,60 @@ class Attention(AttentionFields):
           x: inputs of the new tokens. If T > 1, the cache must be empty.
           cache: the tokens before; see `dcvit.models.lm.init_cache`.
           update: position of the new tokens in the cache.
-          mask: as in `__call__`; if T = 1, the S keys are the slots of the cache.
-          positions: as in `__call__`.
+          mask: as `dcvit.dcmha.attention` takes it; if T = 1, the S keys are the slots of the cache.
+          positions: as in `Attention`.
 
         Returns:
           The output, and the cache with the new tokens.
         """
-        out, extended = self._attend(x, x, mask, positions, cache, update)
+        out, _, extended = self._attend(LayerInputs(x, mask=mask, positions=positions), cache=cache, update=update)
         assert extended is not None  # because `cache` is not
         return out, extended
 
     @nn.compact
     def _attend(
         self,
-        x_q: Array,
-        x_kv: Array,
-        mask: Array | None,
-        positions: Array | None,
+        inputs: LayerInputs,
+        return_weights: bool = False,
         cache: Cache | None = None,
         update: CacheUpdate | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Return the output and the extended cache, if one is given."""
-        width = x_q.shape[-1]
-        check_fields(self, width)
-        if self.rotary and x_kv is not x_q:
+    ) -> tuple[Array, Array | None, Cache | None]:
+        """Return the output, the composed weights if asked for, and the extended cache if one is given."""
+        x_q, mask = inputs.q, inputs.mask
+        x_k = x_q if inputs.k is None else inputs.k
+        if self.rotary and x_k is not x_q:
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
-        to_compose = compose_inputs(x_q, x_kv, groups=self.groups)
-        q, k, v = self._project(x_q, x_kv, positions)
-        weights = self._compose_weights(width, to_compose)
-        inputs = AttentionInputs(q, k, v, weights.get("pre"), weights.get("post"))
+        to_compose = compose_inputs(x_q, x_k, groups=self.groups)
+        q, k, v = self.project(x_q, x_k, x_k if inputs.v is None else inputs.v, inputs.positions)
+        compose = self._compose_weights(x_q.shape[-1], to_compose)
+        arrays = AttentionInputs(q, k, v, compose.get("pre"), compose.get("post"))
         causal, window = self.causal, self.window and (self.prefill_window or self.window)
         if cache is not None and update is not None:
-            cache = _extend_cache(cache, inputs, update)
+            cache = _extend_cache(cache, arrays, update)
             if x_q.shape[1] == 1:  # several tokens attend to each other only, because the cache was empty
-                inputs, mask = _attend_to_cache(cache, inputs, update, mask, self.window)
+                arrays, mask = _attend_to_cache(cache, arrays, update, mask, self.window)
                 causal, window = False, None
+        groups, key = self.groups if self.compose else 1, inputs.dropout_key
+        dropout = None if key is None else Dropout(key, self.dropout_rate, self.broadcast_dropout)
         attend: Callable[..., Array] = functools.partial(
-            sharded_attention.attention, causal=causal, window=window,
-            groups=self.groups if self.compose else 1, implementation=self.implementation,
+            sharded_attention.attention, causal=causal, window=window, groups=groups, dropout=dropout,
+            implementation=self.implementation,
         )  # fmt: skip
         if self.remat:
             attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        out = constrain(attend(*inputs, mask=mask), BATCH, None, "tensor", None)
-        out = nn.DenseGeneral(
-            width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=self.out_init or self.kernel_init,
-            dtype=self.dtype, name="out",
-        )(out)  # fmt: skip
-        return out, cache
-
-    def _project(self, x_q: Array, x_kv: Array, positions: Array | None) -> tuple[Array, Array, Array]:
-        """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
-        head_dim = x_q.shape[-1] // self.num_heads
-
-        def project(name: str, x: Array, heads: int) -> Array:
-            dense = nn.DenseGeneral(
-                (heads, head_dim), use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name=name
+        out = self.output(constrain(attend(*arrays, mask=mask), BATCH, None, "tensor", None), x_q.shape[-1])
+        out = shard_as(out, x_q)
+        weights = None
+        if return_weights:
+            weights = attention_weights(
+                q, k, arrays.pre, arrays.post, causal=causal, window=window, mask=mask, groups=groups
             )
-            return constrain(dense(x), BATCH, None, "tensor", None)
-
-        key_heads = self.num_key_heads or self.num_heads
-        q = project("query", x_q, self.num_heads)
-        k = project("key", x_kv, key_heads)
-        v = project("value", x_kv, key_heads)
-        if self.qk_norm:
-            norm: Callable[..., nn.Module] = (
-                nn.RMSNorm if self.qk_norm == "rmsnorm" else functools.partial(nn.LayerNorm, use_bias=False)
-            )
-            q = in_float32(norm(epsilon=self.qk_norm_epsilon, name="query_norm"), q)
-            k = in_float32(norm(epsilon=self.qk_norm_epsilon, name="key_norm"), k)
-        if self.rotary:
-            if positions is None:
-                positions = jnp.arange(x_q.shape[1])[None]
-            q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
-        return q, k, v
+        return out, weights, cache
 
     def _compose_weights(self, width: int, inputs: Mapping[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the weights of the compositions "pre" and "post", as far as `compose` asks for them."""
+        if self.compose and any(x.x.shape[-1] != width for x in inputs.values()):
+            raise ValueError("the composition needs queries and keys from inputs of the same width")
         params = {
             where: ComposeParams(self.num_heads, **values_of(self, BranchFields), name=where)(width)
             for where in ("pre", "post")
@@ -208,15 +179,94 @@ class Attention(AttentionFields):
         return compose_weights(params, inputs, num_heads=self.num_heads, gelu=self.compose_gelu, dtype=self.dtype)
 
 
-def check_fields(module: Attention, width: int) -> None:
-    """Raise ValueError if the fields of a module are invalid or do not fit inputs of M = `width`."""
-    check_attention(module, module.num_heads)
-    check_heads(module.num_heads, width)
-    head_dim = width // module.num_heads
-    if module.rotary % 2 or not 0 <= module.rotary <= head_dim:
-        raise ValueError(f"rotary={module.rotary} should be even and at most {head_dim}, a head's width")
-    if module.num_key_heads is not None and (module.num_key_heads < 1 or module.num_heads % module.num_key_heads):
-        raise ValueError(f"num_key_heads={module.num_key_heads} does not divide num_heads={module.num_heads}")
+class Attention(FlatAttention):
+    """Multi-head attention with optional dynamic composition.
+
+    The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the
+    compositions. The module has the fields of `FlatAttention`, `Projections` and
+    `AttentionFields`.
+    """
+
+    @overload
+    def __call__(
+        self, x_q: Array, x_kv: Array | None = ..., mask: Array | None = ..., positions: Array | None = ..., *,
+        x_v: Array | None = ..., deterministic: bool | None = ..., dropout_rng: Array | None = ...,
+    ) -> Array: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, x_q: Array, x_kv: Array | None = ..., mask: Array | None = ..., positions: Array | None = ..., *,
+        x_v: Array | None = ..., deterministic: bool | None = ..., dropout_rng: Array | None = ...,
+        return_weights: bool,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+
+    def __call__(
+        self,
+        x_q: Float[Array, "*B T M"],
+        x_kv: Float[Array, "*B S _"] | None = None,
+        mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None,
+        positions: Int[Array, "..."] | None = None,
+        *,
+        x_v: Float[Array, "*B S _"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        return_weights: bool = False,
+    ) -> Float[Array, "*B T _"] | tuple[Float[Array, "*B T _"], Float[Array, "*B H T S"]]:
+        """Attend from `x_q` to `x_kv`, or to `x_q` itself.
+
+        On a mesh with explicit axes, the output is sharded as `x_q`.
+
+        Args:
+          x_q: inputs of the queries, with any number of leading axes.
+          x_kv: inputs of the keys and values; None means `x_q`.
+          mask: True or not zero where a query attends to a key; broadcasts to (*B, 1, T, S), as masks of flax do. The
+            output of a query whose keys are all masked is that of attention weights of zero.
+          positions: positions of the tokens for a rotary embedding, which broadcast to (*B, T); None means 0 … T-1.
+          x_v: inputs of the values, if not `x_kv`.
+          deterministic: no dropout. If there is a dropout rate, exactly one of field and argument is given.
+          dropout_rng: key of the dropout; None means the rng stream "dropout".
+          return_weights: also return the composed attention weights, before dropout.
+
+        Raises:
+          ValueError: a field has none of its valid values, the numbers of heads, key heads and groups and the width do
+            not divide each other as they must, the mask does not broadcast, or a rotary embedding is combined with
+            `x_kv`.
+        """
+        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
+            dropout_rng = None
+        elif dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        inputs = LayerInputs(x_q, x_kv, x_v, mask, positions, dropout_rng)
+        mesh = explicit_mesh(inputs)
+        call = self._call if mesh is None else functools.partial(self._call_explicitly, mesh)
+        out, *weights = call(inputs, return_weights)
+        if return_weights:
+            return out, weights[0]
+        return out
+
+    def _call_explicitly(self, mesh: AbstractMesh, inputs: LayerInputs, return_weights: bool) -> tuple[Array, ...]:
+        """Return `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
+        if self.is_initializing():  # parameters exist outside of the automatic axes
+            tokens = LayerInputs(inputs.q, inputs.k, inputs.v)
+            self._attend(jax.tree.map(lambda x: jnp.zeros((1, 1, x.shape[-1]), x.dtype), tokens))
+        variables = {"params": nn.meta.unbox(self.variables["params"])}
+        spec = jax.typeof(inputs.q).sharding.spec
+        width = divisible_axes((self.out_features or inputs.q.shape[-1],), spec[-1:], mesh)
+        specs = (P(*spec[:-1], *width), P(*spec[:-2]))[: 1 + return_weights]
+        module = self.clone(parent=None)
+
+        def call(variables: Mapping[str, Params], inputs: LayerInputs) -> tuple[Array, ...]:
+            results: tuple[Array, ...] = module.apply(variables, inputs, return_weights, method="_call")  # type: ignore[assignment]
+            return results
+
+        return with_auto_axes(call, mesh, specs)(variables, inputs)
+
+    def _call(self, inputs: LayerInputs, return_weights: bool) -> tuple[Array, ...]:
+        """Return the output and, if asked for, the composed weights, with the leading axes of the inputs."""
+        lead = inputs.q.shape[:-2]
+        out, weights, _ = self._attend(inputs.flat(), return_weights)
+        results = (out,) if weights is None else (out, weights)
+        return results if len(lead) == 1 else tuple(x.reshape(*lead, *x.shape[1:]) for x in results)
 
 
 def _extend_cache(cache: Cache, inputs: AttentionInputs, update: CacheUpdate) -> Cache:

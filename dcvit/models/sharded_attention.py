@@ -31,18 +31,20 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     groups: int = 1,
+    dropout: dcmha.Dropout | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
     Examples are split over the batch axes, heads over "tensor". If heads are composed with heads of another device, the
     compiler splits the reference implementation, which exchanges the least. If another implementation is named, each
-    device of the "tensor" axis computes all heads instead.
+    device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the
+    examples as their inputs are.
     """
     mesh = active_mesh()
     attend = functools.partial(dcmha.attention, causal=causal, window=window)
-    if mesh is None or implementation == "reference":
-        return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation=implementation)
+    if mesh is None or implementation == "reference" or dropout is not None:
+        return attend(q, k, v, pre, post, mask=mask, groups=groups, dropout=dropout, implementation=implementation)
     tensor = mesh.shape.get("tensor", 1)
     independent = (pre is None and post is None) or groups % tensor == 0  # no composition across devices
     if tensor > 1 and not independent and implementation is None:

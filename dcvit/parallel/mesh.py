@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dcvit.dcmha.partition import splits_arrays
 from dcvit.dcmha.shapes import Array, Float
 
 Axis = str | Sequence[str] | None  # the mesh axes that split a dimension: one, several or none
@@ -16,6 +19,7 @@ AXES = ("data", "fsdp", "tensor")
 # The axes that split a batch. In the other order XLA (jax 0.10.2, on CPUs, with all three axes larger than 1) permutes
 # the examples of small batches between devices in the backward pass, and the gradients are wrong.
 BATCH = ("fsdp", "data")
+Result = TypeVar("Result")
 
 
 def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
@@ -35,10 +39,44 @@ def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
 
 
 def active_mesh() -> AbstractMesh | None:
-    """Return the current mesh; None if there is none, it has one device, or its axes are manual (`jax.shard_map`)."""
+    """Return the current mesh if it has several devices and automatic axes, all of them axes of `AXES`.
+
+    Under `jax.shard_map` axes are manual. On a mesh with axes of other names, the compiler chooses shardings.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = any(kind != AxisType.Auto for kind in mesh.axis_types)
-    return None if mesh.empty or mesh.size == 1 or is_manual else mesh
+    return None if mesh.empty or mesh.size == 1 or is_manual or not {*mesh.axis_names} <= {*AXES} else mesh
+
+
+def explicit_mesh(*trees: object) -> AbstractMesh | None:
+    """Return the mesh with explicit axes that is current (`jax.set_mesh`) or of which arrays are, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
+    return next((mesh for mesh in (jax.sharding.get_abstract_mesh(), *meshes) if mesh.explicit_axes), None)
+
+
+def with_auto_axes(f: Callable[..., Result], mesh: AbstractMesh, specs: object) -> Callable[..., Result]:
+    """Return `f` for arrays on a mesh with explicit axes; inside, the compiler chooses shardings, as models expect.
+
+    Args:
+      f: function of trees of arrays.
+      mesh: returned by `explicit_mesh`.
+      specs: a `PartitionSpec` for each result of `f`.
+    """
+
+    def call(*args: object) -> Result:
+        with jax.sharding.use_abstract_mesh(mesh):
+            result: Result = jax.sharding.auto_axes(f, axes=mesh.explicit_axes, out_sharding=specs)(*args)
+            return result
+
+    return call
+
+
+def shard_as(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return `x`, sharded as `like` if they have the same shape and there is no `active_mesh` to constrain them to."""
+    if active_mesh() is not None or x.shape != like.shape or not splits_arrays():
+        return x
+    alike: Float[Array, "*shape"] = shard_alike(like, x)[1]
+    return alike
 
 
 def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | AbstractMesh) -> list[Axis]:

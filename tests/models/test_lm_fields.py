@@ -24,7 +24,7 @@ from small_models import (
 
 from dcvit.errors import CheckpointError
 from dcvit.models import fields, lm, vit
-from dcvit.models.attention import rotate
+from dcvit.models.projections import rotate
 
 
 class TestRotary:

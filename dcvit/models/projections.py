@@ -1,0 +1,130 @@
+"""Projections of an attention layer: queries, keys, values and output, with QK-norm and rotary embedding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.typing import PrecisionLike
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.models.fields import AttentionFields, check_attention
+from dcvit.models.layers import in_float32
+from dcvit.parallel.mesh import BATCH, constrain
+
+
+class Projections(AttentionFields):
+    """The parameters of flax's `MultiHeadDotProductAttention`. It also has the fields of `AttentionFields`.
+
+    Fields:
+      num_heads: H; divides the width of queries, keys and values.
+      num_key_heads: K, for grouped-query attention; None means H.
+      qkv_features: width H·D of the queries; None means M.
+      out_features: width of the output; None means M.
+      rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
+      rotary_base: base of the frequencies of that embedding.
+      use_bias: the four projections have biases.
+      kernel_init: initializer of the four projections.
+      out_init: initializer of the output projection; None means `kernel_init`.
+      bias_init: initializer of the biases.
+      out_bias_init: initializer of the bias of the output projection; None means `bias_init`.
+      norm_names: names of the norms of queries and keys in the parameter tree.
+      dtype: dtype of the computation; None means that of inputs and parameters.
+      param_dtype: dtype of the parameters of the projections.
+      precision: precision of the products with parameters, see `jax.lax.Precision`.
+    """
+
+    num_heads: int
+    num_key_heads: int | None = None
+    qkv_features: int | None = None
+    out_features: int | None = None
+    rotary: int = 0
+    rotary_base: float = 10_000.0
+    use_bias: bool = True
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    out_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
+    norm_names: tuple[str, str] = ("query_norm", "key_norm")
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+
+    def head_dim(self, width: int) -> int:
+        """Return D for inputs of M = `width`.
+
+        Raises:
+          ValueError: the fields are invalid or do not fit the width.
+        """
+        check_attention(self, self.num_heads)
+        inner = width if self.qkv_features is None else self.qkv_features
+        if inner % self.num_heads:
+            name = "width" if self.qkv_features is None else "qkv_features"
+            raise ValueError(f"num_heads={self.num_heads} does not divide {name}={inner}")
+        head_dim = inner // self.num_heads
+        if self.rotary % 2 or not 0 <= self.rotary <= head_dim:
+            raise ValueError(f"rotary={self.rotary} should be even and at most {head_dim}, a head's width")
+        if self.num_key_heads is not None and (self.num_key_heads < 1 or self.num_heads % self.num_key_heads):
+            raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
+        return head_dim
+
+    def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
+        """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
+        head_dim = self.head_dim(x_q.shape[-1])
+
+        def project(name: str, x: Array, heads: int) -> Array:
+            out: Array = self._dense((heads, head_dim), self.kernel_init, self.bias_init, name)(x)
+            return constrain(out, BATCH, None, "tensor", None)
+
+        key_heads = self.num_key_heads or self.num_heads
+        q = project("query", x_q, self.num_heads)
+        k = project("key", x_k, key_heads)
+        v = project("value", x_v, key_heads)
+        if self.qk_norm:
+            norm: Callable[..., nn.Module] = (
+                nn.RMSNorm if self.qk_norm == "rmsnorm" else functools.partial(nn.LayerNorm, use_bias=False)
+            )
+            q, k = (
+                in_float32(norm(epsilon=self.qk_norm_epsilon, param_dtype=self.param_dtype, name=name), x)
+                for name, x in zip(self.norm_names, (q, k), strict=True)
+            )
+        if self.rotary:
+            if positions is None:
+                positions = jnp.arange(x_q.shape[1])[None]
+            q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
+        return q, k, v
+
+    def output(self, x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T _"]:
+        """Return the projection of all heads; its width is `width` if `out_features` is None."""
+        kernel_init, bias_init = self.out_init or self.kernel_init, self.out_bias_init or self.bias_init
+        out: Array = self._dense(self.out_features or width, kernel_init, bias_init, "out", axis=(-2, -1))(x)
+        return out
+
+    def _dense(
+        self, features: int | tuple[int, int], kernel_init: Initializer, bias_init: Initializer, name: str,
+        axis: int | tuple[int, int] = -1,
+    ) -> nn.DenseGeneral:  # fmt: skip
+        return nn.DenseGeneral(
+            features, axis=axis, use_bias=self.use_bias, kernel_init=kernel_init, bias_init=bias_init,
+            dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision, name=name,
+        )  # fmt: skip
+
+
+def rotate(
+    x: Float[Array, "B T H D"], positions: Int[Array, "#B T"], *, width: int, base: float
+) -> Float[Array, "B T H D"]:
+    """Apply a rotary position embedding (Su et al., 2021) to the first `width` of D numbers, in float32.
+
+    Number i of the first half and number i of the second half form a pair, which is rotated by the angle
+    position · base^(-2i/width): the layout of GPT-NeoX and LLaMA.
+    """
+    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., width:]], axis=-1)
