@@ -106,9 +106,8 @@ def attention_weights(
       ValueError: as `attention`.
     """
     scale = _check_arguments(q, k, k, pre, post, window=window, mask=mask, groups=groups, scale=scale)
-    return reference.attention_weights(
-        q, k, pre, post, causal=causal, window=window, mask=mask, groups=groups, scale=scale
-    )
+    mask = reference.visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
+    return reference.attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale).composed_weights
 
 
 def _check_arguments(

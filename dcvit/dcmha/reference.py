@@ -66,26 +66,37 @@ def masked_softmax(
     return weights / jnp.where(total == 0, 1, total)
 
 
-def attention_weights(
+class AttentionMatrices(NamedTuple):
+    """The matrices of one attention layer."""
+
+    scores: Float[Array, "B H T S"]  # scaled products of queries and keys
+    composed_scores: Float[Array, "B H T S"]  # after pre-compose: the inputs of the softmax
+    weights: Float[Array, "B H T S"]  # the result of the softmax
+    composed_weights: Float[Array, "B H T S"]  # after post-compose: the values are summed by them
+
+
+def attention_matrices(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
     *,
-    causal: bool,
-    window: int | None,
     mask: Bool[Array, "#B 1 #T #S"] | None,
     groups: int,
     scale: float,
-) -> Float[Array, "B H T S"]:
-    """Compute the composed weights of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs."""
+) -> AttentionMatrices:
+    """Compute all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
+
+    `mask` is True for all keys that a query attends to; see `visible`.
+    """
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
-    if pre is not None:
-        scores = compose(scores, pre, groups=groups)
-    weights = masked_softmax(scores, visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask))
-    return weights if post is None else compose(weights, post, groups=groups)
+    composed = scores if pre is None else compose(scores, pre, groups=groups)
+    weights = masked_softmax(composed, mask)
+    return AttentionMatrices(
+        scores, composed, weights, weights if post is None else compose(weights, post, groups=groups)
+    )
 
 
 def attention(
@@ -106,9 +117,8 @@ def attention(
 
     Scores and weights are float32, or float64 for float64 inputs.
     """
-    weights = attention_weights(
-        q, k, pre, post, causal=causal, window=window, mask=mask, groups=groups, scale=scale
-    )  # fmt: skip
+    mask = visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
+    weights = attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale).composed_weights
     if dropout is not None:
         weights = _drop(weights, dropout)
     v = _repeat(v, q.shape[2])

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha.compose import compose
-from dcvit.dcmha.numerics import statistics_dtype
-from dcvit.dcmha.reference import masked_softmax, visible
+from dcvit.dcmha.reference import AttentionMatrices, attention_matrices, visible
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Params, lm, vit
-from dcvit.models.attention import Attention, AttentionInputs
+from dcvit.models.attention import Attention
 from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
@@ -27,29 +25,15 @@ from dcvit.models.vit import ViT
 CAPTURED = ("project", "_compose_weights")  # methods of `Attention`
 
 
-class AttentionMaps(NamedTuple):
-    """Attention matrices of one layer. A score or weight of a key that the query may not attend to is 0.
-
-    Fields:
-      scores: scaled products of queries and keys.
-      composed_scores: the scores after pre-compose, which are the inputs of the softmax.
-      weights: the result of the softmax.
-      composed_weights: the weights after post-compose, by which values are summed.
-    """
-
-    scores: Float[Array, "B H T S"]
-    composed_scores: Float[Array, "B H T S"]
-    weights: Float[Array, "B H T S"]
-    composed_weights: Float[Array, "B H T S"]
-
-
 def attention_maps(
     model: ViT | LM,
     params: Params,
     inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
     layers: Sequence[int] | None = None,
-) -> dict[int, AttentionMaps]:
+) -> dict[int, AttentionMatrices]:
     """Return the attention matrices of the given layers, by default of all; in float32, or float64 for such inputs.
+
+    The scores of a key that the query may not attend to are 0.
 
     Args:
       model: the model.
@@ -70,7 +54,7 @@ def attention_maps(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _maps(model: ViT | LM, params: Params, inputs: Array, layers: tuple[int, ...]) -> dict[int, AttentionMaps]:
+def _maps(model: ViT | LM, params: Params, inputs: Array, layers: tuple[int, ...]) -> dict[int, AttentionMatrices]:
     """Run the unrolled model and compute the matrices of its layers."""
     _, captured = model.apply(
         {"params": params}, inputs, capture_intermediates=_is_captured, mutable=["intermediates"]
@@ -79,32 +63,28 @@ def _maps(model: ViT | LM, params: Params, inputs: Array, layers: tuple[int, ...
     prefix = "decoderblock" if isinstance(model, LM) else "encoderblock"
     causal = isinstance(model, LM)
     mask = token_context(inputs, model.end_of_text).mask if isinstance(model, LM) else None
-    windows = lm.layer_windows(model) if isinstance(model, LM) else (None,)
+    windows = _windows(model)
     found = {}
     for layer in layers:
         methods = blocks[f"{prefix}_{layer}"]["MultiHeadDotProductAttention_0"]
-        (q, k, v), weights = methods["project"][0], methods["_compose_weights"][0]
-        attention = AttentionInputs(q, k, v, weights.get("pre"), weights.get("post"))
+        (q, k, _), weights = methods["project"][0], methods["_compose_weights"][0]
         seen = visible(q.shape[1], k.shape[1], causal=causal, window=windows[layer % len(windows)], mask=mask)
-        found[layer] = _layer_maps(attention, seen, model.groups if model.compose else 1)
+        matrices = attention_matrices(
+            q, k, weights.get("pre"), weights.get("post"), mask=seen, groups=model.groups if model.compose else 1,
+            scale=q.shape[-1] ** -0.5,
+        )  # fmt: skip
+        found[layer] = matrices if seen is None else matrices._replace(
+            scores=jnp.where(seen, matrices.scores, 0), composed_scores=jnp.where(seen, matrices.composed_scores, 0)
+        )  # fmt: skip
     return found
+
+
+def _windows(model: ViT | LM) -> list[int | None]:
+    """Return the windows of the repeated pattern of layers, for inputs of several tokens."""
+    if isinstance(model, ViT):
+        return [None]
+    return [window and (model.prefill_window or window) for window in lm.layer_windows(model)]
 
 
 def _is_captured(module: nn.Module, method: str) -> bool:
     return isinstance(module, Attention) and method in CAPTURED
-
-
-def _layer_maps(inputs: AttentionInputs, mask: Array | None, groups: int) -> AttentionMaps:
-    """Compute the matrices of one layer; `mask` is True where a query may attend to a key."""
-    q, k = inputs.q, jnp.repeat(inputs.k, inputs.q.shape[2] // inputs.k.shape[2], axis=2)
-    wide = statistics_dtype(q.dtype)
-    scale = jnp.asarray(q.shape[-1] ** -0.5, wide)
-
-    def masked(x: Array) -> Array:
-        return x if mask is None else jnp.where(mask, x, 0)
-
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * scale
-    composed = scores if inputs.pre is None else compose(scores, inputs.pre, groups=groups)
-    weights = masked_softmax(composed, mask)
-    last = weights if inputs.post is None else compose(weights, inputs.post, groups=groups)
-    return AttentionMaps(masked(scores), masked(composed), weights, last)

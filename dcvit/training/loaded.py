@@ -23,13 +23,14 @@ from dcvit.checkpoint import checksums, steps
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder, folder
 from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.errors import ConfigError, InputError, nearest, type_name
 from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
 from dcvit.interop.weights import open_weights
-from dcvit.interpret.attention_maps import AttentionMaps, attention_maps
+from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
@@ -142,7 +143,7 @@ class LoadedModel:
                 seed=seed, stop=stop, show=show,
             )  # fmt: skip
 
-    def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMaps]:
+    def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
         """Return the attention matrices B H T S of the given layers, by default of all.
 
         Raises:
