@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
 
@@ -248,11 +249,7 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
     if path.is_file():
         loaded = read_npz(path)
         return jax.device_put(loaded, shardings(loaded)) if shardings else loaded
-    folder = steps.step_folder(path)
-    name = "ema" if "ema" in checksums.items(folder) else "params"
-    if found := steps.problems(folder, only=(name,)):
-        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
-    item = folder / name
+    item = _verified_params(path)
     shapes = _metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
@@ -263,6 +260,37 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
     return params
+
+
+def open_params(source: Folder) -> dict[str, ts.TensorStore]:
+    """Open the parameters of a checkpoint by their paths, such as "head/kernel", without reading their values.
+
+    Args:
+      source: a workdir (its latest checkpoint), or the folder of one checkpoint.
+
+    Raises:
+      CheckpointError: the checkpoint is missing, damaged or unreadable.
+    """
+    item = _verified_params(source)
+    base, context = absolute(item), ts.Context()
+    scheme = "file://" if isinstance(base, Path) else ""
+    opened = {}
+    for name in shapes_of(_metadata(item)):
+        kvstore = {"driver": "ocdbt", "base": f"{scheme}{base}", "path": name.replace("/", ".")}
+        opened[name] = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True, context=context)
+    try:
+        return {name: future.result() for name, future in opened.items()}
+    except Exception as e:
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+
+
+def _verified_params(source: Folder) -> Folder:
+    """Return the item with the parameters of a checkpoint, the averaged ones if there are any; check its checksums."""
+    folder = steps.step_folder(source)
+    name = "ema" if "ema" in checksums.items(folder) else "params"
+    if found := steps.problems(folder, only=(name,)):
+        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
+    return folder / name
 
 
 def _metadata(item: Folder) -> PyTree:

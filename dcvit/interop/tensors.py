@@ -6,6 +6,7 @@ that its index lists. Nothing is unpickled: PyTorch's files are read by its own 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import zipfile
@@ -22,7 +23,8 @@ from input_pipeline.files import read_regular
 
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
 INDEX_SUFFIX = ".index.json"
-FILE_NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder without an index, in this order
+FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "params.npz")  # in a folder without an index, in this order
+OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
 
@@ -55,7 +57,7 @@ def open_file(path: Path) -> WeightsFile:
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
     description = _read_json(config) if config.is_file() else {}
     if not path.is_dir():
-        return WeightsFile(path, _open_one(path), description)
+        return WeightsFile(path, _open_one(path), {**_own_header(path), **description})
     indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     if indexes:
         return WeightsFile(path, _open_shards(indexes[0], _read_json(indexes[0])), description)
@@ -120,13 +122,23 @@ def _open_safetensors(path: Path) -> Tensors:
         raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {first_line(e)}") from None
 
     def read(name: str) -> np.ndarray:
-        try:
-            array: np.ndarray = file.get_tensor(name)
+        try:  # opened again each time: an open file would keep all pages that were read in the memory of the process
+            array: np.ndarray = safetensors.safe_open(path, framework="numpy").get_tensor(name)
         except Exception as e:
             raise CheckpointError(f"{path}: cannot read {name}: {first_line(e)}") from None
         return array
 
     return {name: Tensor(shapes[name], functools.partial(read, name)) for name in names}
+
+
+def _own_header(path: Path) -> Json:
+    """Return the description in the header of a safetensors file of this project, or nothing."""
+    import safetensors
+
+    with contextlib.suppress(Exception):  # another format, or a damaged file, which `_open_one` reports
+        header = safetensors.safe_open(path, framework="numpy").metadata() or {}
+        return {OWN_KEY: json.loads(header[OWN_KEY])}
+    return {}
 
 
 def _open_npz(path: Path) -> Tensors:

@@ -127,7 +127,7 @@ class LM(TransformerFields):
             table = self.param("pos_embedding", normal(self.init_std), (self.context, self.width))
             x = out["with_posemb"] = x + jnp.take(table, context.positions, axis=0, mode="clip").astype(dtype)
         x = constrain(x, BATCH, None, None)
-        x, out["decoder"], caches = self._decoder(dtype)(x, context, cache and cache["layers"])
+        x, out["decoder"], caches = self.decoder(dtype)(x, context, cache and cache["layers"])
         if update:
             out["cache"]["layers"] = caches
         out["pre_logits"] = x
@@ -135,8 +135,9 @@ class LM(TransformerFields):
         out["logits"] = unembed(x, kernel)
         return out["logits"], out
 
-    def _decoder(self, dtype: jnp.dtype) -> Decoder:
-        """Return the layers that the fields describe."""
+    @nn.nowrap
+    def decoder(self, dtype: jnp.dtype) -> Decoder:
+        """Return the layers that the fields describe; outside of a call, their parts can be applied one by one."""
         init, out_init = normal(self.init_std), normal(self.out_init_std or self.init_std)
         rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(

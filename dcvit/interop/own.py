@@ -1,0 +1,54 @@
+"""Family of this project's own files: our names, and the model's description in the header or in config.json."""
+
+from __future__ import annotations
+
+import json
+
+from dcvit.errors import CheckpointError
+from dcvit.interop.family import Description
+from dcvit.interop.links import Link, same
+from dcvit.interop.tensors import OWN_KEY, Json, Tensors
+
+ROOT = "params/"  # before each name in the files that big_vision reads
+
+
+def to_json(description: Description) -> Json:
+    """Return a description as JSON data."""
+    return {**description._asdict(), "fields": dict(description.fields)}
+
+
+def metadata(description: Description) -> dict[str, str]:
+    """Return the entries of the header of a safetensors file."""
+    return {"format": "np", OWN_KEY: json.dumps(to_json(description))}
+
+
+def matches(tensors: Tensors, config: Json) -> bool:
+    """Return True for a file of this project."""
+    return OWN_KEY in config
+
+
+def describe(tensors: Tensors, config: Json) -> Description:
+    """Return the description that the file holds."""
+    found = config[OWN_KEY]
+    expected = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str}
+    if not isinstance(found, dict) or found.keys() != expected.keys():
+        raise CheckpointError(f"the entry {OWN_KEY!r} should have {', '.join(expected)}")
+    for key, kind in expected.items():
+        if not isinstance(found[key], kind):
+            raise CheckpointError(f"the entry {OWN_KEY!r} has {key}={found[key]!r}, which is no {kind}")
+    return Description(**found)
+
+
+def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    """Return a link for each tensor, whose name is the path of the parameter, optionally below `params/`."""
+    return [same(name, name.removeprefix(ROOT)) for name in tensors or ()]
+
+
+def unused(name: str) -> bool:
+    """Return False: all tensors are parameters."""
+    return False
+
+
+def config(description: Description) -> Json:
+    """Return the content of config.json."""
+    return {OWN_KEY: to_json(description)}
