@@ -16,13 +16,15 @@ import numpy as np
 
 from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
-from dcvit.interop import dcformer, gpt2, gpt_neox, llama, preprocessing, timm_vit
+from dcvit.interop import dcformer, dcvit_hf, gpt2, gpt_neox, llama, own, preprocessing, timm_vit
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
 from dcvit.interop.tensors import Tensors, open_file
 
 FAMILIES: dict[str, Family] = {
+    "own": own,
+    "dcvit_hf": dcvit_hf,
     "timm": timm_vit,
     "gpt2": gpt2,
     "llama": llama,

@@ -1,0 +1,449 @@
+"""DCViT and DCFormer for PyTorch: models with Dynamically Composable Multi-Head Attention, in one file.
+
+The file needs torch and transformers 5 only. `dcvit convert RUN FOLDER --to hf` copies it beside the weights, and
+`AutoModelForCausalLM` or `AutoModelForImageClassification` loads it with `trust_remote_code=True`. The models follow
+Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax, the H scores of each query-key pair
+are multiplied by an H×H matrix that is computed from the query and the key (Eqn 4-7).
+
+Letters in comments: B batch, T queries, S keys, M width, H heads, K key heads, D head width, R rank, G groups of heads,
+J = H/G, N tokens. Attention with composition holds B×H×T×S scores in memory. Without composition it is PyTorch's
+`scaled_dot_product_attention`. Dropout and stochastic depth of the training in JAX are not part of these models.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast, ImageClassifierOutput
+
+RMS_EPSILON = 1e-6  # of the dynamic projections
+WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}  # L: a layer with a window
+FIELDS = {  # of both models, with their defaults
+    "width": 768, "depth": 12, "num_heads": 12, "mlp_dim": None, "compose": "both", "branches": "qk",
+    "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1, "compose_gelu": "tanh",
+    "qk_norm": None, "qk_norm_epsilon": 1e-6, "initializer_range": 0.02,
+}  # fmt: skip
+IMAGE_FIELDS = {
+    **FIELDS, "image_size": 224, "num_channels": 3, "patch_size": [16, 16], "posemb": "learn", "pool_type": "gap",
+    "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
+}  # fmt: skip
+TEXT_FIELDS = {
+    **FIELDS, "vocab_size": 50257, "context": 2048, "num_key_heads": None, "position": "rotary",
+    "rotary_fraction": 1.0, "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu",
+    "mlp_groups": None, "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256,
+    "prefill_window": None, "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
+}  # fmt: skip
+NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+
+
+class DCViTConfig(PreTrainedConfig):
+    """Fields of a vision transformer, as in `dcvit.models.vit`. `image_size` is a number, or [height, width]."""
+
+    model_type = "dcvit"
+    attribute_map = NAMES
+
+    def __init__(self, **kwargs: Any):
+        for name, default in IMAGE_FIELDS.items():
+            setattr(self, name, kwargs.pop(name, default))
+        super().__init__(**kwargs)
+
+
+class DCFormerConfig(PreTrainedConfig):
+    """Fields of a decoder-only language model, as in `dcvit.models.lm`."""
+
+    model_type = "dcformer"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {**NAMES, "max_position_embeddings": "context"}  # noqa: RUF012
+
+    def __init__(self, **kwargs: Any):
+        for name, default in TEXT_FIELDS.items():
+            setattr(self, name, kwargs.get(name, default))
+        super().__init__(**{k: v for k, v in kwargs.items() if k not in TEXT_FIELDS or k == "tie_word_embeddings"})
+
+
+Config: TypeAlias = DCViTConfig | DCFormerConfig
+
+
+class Composition(nn.Module):
+    """One composition: its parameters, the weights computed from tokens, and the product with scores."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.heads, self.groups, self.rank = config.num_heads, config.groups, config.rank
+        self.exact = config.compose_gelu == "exact"
+        size = self.heads // self.groups
+        inner = 2 * self.rank * size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for side in config.branches:
+            if config.projection:
+                shapes |= {f"w_{side}1": (config.width, self.groups, inner), f"w_{side}2": (self.groups, inner, inner)}
+            if config.gate:
+                shapes[f"w_{side}g"] = (config.width, self.heads)
+        if config.static:
+            shapes["w_b"] = (self.groups, size, size)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.has_projection, self.has_gate, self.sides = config.projection, config.gate, config.branches
+
+    def initialize(self) -> None:
+        """Set the initial values of Section 4: a composition starts close to the identity."""
+        size = self.heads // self.groups
+        for name, value in self.named_parameters():
+            std = {
+                "1": math.sqrt(2 / (value.shape[0] + value.shape[-1])),
+                "2": 0.02 / (math.sqrt(2 * size * self.rank) * (size + self.rank)),
+                "g": 0.05 * math.sqrt(2 / (value.shape[0] + size)),
+                "b": 0.1 * math.sqrt(1 / size),
+            }[name[-1]]
+            nn.init.normal_(value, std=std)
+
+    def weights(self, x: Tensor, side: str) -> Tensor:
+        """Return the dynamic weights of tokens (Eqn 5-6) as one vector each: down and up projection, then gate.
+
+        The vectors of keys ("k") never change, so that they are cached beside the keys.
+        """
+        parts = []
+        if side in self.sides and self.has_projection:
+            w_1, w_2 = self.get_parameter(f"w_{side}1"), self.get_parameter(f"w_{side}2")
+            hidden = torch.einsum("bnm,mgi->bngi", x, w_1)
+            hidden = functional.gelu(hidden, approximate="none" if self.exact else "tanh")
+            both = torch.einsum("bngi,gio->bngo", hidden, w_2).float()
+            down, up = both.unflatten(-1, (2, self.rank, -1)).unbind(3)  # B N G R J
+            down = down * torch.rsqrt(down.square().mean(-1, keepdim=True) + RMS_EPSILON)
+            parts += [down.flatten(2), up.flatten(2)]
+        if side in self.sides and self.has_gate:
+            parts.append(torch.tanh(x @ self.get_parameter(f"w_{side}g")).float())
+        return torch.cat(parts, dim=-1) if parts else x.new_zeros((*x.shape[:2], 0), dtype=torch.float32)
+
+    def forward(self, a: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Compose scores or attention weights `a`, B H T S in float32 (Eqn 7); the others are those of `weights`."""
+        a = a.unflatten(1, (self.groups, -1))  # B G J T S
+        out = a
+        if hasattr(self, "w_b"):
+            out = out + torch.einsum("bgits,gij->bgjts", a, self.w_b.float())
+        for side, flat in (("q", queries), ("k", keys)):
+            token = {"q": "t", "k": "s"}[side]
+            if side in self.sides and self.has_projection:
+                size = self.rank * self.heads
+                halves = flat[..., :size], flat[..., size : 2 * size]
+                down, up = (x.unflatten(-1, (self.groups, self.rank, -1)) for x in halves)
+                hidden = torch.einsum(f"bgjts,b{token}grj->bgrts", a, down)
+                out = out + torch.einsum(f"bgrts,b{token}grj->bgjts", hidden, up)
+            if side in self.sides and self.has_gate:
+                gate = flat[..., -self.heads :].transpose(1, 2).unflatten(1, (self.groups, -1))  # B G J N
+                out = out + a * (gate.unsqueeze(-1) if side == "q" else gate.unsqueeze(-2))
+        return out.flatten(1, 2)
+
+
+def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
+    """Apply a rotary position embedding to the first `width` of the D numbers of x, B H N D; pairs are halves apart."""
+    frequencies = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
+    angles = positions[:, None, :, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., :width].float().chunk(2, dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return torch.cat([rotated, x[..., width:]], dim=-1)
+
+
+def make_norm(kind: str, width: int, epsilon: float, bias: bool = True) -> nn.Module:
+    """Return a norm, "rmsnorm" or "layernorm"."""
+    return nn.RMSNorm(width, epsilon) if kind == "rmsnorm" else nn.LayerNorm(width, epsilon, bias=bias)
+
+
+def main_norm(config: Config) -> nn.Module:
+    """Return a norm over the width."""
+    return make_norm(getattr(config, "norm", "layernorm"), config.width, config.norm_epsilon)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, with the compositions `pre` and `post` where `compose` names them."""
+
+    def __init__(self, config: Config, *, bias: bool = True, compose: str | None = None, layer: int = 0):
+        super().__init__()
+        self.config, self.layer, self.heads = config, layer, config.num_heads
+        self.head_dim = config.width // config.num_heads
+        keys = self.head_dim * (getattr(config, "num_key_heads", None) or config.num_heads)
+        self.query = nn.Linear(config.width, config.width, bias=bias)
+        self.key, self.value = (nn.Linear(config.width, keys, bias=bias) for _ in range(2))
+        self.out = nn.Linear(config.width, config.width, bias=bias)
+        if config.qk_norm and compose != "plain":
+            norm = config.qk_norm, self.head_dim, config.qk_norm_epsilon, False
+            self.query_norm, self.key_norm = make_norm(*norm), make_norm(*norm)
+        self.pre = Composition(config) if compose in ("pre", "both") else None
+        self.post = Composition(config) if compose in ("post", "both") else None
+        rotary = getattr(config, "position", None) == "rotary"
+        self.rotary = round(config.rotary_fraction * self.head_dim) if rotary else 0
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        x_kv: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from `x` to `x_kv`, or to `x` itself and the cache; `mask` is True where a key is visible."""
+        source = x if x_kv is None else x_kv
+        q, k, v = (
+            project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project, inputs in ((self.query, x), (self.key, source), (self.value, source))
+        )
+        if hasattr(self, "query_norm"):
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary and positions is not None:
+            q, k = (rotate(y, positions, self.rotary, self.config.rotary_base) for y in (q, k))
+        compositions = [c for c in (self.pre, self.post) if c is not None]
+        queries = [c.weights(x, "q") for c in compositions]
+        keys = [c.weights(source, "k") for c in compositions]
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+            if compositions:  # the two compositions take the places of keys and values in a layer of their own
+                first, last = cache.update(keys[0][:, None], keys[-1][:, None], self.config.depth + self.layer)
+                keys = [first[:, 0], last[:, 0]][: len(keys)]
+        k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
+        if not compositions:
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.out(out.transpose(1, 2).flatten(2))
+        a = q.float() @ k.float().transpose(-1, -2) / math.sqrt(self.head_dim)  # Eqn 4 in float32
+        a = a if self.pre is None else self.pre(a, queries[0], keys[0])
+        a = (a if mask is None else a.masked_fill(~mask, torch.finfo(a.dtype).min)).softmax(-1)
+        a = a if self.post is None else self.post(a, queries[-1], keys[-1])  # a masked weight is 0 in all heads
+        return self.out((a.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear layers; "swiglu" multiplies by a third, and a gate of groups by a softmax over the groups."""
+
+    def __init__(self, config: Config, bias: bool = True):
+        super().__init__()
+        hidden = config.mlp_dim or 4 * config.width
+        self.activation, self.groups = config.mlp, getattr(config, "mlp_groups", None)
+        self.fc_in = nn.Linear(config.width, hidden, bias=bias)
+        if self.activation == "swiglu":
+            self.fc_gate = nn.Linear(config.width, hidden, bias=bias)
+        if self.groups:
+            self.group_gate = nn.Linear(config.width, self.groups, bias=False)
+        self.fc_out = nn.Linear(hidden, config.width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc_in(x)
+        if self.activation == "swiglu":
+            hidden = functional.silu(hidden) * self.fc_gate(x)
+        else:
+            hidden = functional.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        if self.groups:
+            gate = self.group_gate(x).float().softmax(-1).to(hidden.dtype)
+            hidden = (hidden.unflatten(-1, (self.groups, -1)) * gate.unsqueeze(-1)).flatten(-2)
+        return self.fc_out(hidden)
+
+
+class Block(GradientCheckpointingLayer):
+    """Attention and MLP, each after a norm and inside a residual connection."""
+
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        bias = getattr(config, "use_bias", True)
+        self.parallel = getattr(config, "parallel", False)
+        self.attention_norm, self.mlp_norm = main_norm(config), main_norm(config)
+        self.attention = Attention(config, bias=bias, compose=config.compose, layer=layer)
+        self.mlp = Mlp(config, bias)
+        if getattr(config, "layer_scale", None) is not None:
+            self.layer_scale_0, self.layer_scale_1 = (nn.Parameter(torch.ones(config.width)) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: DynamicCache | None) -> Tensor:
+        y = self.attention(self.attention_norm(x), mask, positions, cache)
+        scaled = hasattr(self, "layer_scale_0")
+        after = x + (y * self.layer_scale_0 if scaled else y)
+        y = self.mlp(self.mlp_norm(x if self.parallel else after))
+        return after + (y * self.layer_scale_1 if scaled else y)
+
+
+class DCModel(PreTrainedModel):
+    """Properties of both models."""
+
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, Composition):
+            module.initialize()
+        elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        for name, value in module.named_parameters(recurse=False):
+            if name in ("position", "cls", "registers", "probe"):
+                nn.init.normal_(value, std=std)
+            elif name == "bias" or name.startswith("layer_scale"):
+                nn.init.constant_(value, 0 if name == "bias" else self.config.layer_scale)
+
+
+class AttentionPool(nn.Module):
+    """A learned probe that attends to all patches, without composition; then an MLP."""
+
+    def __init__(self, config: DCViTConfig):
+        super().__init__()
+        self.probe = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.attention = Attention(config, compose="plain")
+        self.norm, self.mlp = main_norm(config), Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(self.probe.expand(len(x), -1, -1), x_kv=x)
+        return (y + self.mlp(self.norm(y)))[:, 0]
+
+
+class DCViTForImageClassification(DCModel):
+    """A vision transformer. `pixel_values` are B C height width, scaled as preprocessor_config.json says."""
+
+    config_class = DCViTConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: DCViTConfig):
+        super().__init__(config)
+        self.patches = nn.Conv2d(config.num_channels, config.width, config.patch_size, config.patch_size)
+        size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+        self.grid = [pixels // patch for pixels, patch in zip(size, config.patch_size, strict=True)]
+        if config.posemb == "learn":
+            self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], config.width))
+        if config.pool_type in ("tok", "tok+gap"):
+            self.cls = nn.Parameter(torch.zeros(1, 1, config.width))
+        if config.registers:
+            self.registers = nn.Parameter(torch.zeros(1, config.registers, config.width))
+        self.layers, self.norm = nn.ModuleList(Block(config, i) for i in range(config.depth)), main_norm(config)
+        if config.pool_type == "map":
+            self.pool = AttentionPool(config)
+        width = config.width * (2 if config.pool_type == "tok+gap" else 1)
+        if config.rep_size:
+            before, width = width, config.width if config.rep_size is True else config.rep_size
+            self.pre_logits = nn.Linear(before, width)
+        if config.num_labels:
+            self.head = nn.Linear(width, config.num_labels)
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
+        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features."""
+        x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
+        x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
+        extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
+        x = torch.cat([*extra, x], dim=1)
+        for layer in self.layers:
+            x = layer(x, None, None, None)
+        x = self._pooled(self.norm(x))
+        if self.config.rep_size:
+            x = torch.tanh(self.pre_logits(x))
+        logits = self.head(x) if hasattr(self, "head") else x
+        loss = None if labels is None else functional.cross_entropy(logits.float(), labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """Return one vector for each image, or all patches with `pool_type="none"`."""
+        kind, patches = self.config.pool_type, x[:, x.shape[1] - self.grid[0] * self.grid[1] :]
+        if kind == "map":
+            return self.pool(patches)
+        if kind in ("none", "gap"):
+            return patches if kind == "none" else patches.mean(1)
+        first = patches[:, 0] if kind == "0" else x[:, 0]
+        return torch.cat([first, patches.mean(1)], dim=-1) if kind == "tok+gap" else first
+
+    def _sincos(self, x: Tensor) -> Tensor:
+        """Return MoCo v3's fixed embedding: sine and cosine of x, then of y, at width/4 frequencies."""
+        rows, columns = self.grid
+        y_x = torch.meshgrid(*(torch.arange(n, device=x.device) for n in (rows, columns)), indexing="ij")
+        count = self.config.width // 4
+        frequencies = 10_000.0 ** (-torch.arange(count, device=x.device, dtype=torch.float64) / (count - 1))
+        angles = [grid.flatten()[:, None] * frequencies for grid in reversed(y_x)]
+        return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)[None].to(x.dtype)
+
+
+class DCFormerForCausalLM(DCModel, GenerationMixin):
+    """A decoder-only language model. Decoding caches the key-wise weights of the compositions beside the keys."""
+
+    config_class = DCFormerConfig
+    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
+    _input_embed_layer = "embed"
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        if config.position == "learned":
+            self.position = nn.Parameter(torch.zeros(config.context, config.width))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.depth))
+        self.norm = main_norm(config)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of each next token of `input_ids`, B T.
+
+        Args:
+          input_ids, past_key_values, use_cache, logits_to_keep: as in transformers.
+          attention_mask: 1 for real tokens, 0 for padding, also of the tokens in the cache; B S.
+          labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
+        """
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        cache = past_key_values if past_key_values is not None else DynamicCache() if use_cache else None
+        if cache is not None:  # further layers hold the compositions, and the starts of documents
+            cache.layers.extend(DynamicLayer() for _ in range(2 * self.config.depth + 1 - len(cache.layers)))
+        masks, positions = self._masks(input_ids, attention_mask, cache)
+        x = self.embed(input_ids)
+        if self.config.position == "learned":
+            x = x + self.position[positions.clamp(max=self.config.context - 1)]
+        pattern = WINDOW_PATTERNS[self.config.window_pattern]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, masks[pattern[i % len(pattern)]], positions, cache)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        x = self.norm(x)
+        logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
+        loss = None
+        if labels is not None:
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+
+    def _masks(
+        self, tokens: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the visible keys, B 1 T S, of layers with (L) and without a window (G), and the positions B T.
+
+        Positions and visible keys start at the first real token, or at the last token that ends a document.
+        """
+        batch, length = tokens.shape
+        before = cache.get_seq_length() if cache is not None else 0
+        slots = torch.arange(before + length, device=tokens.device)
+        at = slots[before:].expand(batch, -1)
+        real = None if attention_mask is None else attention_mask.bool()
+        starts = torch.zeros_like(at) if real is None else real.long().argmax(-1, keepdim=True).expand(batch, length)
+        if self.config.end_of_text is not None:
+            ends = tokens == self.config.end_of_text
+            ends = ends if real is None else ends & real[:, before:]
+            starts = torch.maximum(starts, torch.where(ends, at, 0))
+            if before and cache is not None:
+                starts = torch.cat([cache.layers[2 * self.config.depth].keys[:, 0, -1:, 0], starts], dim=1)
+            starts = starts.cummax(1).values[:, -length:]
+            if cache is not None:
+                cache.update(starts[:, None, :, None], starts[:, None, :, None], 2 * self.config.depth)
+        visible = (slots >= starts[..., None]) & (slots <= at[..., None])
+        if real is not None:
+            visible &= real[:, None]
+        visible |= slots == at[..., None]  # padding attends to itself, so that no row is empty
+        window = self.config.prefill_window if length > 1 and self.config.prefill_window else self.config.window
+        local = visible & (slots > at[..., None] - window)
+        return {"G": visible[:, None], "L": local[:, None]}, (at - starts).clamp(min=0)

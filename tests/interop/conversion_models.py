@@ -1,0 +1,51 @@
+"""Small models with random parameters, as folders of this project that can be converted."""
+
+from pathlib import Path
+
+import flax.traverse_util
+import jax.numpy as jnp
+import numpy as np
+import small_models
+
+from dcvit.export import formats
+from dcvit.export.source import Model
+from dcvit.interop import dcvit_hf
+from dcvit.interop.family import Description
+from dcvit.interop.tensors import Tensor
+from dcvit.models import vit
+
+PP = "decode|resize(16)|value_range(-1, 1)"
+VIT = dict(width=32, depth=2, mlp_dim=48, num_heads=4, patch_size=(4, 4))
+
+
+def fields_of(net, name):
+    """Return the fields of a model that the PyTorch file reads."""
+    return {key: getattr(net, key) for key in dcvit_hf.FIELDS[name]}
+
+
+def tensors(params):
+    """Return parameters by path, as tensors."""
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    return {name: Tensor(x.shape, lambda x=x: np.asarray(x)) for name, x in flat.items()}
+
+
+def language_model(preset="DCFormer++-405M", **fields):
+    """Return a small language model: module, parameters, and both as a model to convert."""
+    net, params = small_models.make_lm(preset, **fields)
+    description = Description("lm", small_models.VOCAB, fields_of(net, "lm"))
+    return net, params, Model(Path("lm"), "dcvit", description, tensors(params), {})
+
+
+def image_model(shape=(16, 16, 3), **fields):
+    """Return a small vision transformer, with composition unless the fields say otherwise."""
+    net = vit.Model(10, **{**VIT, "compose": "both", **fields})
+    params = small_models.random_params(small_models.param_shapes(net, jnp.zeros((1, *shape))))
+    described = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(net, "vit").items()}
+    return net, params, Model(Path("vit"), "dcvit", Description("vit", 10, described, PP), tensors(params), {})
+
+
+def write(model, folder):
+    """Write a model with this project's names and return the folder."""
+    folder.mkdir()
+    formats.write_safetensors(model, folder)
+    return folder

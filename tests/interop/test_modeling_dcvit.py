@@ -1,0 +1,218 @@
+"""The PyTorch file computes the logits and gradients of the JAX models, decodes, trains, and is read back."""
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+
+import conversion_models
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_models
+
+from dcvit.export import formats
+from dcvit.export.source import open_model
+from dcvit.interop import dcvit_hf
+from dcvit.interop import links as linking
+from dcvit.models import lm, vit
+
+torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+modeling = pytest.importorskip("dcvit.interop.modeling_dcvit", reason="needs transformers 5")
+
+END = 3  # a token that ends a document
+TEXT = {
+    "both": {},
+    "windows": dict(preset="DCFormer-405M", window_pattern="3:1", depth=4),
+    "pythia": dict(preset="DCPythia-2.8B", prefill_window=4, compose_gelu="exact"),
+    "groups": dict(static=True, groups=2, num_key_heads=2, rank=1),
+    "keys": dict(branches="k", compose="pre", qk_norm="layernorm"),
+    "queries": dict(branches="q", compose="post", gate=False, mlp_groups=4),
+    "gate": dict(projection=False, end_of_text=END),
+    "plain": dict(compose=None, tied=True, end_of_text=END),
+}
+IMAGES = {
+    "both": {},
+    "map": dict(posemb="sincos2d", pool_type="map", static=True, groups=2),
+    "tok": dict(pool_type="tok", rep_size=24, qk_norm="rmsnorm", compose="pre", norm_epsilon=1e-5),
+    "plain": dict(pool_type="tok+gap", registers=3, layer_scale=0.1, mlp="swiglu", compose=None),
+    "first": dict(pool_type="0", mlp="gelu", branches="k", compose="post"),
+}
+FAST = ("both", "map")
+LARGEST = 2e-5  # difference, in standard deviations of the logits
+
+
+def cases(table):
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in table]
+
+
+def to_torch(model, tmp_path):
+    """Write the folder of a model and load it as a user does, without executing code of the folder."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    formats.write_hf(model, folder)
+    kind = dcvit_hf.IMAGE if model.description.model_name == "vit" else dcvit_hf.TEXT
+    if not (folder / f"{dcvit_hf.MODULE}.py").exists():  # a native class could express the model
+        pytest.fail("expected the modeling file")
+    loaded, report = getattr(modeling, dcvit_hf.CLASSES[kind][1]).from_pretrained(folder, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return loaded.eval(), folder
+
+
+def make_tokens(net):
+    tokens = np.array(small_models.make_tokens())
+    if net.end_of_text is not None:
+        tokens[:, 5] = net.end_of_text
+    return tokens
+
+
+def text_case(name, **more):
+    fields = {**TEXT[name], **more}
+    return conversion_models.language_model(fields.pop("preset", "DCFormer++-405M"), **fields)
+
+
+@pytest.mark.parametrize("name", cases(TEXT))
+def test_language_models_have_the_logits_of_jax_with_and_without_cache(name, tmp_path):
+    net, params, model = text_case(name)
+    theirs, _ = to_torch(model, tmp_path)
+    tokens = make_tokens(net)
+    expected = small_models.logits_of(net, params, tokens)
+    rows = torch.from_numpy(tokens).long()
+    with torch.no_grad():
+        whole = theirs(rows).logits.numpy()
+        cache, steps = None, []
+        for part in [rows[:, :4], *rows[:, 4:].split(1, dim=1)]:
+            out = theirs(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    scale = expected.std() * (3 if name == "windows" else 1)  # four layers, with the largest scores
+    assert np.abs(whole - expected).max() < LARGEST * scale
+    if net.prefill_window is None:  # with it, decoding differs from a whole row by design
+        assert np.abs(torch.cat(steps, dim=1).numpy() - expected).max() < 1.5 * LARGEST * scale
+
+
+@pytest.mark.parametrize("name", cases(IMAGES))
+def test_image_models_have_the_logits_of_jax(name, tmp_path):
+    shape = (16, 24, 3)
+    net, params, model = conversion_models.image_model(shape, **IMAGES[name])
+    if net.posemb == "sincos2d":
+        shape = (16, 16, 3)
+    theirs, _ = to_torch(model, tmp_path)
+    images = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+    rows = theirs.config.image_size if isinstance(theirs.config.image_size, list) else [theirs.config.image_size] * 2
+    images = images.reshape(2, *rows, 3)
+    expected = small_models.logits_of(net, params, images)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    assert np.abs(logits - expected).max() < LARGEST * expected.std()
+
+
+@pytest.mark.slow
+def test_gradients_equal_those_of_jax_and_adamw_lowers_the_loss(tmp_path):
+    net, params, model = text_case("groups", qk_norm="rmsnorm", window_pattern="1:1")
+    theirs, _ = to_torch(model, tmp_path)
+    tokens = make_tokens(net)
+
+    def loss_of(params):
+        logits = net.apply({"params": params}, jnp.asarray(tokens))[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        loss, ours = small_models.jit(jax.value_and_grad(loss_of))(params)
+    rows = torch.from_numpy(tokens).long()
+    found = theirs.train()(rows, labels=rows).loss
+    found.backward()
+    first = found.item()
+    assert first == pytest.approx(float(loss), rel=1e-5)
+    gradients = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
+    links = dcvit_hf.links(model.description)
+    mapped = dict(linking.read(links, conversion_models.tensors(gradients)))
+    flat = flax.traverse_util.flatten_dict(ours, sep="/")
+    assert mapped.keys() == flat.keys()
+    largest = max(np.abs(mapped[name] - flat[name]).max() / np.abs(flat[name]).max() for name in flat)
+    assert largest < 1e-4
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=3e-3)
+    theirs.gradient_checkpointing_enable()
+    for _ in range(8):
+        optimizer.zero_grad()
+        last = theirs(rows, labels=rows).loss
+        last.backward()
+        optimizer.step()
+    assert last.item() < 0.8 * first
+
+
+@pytest.mark.slow
+def test_the_folder_generates_as_remote_code_and_is_read_back(tmp_path, monkeypatch):
+    net, params, model = text_case("both", window_pattern="1:1")
+    _, folder = to_torch(model, tmp_path)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(theirs).__module__.startswith("transformers_modules")
+    prompts = make_tokens(net)[:, :5]
+    rows = torch.from_numpy(prompts).long()
+    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    short = theirs.generate(rows[:1, 2:], **options)[0, 3:]
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), rows[:1, 2:]], dim=1)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    both = theirs.generate(torch.cat([padded, rows[1:]]), attention_mask=mask, **options)
+    expected = list(prompts[1])
+    for _ in range(5):  # greedy, with the whole row each time
+        padded_row = np.array([expected + [1] * (small_models.LENGTH - len(expected))], np.int32)
+        expected.append(int(small_models.logits_of(net, params, padded_row)[0, len(expected) - 1].argmax()))
+    assert both[1].tolist() == expected
+    assert both[0, 5:].tolist() == short.tolist()
+    assert theirs.generate(rows, num_beams=3, **options).shape == (2, 10)
+    with torch.no_grad():
+        theirs.layers[0].mlp.fc_in.weight.mul_(2)
+    theirs.save_pretrained(tmp_path / "tuned")
+    tuned = open_model(tmp_path / "tuned")
+    assert tuned.description == model.description._replace(fields=non_default(model.description.fields))
+    kernel = "Transformer/decoderblock_0/MlpBlock_0/in/kernel"
+    np.testing.assert_array_equal(tuned.params[kernel].read(), 2 * model.params[kernel].read())
+
+
+def non_default(fields):
+    return {key: value for key, value in fields.items() if value != dcvit_hf.FIELDS["lm"][key]}
+
+
+@pytest.mark.parametrize(("name", "net"), [("vit", vit.ViT), ("lm", lm.LM)])
+def test_the_fields_of_the_file_have_the_defaults_of_the_models(name, net):
+    defaults = {field.name: field.default for field in dataclasses.fields(net)}
+    for key, value in dcvit_hf.FIELDS[name].items():
+        assert (tuple(value) if isinstance(value, list) else value) == defaults[key], key
+    in_file = modeling.IMAGE_FIELDS if name == "vit" else modeling.TEXT_FIELDS
+    differing = {k for k, v in dcvit_hf.FIELDS[name].items() if k != "tied" and in_file[k] != v}
+    assert differing == {"compose"}  # the classes are named for DCMHA
+
+
+def test_the_file_imports_torch_and_transformers_only():
+    found = set()
+    for node in ast.walk(ast.parse(Path(modeling.__file__).read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[0] for name in [*names, *([node.module] if isinstance(node, ast.ImportFrom) else [])]}
+    assert found - set(sys.stdlib_module_names) == {"torch", "transformers"}
+
+
+def test_new_models_start_close_to_plain_attention():
+    shared = dict(width=32, depth=1, num_heads=4, vocab_size=17, context=12)
+    torch.manual_seed(0)
+    composed = modeling.DCFormerForCausalLM(modeling.DCFormerConfig(**shared)).eval()
+    plain = modeling.DCFormerForCausalLM(modeling.DCFormerConfig(**shared, compose=None)).eval()
+    assert not plain.load_state_dict(composed.state_dict(), strict=False).missing_keys
+    rows = torch.from_numpy(np.array(small_models.make_tokens())).long()
+    with torch.no_grad():
+        logits = plain(rows).logits
+        assert 0 < (composed(rows).logits - logits).abs().max() < 0.1 * logits.abs().max()
+
+
+def test_bfloat16_runs_without_a_change_of_dtype():
+    config = modeling.DCFormerConfig(width=32, depth=2, num_heads=4, vocab_size=17, static=True, qk_norm="rmsnorm")
+    model = modeling.DCFormerForCausalLM(config).to(torch.bfloat16).eval()
+    rows = torch.from_numpy(np.array(small_models.make_tokens())).long()
+    with torch.no_grad():
+        assert model(rows).logits.dtype == torch.bfloat16
