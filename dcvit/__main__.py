@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "classify image files with a trained model",
     "generate": "continue text with a trained language model",
     "lm_eval": "run tasks of lm-evaluation-harness on a language model",
+    "convert": "convert a model to a format of another library, or from one",
     "tokenize": "convert text files to token files",
     "check-data": "read all data of a config, and list damaged examples",
     "aot": "compile the training step of a config for a TPU slice",

@@ -13,10 +13,14 @@ from trained_workdirs import DIGITS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Layers from the top: a module imports from its own layer or from lower ones.
-COMMANDS = ["train", "evaluate", "predict", "generate", "lm_eval", "plot", "tokenize", "aot", "check_data", "__main__"]
+COMMANDS = [
+    "train", "evaluate", "predict", "generate", "lm_eval", "plot", "tokenize", "convert", "aot", "check_data",
+    "__main__",
+]  # fmt: skip
 LAYERS = [
     [f"dcvit.{command}" for command in COMMANDS],
     ["dcvit.cli"],
+    ["dcvit.export"],
     ["dcvit.training"],
     ["dcvit.report"],
     ["dcvit.interpret"],

@@ -1,0 +1,43 @@
+"""Conversion: `python -m dcvit.convert SRC DST --to npz|bv|safetensors|hf|timm|onnx|savedmodel|stablehlo|dcvit`.
+
+SRC is a workdir, one of its checkpoints, or weights of another library; DST is a new folder. The command ends with a
+comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
+anything else fails, nothing is left at DST.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dcvit import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = cli.Parser(
+        prog="dcvit convert",
+        description="Convert a model to the format of another library, or from one.",
+        examples=[
+            "dcvit convert runs/digits digits_hf --to hf",
+            "dcvit convert gpt2/ runs/gpt2 --to dcvit",
+        ],
+    )
+    parser.add_argument("source", type=cli.path, help="a workdir, one of its checkpoints, or weights: a file or folder")
+    parser.add_argument("target", type=cli.path, help="a new folder")
+    parser.add_argument(
+        "--to", required=True,
+        help="npz, bv (big_vision), safetensors, hf (transformers), timm, onnx, savedmodel, stablehlo or dcvit",
+    )  # fmt: skip
+    args = parser.parse_without_config(argv)
+
+    from dcvit.export.conversion import convert
+    from dcvit.parallel import runtime
+
+    runtime.configure()
+    print(f"{args.target}: {convert(args.source, args.target, args.to)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

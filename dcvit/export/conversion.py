@@ -1,0 +1,119 @@
+"""Conversion of a model to another format, which ends with a comparison of logits."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
+from dcvit.export import card, formats, libraries, logits, programs
+from dcvit.export.source import Model, from_weights, open_model
+from dcvit.interop.weights import open_weights
+
+TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
+WRITERS: dict[str, Callable[[Model, Path], None]] = {
+    "dcvit": formats.write_dcvit,
+    "npz": formats.write_npz,
+    "bv": formats.write_bv,
+    "safetensors": formats.write_safetensors,
+    "hf": formats.write_hf,
+    "timm": formats.write_timm,
+    **programs.WRITERS,
+}
+
+
+class Report(NamedTuple):
+    """Result of a comparison.
+
+    Fields:
+      difference: the largest absolute difference of two logits.
+      allowed: the largest difference that is accepted.
+      source, result: what evaluated the two sides.
+    """
+
+    difference: float
+    allowed: float
+    source: str
+    result: str
+
+    def __str__(self) -> str:
+        return (
+            f"largest difference of logits: {self.difference:.1e} (at most {self.allowed:.1e}); "
+            f"source evaluated by {self.source}, result by {self.result}"
+        )
+
+
+def convert(source: Path, target: Path, to: str) -> Report:
+    """Convert a model, compare the logits of both sides, and move the result to `target`.
+
+    Raises:
+      ConfigError: the target exists or the format is unknown.
+      CheckpointError: the source is unusable, the format cannot express the model, or the logits differ; nothing is
+        left at the target.
+      OSError: a file cannot be written; nothing is left at the target.
+    """
+    if to not in WRITERS:
+        raise ConfigError(f"--to {to}; {nearest(to, WRITERS)}")
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target} exists; give a new path")
+    model = open_model(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        WRITERS[to](model, folder)
+        report = compare(model, folder, to)
+        if not report.difference <= report.allowed:
+            raise CheckpointError(f"{source} to {to}: {report}")
+        card.write(model, folder, to, str(report))
+        folder.chmod(0o755)  # `mkdtemp` allows only the owner
+        folder.rename(target)
+    except OSError as e:
+        if isinstance(e, CheckpointError | ConfigError):
+            raise
+        raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def compare(model: Model, folder: Path, to: str) -> Report:
+    """Compare the logits of a model with those of the files in a folder, for real inputs."""
+    x = logits.inputs(model)
+    expected, by = _source_logits(model, x)
+    found, result_by = _result_logits(model, folder, to, x)
+    largest, scale = logits.difference(expected, found)
+    return Report(largest, TOLERANCE * scale, by, result_by)
+
+
+def _source_logits(model: Model, x: np.ndarray) -> tuple[np.ndarray, str]:
+    """Return the logits of the source, and what computed them: the original library where it can."""
+    small = model.size * 4 <= libraries.MAX_BYTES
+    if model.origin in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
+        found = libraries.transformers_logits(model.path, x) if model.path.is_dir() else None
+        if found is not None:
+            return found, "transformers"
+    return logits.compute(model, x), "dcvit"
+
+
+def _result_logits(model: Model, folder: Path, to: str, x: np.ndarray) -> tuple[np.ndarray, str]:
+    """Return the logits of the result, and what computed them."""
+    if to == "onnx":
+        return programs.run_onnx(folder / programs.ONNX, x), "onnxruntime"
+    if to == "savedmodel":
+        return programs.run_savedmodel(folder / programs.SAVED_MODEL, x), "TensorFlow"
+    if to == "stablehlo":
+        weights = from_weights(open_weights(folder))
+        return programs.run_stablehlo(folder / programs.STABLEHLO, weights, x), "jax.export"
+    if model.size * 4 <= libraries.MAX_BYTES:
+        if to == "hf" and libraries.installed("torch", "transformers"):
+            found = libraries.transformers_logits(folder, x)
+            if found is not None:
+                return found, "transformers"
+        if to == "timm" and libraries.installed("torch", "timm"):
+            return libraries.timm_logits(folder, x), "timm"
+    return logits.compute(open_model(folder), x), "dcvit, which read the files back"

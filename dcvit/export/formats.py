@@ -1,0 +1,191 @@
+"""Writers of weights: each writes a model into an empty folder.
+
+`npz`, `bv` and `safetensors` have this project's names, which are big_vision's for the plain ViT; beside them
+config.json holds the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of those libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from dcvit import config as configs
+from dcvit.checkpoint.checkpointer import Checkpointer
+from dcvit.errors import CheckpointError
+from dcvit.export.logits import nested
+from dcvit.export.source import Model, build, example
+from dcvit.interop import dcvit_hf, own, preprocessing
+from dcvit.interop import links as linking
+from dcvit.interop.family import Description
+from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import Json
+from dcvit.interop.weights import FAMILIES
+
+NATIVE = {"vit": ("hf_vit",), "lm": ("gpt2", "llama", "gpt_neox")}  # classes of transformers, by our models
+OURS = "dcvit_hf"  # the family of `MODELING`
+MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
+TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
+TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
+STEP = 0  # of the checkpoint in a workdir without training
+
+
+def write_npz(model: Model, folder: Path) -> None:
+    """Write `params.npz`, one array at a time; `numpy.savez` would hold all."""
+    with zipfile.ZipFile(folder / "params.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in model.read():
+            with archive.open(f"{own.ROOT}{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+    _write_json(folder / "config.json", own.config(model.description))
+
+
+def write_bv(model: Model, folder: Path) -> None:
+    """Write a folder of big_vision: one zarr array for each parameter, with ~ for / in its name."""
+    for name, array in model.read():
+        path = str(folder.absolute() / f"{own.ROOT}{name}".replace("/", "~"))
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+        store = ts.open(spec, create=True, dtype=array.dtype, shape=array.shape, chunk_layout=_whole(array)).result()
+        store.write(array).result()
+    _write_json(folder / "config.json", own.config(model.description))
+
+
+def _whole(array: np.ndarray) -> ts.ChunkLayout:
+    return ts.ChunkLayout(chunk_shape=[max(size, 1) for size in array.shape])
+
+
+def write_safetensors(model: Model, folder: Path) -> None:
+    """Write `model.safetensors`, or shards with their index; the description is in the headers, too."""
+    write_shards(folder, model.read(), metadata=own.metadata(model.description))
+    _write_json(folder / "config.json", own.config(model.description))
+
+
+def write_dcvit(model: Model, folder: Path) -> None:
+    """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one."""
+    params = nested(dict(model.read()))
+    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description), **model.config}
+    if isinstance(record["model"], dict):
+        record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
+    tokenizer = model.path / TOKENIZER
+    if model.workdir:
+        for name in ("data.json", TOKENIZER, "accepted.json"):
+            if (model.workdir / name).is_file():
+                shutil.copyfile(model.workdir / name, folder / name)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    _write_json(folder / "config.json", record)
+    about: Json = {"config": record}
+    if (folder / "data.json").is_file():
+        about["data"] = json.loads((folder / "data.json").read_text())
+    checkpointer = Checkpointer(folder)
+    try:
+        checkpointer.save(STEP, {"params": params}, about)
+    finally:
+        checkpointer.close()
+
+
+def _config(description: Description) -> Json:
+    """Return the keys of a config that describe a model."""
+    outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
+    found: Json = {
+        "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
+    }  # fmt: skip
+    return found | ({"pp_predict": description.pp} if description.pp else {})
+
+
+def native_family(model: Model, names: tuple[str, ...]) -> tuple[str, Json]:
+    """Return the first family that can express a model, and its config.json.
+
+    Raises:
+      CheckpointError: none can; the message has the reason of each.
+    """
+    reasons = []
+    for name in names:
+        if name in FAMILIES:
+            try:
+                return name, FAMILIES[name].config(model.description)
+            except CheckpointError as e:
+                reasons.append(f"{name}: {e}")
+    raise CheckpointError("; ".join(reasons) or f"no family of {', '.join(names)}")
+
+
+def write_hf(model: Model, folder: Path) -> None:
+    """Write a folder of transformers: the native class, or else this project's modeling file with its weights.
+
+    Raises:
+      CheckpointError: neither can express the model; the message names the field.
+    """
+    try:
+        name, config = native_family(model, NATIVE[model.description.model_name])
+    except CheckpointError as native:
+        try:
+            name, config = OURS, FAMILIES[OURS].config(model.description)
+        except CheckpointError as e:
+            raise CheckpointError(f"{e} ({native})") from None
+        shutil.copyfile(MODELING, folder / MODELING.name)
+    _write_json(folder / "config.json", {**config, **_image_size(model)})
+    write_shards(folder, _theirs(name, model))
+    if model.description.model_name == "vit":
+        with contextlib.suppress(CheckpointError):  # preprocessing without a size or a range
+            _write_json(folder / PROCESSOR, _processor(model.description.pp))
+        return
+    end = model.description.fields.get("end_of_text")
+    _write_json(folder / "generation_config.json", {} if end is None else {"eos_token_id": end, "pad_token_id": end})
+    root = model.workdir or model.path
+    if (root / TOKENIZER).is_file():
+        shutil.copyfile(root / TOKENIZER, folder / TOKENIZER)
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _processor(pp: str) -> Json:
+    """Return the content of preprocessor_config.json for a preprocessing string.
+
+    Raises:
+      CheckpointError: the string has no size or range of values.
+    """
+    found = preprocessing.from_pp(pp)
+    size = dict(zip(("height", "width"), found.size, strict=True))
+    crop: Json = {"do_center_crop": True, "crop_size": size, "size": {"shortest_edge": found.resize}}
+    return {
+        "image_processor_type": "CLIPImageProcessor" if found.resize else "ViTImageProcessor", "do_resize": True,
+        **(crop if found.resize else {"size": size}), "resample": preprocessing.NUMBERS.index(found.method),
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(found.mean),
+        "image_std": list(found.std),
+    }  # fmt: skip
+
+
+def _image_size(model: Model) -> Json:
+    """Return the keys of config.json for the size of the images, if the inputs are images."""
+    if model.description.model_name == "lm":
+        return {}
+    height, width, channels = example(model.description, model.params).shape[1:]
+    return {"image_size": height if height == width else [height, width], "num_channels": channels}
+
+
+def context_of(model: Model) -> int:
+    """Return the number of tokens in a row of a language model."""
+    return int(getattr(build(model.description), "context", 0))
+
+
+def write_timm(model: Model, folder: Path) -> None:
+    """Write `model.safetensors` and config.json for timm.
+
+    Raises:
+      CheckpointError: timm cannot express the model; the message names the field.
+    """
+    name, config = native_family(model, ("timm",))
+    _write_json(folder / "config.json", config)
+    write_shards(folder, _theirs(name, model))
+
+
+def _theirs(family: str, model: Model) -> Iterator[tuple[str, np.ndarray]]:
+    return linking.write(FAMILIES[family].links(model.description), model.params)
+
+
+def _write_json(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,114 @@
+"""Logits of a model for real inputs, which the end of a conversion compares.
+
+A language model is applied layer by layer, with the parameters of one layer in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+import input_pipeline
+from dcvit.export.source import Model, build, example
+from dcvit.interop.tensors import Tensors
+from dcvit.models import lm, vit
+from dcvit.models.decoder import token_context
+from input_pipeline.text.tokenizer import ByteTokenizer
+
+IMAGES, ROWS = 4, 2
+BEYOND = 32  # tokens of a row beyond the first window, as far as the context allows
+TOKENS = 128  # of a row without windows
+EPSILON = 1e-3  # smallest scale of logits for the tolerance
+
+
+def inputs(model: Model) -> np.ndarray:
+    """Return real inputs: scikit-learn's digits at the model's resolution, or source code of Python as tokens."""
+    shape = example(model.description, model.params).shape
+    if model.description.model_name == "vit":
+        return _digits(*shape[1:])
+    net = build(model.description)
+    assert isinstance(net, lm.LM)
+    length = net.window + BEYOND if net.window_pattern != "none" else TOKENS
+    return _text(min(length, net.context), net.vocab_size)
+
+
+def _digits(height: int, width: int, channels: int) -> np.ndarray:
+    """Return digits in [-1, 1]."""
+    source = input_pipeline.open_source("digits", split="test")
+    images = []
+    for i in range(IMAGES):
+        gray = Image.fromarray(source[i]["image"][..., 0]).resize((width, height), Image.Resampling.BILINEAR)
+        images.append(np.repeat(np.asarray(gray)[..., None], channels, axis=-1))
+    return np.stack(images).astype(np.float32) / 127.5 - 1
+
+
+def _text(length: int, vocab_size: int) -> np.ndarray:
+    """Return rows of bytes, spread over the vocabulary: all its embeddings should matter."""
+    source = input_pipeline.open_source("stdlib", split="validation", context=length)
+    rows = np.stack([source[i]["tokens"][:length] for i in range(ROWS)]).astype(np.int64)
+    spread = rows * max(vocab_size // ByteTokenizer.vocab_size, 1)
+    return (spread % vocab_size).astype(np.int32)
+
+
+def compute(model: Model, x: np.ndarray) -> np.ndarray:
+    """Return the float32 logits of a model of this project, computed on the host."""
+    model = model.in_float32()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.default_matmul_precision("highest"):
+        net = build(model.description)
+        if isinstance(net, lm.LM):
+            return _language_logits(net, model.params, x)
+        return np.asarray(_compiled(net)(nested(dict(model.read())), x))
+
+
+@functools.lru_cache(maxsize=1)  # of the source and of the result
+def _compiled(net: vit.ViT) -> Callable[..., jax.Array]:
+    return jax.jit(lambda params, x: net.apply({"params": params}, x)[0])
+
+
+def nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return arrays by path as a tree."""
+    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
+    return tree
+
+
+def _language_logits(net: lm.LM, params: Tensors, tokens: np.ndarray) -> np.ndarray:
+    """Apply the embedding, each layer and the head, one after the other."""
+    windows = lm.layer_windows(net)
+    context = token_context(jnp.asarray(tokens), net.end_of_text)
+    x = jnp.asarray(params["embedding/embedding"].read()[tokens])
+    if net.position == "learned":
+        x = x + jnp.take(params["pos_embedding"].read(), context.positions, axis=0, mode="clip")
+
+    for i in range(net.depth):
+        layer = _compiled_layer(net, windows[i % len(windows)])
+        x = layer(_below(params, f"Transformer/decoderblock_{i}/"), x, context)
+    norm = net.decoder(jnp.dtype("float32")).norm()
+    hidden: Any = norm.apply({"params": _below(params, "Transformer/decoder_norm/")}, x)
+    kernel = params["embedding/embedding"].read().T if net.tied else params["head/kernel"].read()
+    return np.asarray(lm.unembed(hidden, jnp.asarray(kernel)))
+
+
+@functools.lru_cache(maxsize=2)  # a layer with and without a window
+def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
+    block = net.decoder(jnp.dtype("float32")).layer(window=window)
+    return jax.jit(lambda params, x, context: block.apply({"params": params}, x, context, None)[0])
+
+
+def _below(params: Tensors, prefix: str) -> dict[str, Any]:
+    """Read the parameters whose path starts with `prefix` as a tree."""
+    return nested({p.removeprefix(prefix): t.read() for p, t in params.items() if p.startswith(prefix)})
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Return the largest absolute difference, and the scale of the logits: their standard deviation."""
+    if ours.shape != theirs.shape:
+        return float("inf"), 0.0
+    largest = float(np.max(np.abs(ours.astype(np.float64) - theirs)))
+    return (largest if np.isfinite(largest) else float("inf")), max(float(np.std(ours)), EPSILON)

@@ -1,0 +1,184 @@
+"""Writers of compiled or traced programs: ONNX, TensorFlow's SavedModel, and StableHLO of `jax.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcvit.errors import CheckpointError, first_line
+from dcvit.export import formats
+from dcvit.export.logits import nested
+from dcvit.export.source import Model, build, example
+
+IMPLEMENTATION = "reference"  # plain operations, which every format has
+ONNX, STABLEHLO, SAVED_MODEL = "model.onnx", "model.stablehlo", "saved_model"
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+ONNX_BYTES = 1 << 31  # of a protobuf
+Apply = Callable[[Any, jax.Array], jax.Array]
+
+
+def library(name: str) -> ModuleType:
+    """Import a library that writes or evaluates a format.
+
+    Raises:
+      CheckpointError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise CheckpointError(f'{name} is not installed: pip install "dcvit[interop]"') from None
+
+
+def _apply(model: Model) -> Apply:
+    net = build(model.description).clone(implementation=IMPLEMENTATION)
+    return lambda params, x: net.apply({"params": params}, x)[0]
+
+
+def input_name(model: Model) -> str:
+    """Return the name of the input: "images", B height width channels in [-1, 1], or "tokens", B T."""
+    return "images" if model.description.model_name == "vit" else "tokens"
+
+
+def _tail(model: Model) -> tuple[int, ...]:
+    """Return the sizes of an input after its batch axis that are fixed."""
+    return example(model.description, model.params).shape[1:] if model.description.model_name == "vit" else ()
+
+
+def write_onnx(model: Model, folder: Path) -> None:
+    """Write `model.onnx`, with the parameters inside. Tokens have a fixed length, the model's context.
+
+    Raises:
+      CheckpointError: an operation or the size of the model cannot be expressed, or jax2onnx is not installed.
+    """
+    jax2onnx = library("jax2onnx")
+    if model.size * 4 >= ONNX_BYTES:
+        raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {model.size * 4:,}")
+    shape: tuple[int | str, ...] = ("B", *(_tail(model) or (formats.context_of(model),)))
+    dtype = np.dtype(np.float32 if _tail(model) else np.int32)
+    apply, params = _apply(model), nested(dict(model.read()))
+    try:
+        with _silent():
+            proto = jax2onnx.to_onnx(
+                lambda x: apply(params, x), inputs=[_Input(shape, dtype)], model_name="dcvit",
+                input_names=[input_name(model)], output_names=["logits"],
+            )  # fmt: skip
+    except Exception as e:  # the library has no error type of its own
+        raise CheckpointError(f"onnx cannot express the model: {_operation(e)}") from None
+    (folder / ONNX).write_bytes(proto.SerializeToString())
+
+
+class _Input:
+    """Shape and dtype of an input whose batch size is free."""
+
+    def __init__(self, shape: tuple[int | str, ...], dtype: np.dtype[Any]):
+        self.shape, self.dtype = shape, dtype
+
+
+def write_stablehlo(model: Model, folder: Path) -> None:
+    """Write `model.stablehlo`, a function of the parameters and the inputs, and the parameters as safetensors.
+
+    Raises:
+      CheckpointError: an operation cannot be exported.
+    """
+    names = "b" if _tail(model) else "b, t"
+    tail = _tail(model)
+    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape(names), *tail), np.float32 if tail else np.int32)
+    flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in model.params.items()}
+    apply = _apply(model)
+    try:
+        exported = jax.export.export(jax.jit(lambda p, x: apply(nested(p), x)), platforms=PLATFORMS)(flat, x)
+    except Exception as e:
+        raise CheckpointError(f"stablehlo cannot express the model: {_operation(e)}") from None
+    (folder / STABLEHLO).write_bytes(exported.serialize())
+    formats.write_safetensors(model, folder)
+
+
+def write_savedmodel(model: Model, folder: Path) -> None:
+    """Write `saved_model/`, whose signature `serving_default` takes images or tokens and returns logits.
+
+    Raises:
+      CheckpointError: an operation cannot be expressed, or TensorFlow or orbax-export is not installed.
+    """
+    tf, export = library("tensorflow"), library("orbax.export")
+    tail, apply = _tail(model), _apply(model)
+    signature = tf.TensorSpec(
+        (None, *tail) if tail else (None, None), tf.float32 if tail else tf.int32, name=input_name(model)
+    )
+    try:
+        with _silent():
+            module = export.JaxModule(
+                nested(dict(model.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
+                input_polymorphic_shape="b, ..." if tail else "b, t",
+            )  # fmt: skip
+            config = export.ServingConfig("serving_default", input_signature=[signature])
+            export.ExportManager(module, [config]).save(str(folder / SAVED_MODEL))
+    except Exception as e:
+        raise CheckpointError(f"savedmodel cannot express the model: {_operation(e)}") from None
+
+
+def _operation(error: Exception) -> str:
+    """Return the name of the primitive in an error, if there is one, and its first line."""
+    found = re.search(r"primitive[:\s'\"]+([\w-]+)", str(error))
+    return f"{found[1]} is not supported" if found else first_line(error)
+
+
+def _in_float32(write: Callable[[Model, Path], None]) -> Callable[[Model, Path], None]:
+    return lambda model, folder: write(model.in_float32(), folder)
+
+
+WRITERS = {
+    "onnx": _in_float32(write_onnx), "savedmodel": _in_float32(write_savedmodel),
+    "stablehlo": _in_float32(write_stablehlo),
+}  # fmt: skip
+
+
+def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
+    """Evaluate an ONNX file with onnxruntime."""
+    runtime = library("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    logits: np.ndarray = session.run(None, {session.get_inputs()[0].name: x})[0]
+    return logits
+
+
+def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
+    """Evaluate a SavedModel with TensorFlow."""
+    tf = library("tensorflow")
+    with _silent():
+        loaded = tf.saved_model.load(str(path))
+        return np.asarray(loaded.signatures["serving_default"](tf.constant(x))["logits"].numpy())
+
+
+def run_stablehlo(path: Path, model: Model, x: np.ndarray) -> np.ndarray:
+    """Evaluate a StableHLO file with the parameters of a model."""
+    exported = jax.export.deserialize(bytearray(path.read_bytes()))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return np.asarray(exported.call(dict(model.read()), x))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Discard what a library prints and logs; its errors are exceptions."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"),
+        ):  # fmt: skip
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,196 @@
+"""Models to convert: a description, and parameters that are read one at a time, in the tree of unrolled layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from dcvit import config as configs
+from dcvit.checkpoint import steps
+from dcvit.checkpoint.checkpointer import open_params
+from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.errors import CheckpointError, ConfigError, first_line
+from dcvit.interop import links as linking
+from dcvit.interop.family import Description
+from dcvit.interop.tensors import Json, Tensor, Tensors
+from dcvit.interop.weights import Weights, open_weights
+from dcvit.models import lm, vit
+from dcvit.training import setup
+from dcvit.training.trained import TrainedModel, open_trained
+
+# Fields that change how a model is trained or computed, not its function.
+COMPUTATION = (
+    "scan", "remat", "implementation", "dtype_mm", "dropout", "stochastic_depth", "head_zeroinit", "init_std",
+    "out_init_std",
+)  # fmt: skip
+SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
+SIZE = re.compile(r"(?:resize\w*|central_crop)\((\d+)")  # of an image after preprocessing
+MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
+
+
+class Model(NamedTuple):
+    """A model that can be converted.
+
+    Fields:
+      path: the file or folder it is read from.
+      origin: "dcvit" for a run of this project, or else the family of the weights.
+      description: the model, without the fields of `COMPUTATION`.
+      params: the parameters by path.
+      config: content of the run's config.json; empty for weights.
+      workdir: folder of the run.
+    """
+
+    path: Path
+    origin: str
+    description: Description
+    params: Tensors
+    config: Json
+    workdir: Path | None = None
+
+    def in_float32(self) -> Model:
+        """Return the model with parameters that are converted to float32 when they are read."""
+        wide = {name: Tensor(t.shape, lambda t=t: t.read().astype(np.float32)) for name, t in self.params.items()}
+        return self._replace(params=wide)
+
+    def read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the path and the value of each parameter."""
+        return ((name, tensor.read()) for name, tensor in self.params.items())
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(int(np.prod(tensor.shape)) for tensor in self.params.values())
+
+
+def build(description: Description) -> vit.ViT | lm.LM:
+    """Return the module of a model in float32.
+
+    Raises:
+      CheckpointError: a field is unknown or has an invalid value.
+    """
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in description.fields.items()}
+    try:
+        return MAKERS[description.model_name](description.num_outputs, **{**fields, "dtype_mm": "float32"})
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
+
+
+def open_model(path: Path) -> Model:
+    """Open a workdir, one of its checkpoints, or weights of another library.
+
+    Raises:
+      CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
+    """
+    workdir = _workdir(path)
+    if workdir is None:
+        return from_weights(open_weights(path))
+    trained = open_trained(workdir, None, None if workdir == path else path)
+    return _from_run(path, workdir, trained)
+
+
+def _workdir(path: Path) -> Path | None:
+    """Return the workdir that a path is, or is a checkpoint of; None if it is neither."""
+    if (path / steps.FOLDER).is_dir():
+        return path
+    if (path / steps.ABOUT).is_dir():
+        workdir = path.absolute().parent.parent
+        if not (workdir / "config.json").is_file():
+            raise ConfigError(f"{path} is a checkpoint without the config.json of its run in {workdir}")
+        return workdir
+    return None
+
+
+def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
+    """Return the model of a run, with the parameters of a scan split into layers."""
+    net = trained.model
+    outputs_key = "vocab_size" if isinstance(net, lm.LM) else "num_classes"
+    fields = {}
+    for field in dataclasses.fields(net):
+        value = getattr(net, field.name)
+        if field.name not in (*COMPUTATION, outputs_key, "parent", "name") and value != field.default:
+            fields[field.name] = list(value) if isinstance(value, tuple) else value
+    name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
+    description = Description(name, getattr(net, outputs_key), fields, pp)
+    params = _unrolled(open_params(trained.checkpoint))
+    shapes = param_shapes(description, params)
+    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))
+    return Model(path, "dcvit", description, params, configs.read_json(workdir / "config.json").to_dict(), workdir)
+
+
+def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
+    """Return the parameters of single layers, which a scan stacks in the arrays of a checkpoint, by their paths."""
+    params: dict[str, Tensor] = {}
+    period = len({path.split("/")[2] for path in arrays if path.startswith("Transformer/group/")})
+    for path, array in arrays.items():
+        if match := SCANNED.fullmatch(path):
+            block, first = ("encoderblock", 0) if match["place"] is None else ("decoderblock", int(match["place"]))
+            for i in range(array.shape[0]):
+                layer = first + i * max(period, 1)
+                params[f"Transformer/{block}_{layer}/{match['rest']}"] = _tensor(array[i])
+        else:
+            params[path] = _tensor(array)
+    return params
+
+
+def _tensor(view: ts.TensorStore) -> Tensor:
+    return Tensor(tuple(view.shape), lambda: np.asarray(view.read().result()))
+
+
+def from_weights(weights: Weights) -> Model:
+    """Return the model of weights. A link is read when one of its parameters is, and only the last one is kept."""
+
+    @functools.lru_cache(maxsize=1)
+    def read_link(number: int) -> dict[str, np.ndarray]:
+        return dict(linking.read(weights.links[number : number + 1], weights.tensors))
+
+    def read(number: int, path: str, shape: tuple[int, ...] | None) -> np.ndarray:
+        array = read_link(number)[path]
+        if shape is not None and array.shape != shape:
+            raise CheckpointError(f"{weights.path}: {path} has the shape {array.shape}, the model {shape}")
+        return array
+
+    places = {path: number for number, link in enumerate(weights.links) for path in link.ours}
+    unchecked = {path: Tensor((), functools.partial(read, at, path, None)) for path, at in places.items()}
+    shapes = param_shapes(weights.description, unchecked)
+    check_tree(dict.fromkeys(places, ()), dict.fromkeys(shapes, ()), str(weights.path))
+    params = {
+        path: Tensor(shapes[path], functools.partial(read, at, path, shapes[path])) for path, at in places.items()
+    }
+    return Model(weights.path, weights.family, weights.description, params, {})
+
+
+def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a model by its path."""
+    found = example(description, params)
+    return _param_shapes(build(description), found.shape, found.dtype)
+
+
+@functools.lru_cache(maxsize=1)  # of the source and of the result
+def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
+    return shapes_of(setup.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
+
+
+def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
+    """Return the shape of an input for one example: two tokens, or an image.
+
+    The size of the images follows from the position embeddings, or else from the preprocessing.
+    """
+    if description.model_name == "lm":
+        return jax.ShapeDtypeStruct((1, 2), np.int32)
+    height, width, channels, _ = params["embedding/kernel"].read().shape
+    if "pos_embedding" in params:
+        tokens = params["pos_embedding"].read().shape[1]
+        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0)
+        size = rows * height, tokens // rows * width
+    else:
+        found = SIZE.findall(description.pp)
+        size = (int(found[-1]),) * 2 if found else (14 * height, 14 * width)
+    return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
