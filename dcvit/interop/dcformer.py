@@ -9,6 +9,7 @@ than that of the tokens after it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
                 same(f"{theirs}.attention.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale")
                 for name in ("query", "key")
             ]
-        found += _compositions(f"{theirs}.attention.dyn_w_proj", ours, fields)
+        found += compositions([f"{theirs}.attention.dyn_w_proj.{name}" for name in ("dw1", "qkw", "dd")], ours, fields)
         found += norm_layer(f"{theirs}.ffn_norm", f"{block(i)}/mlp_norm", norm_bias)
         for their_name, our_name, inputs, outputs in mlps:
             path = f"{block(i)}/MlpBlock_0/{our_name}"
@@ -151,27 +152,34 @@ def _fused(theirs: str, ours: str, fields: LMFields) -> Link:
     return Link((theirs,), tuple(ours.format(name) for name in ("query", "key", "value")), to_ours, to_theirs)
 
 
-def _compositions(theirs: str, ours: str, fields: LMFields) -> list[Link]:
-    """Link the dynamic projections (M G C I, then G C I 2R H) and gates (M G C·H) of C = 4 compositions, with G = 1."""
+def compositions(theirs: Sequence[str], ours: str, fields: LMFields) -> list[Link]:
+    """Link the weights of the C = 4 compositions of a layer, in G = 1 group.
+
+    Args:
+      theirs: names of the dynamic projections, M G C I then G C I 2R H, and of the gates, M G C·H.
+      ours: path of the attention.
+      fields: of the model.
+    """
     inner = 2 * fields.rank * fields.num_heads
     width, heads = fields.width, fields.num_heads
+    first, second, gates = theirs
 
     def paths(end: str) -> tuple[str, ...]:
         return tuple(f"{ours}/{where}/w_{side}{end}" for where, side in COMPOSITIONS)
 
     return [
         Link(
-            (f"{theirs}.dw1",), paths("1"),
+            (first,), paths("1"),
             lambda x: [x.reshape(width, 1, 4, inner)[:, :, c] for c in range(4)],
             lambda *parts: (np.stack(parts, axis=2),),
         ),
         Link(
-            (f"{theirs}.qkw",), paths("2"),
+            (second,), paths("2"),
             lambda x: [x.reshape(1, 4, inner, inner)[:, c] for c in range(4)],
             lambda *parts: (np.stack(parts, axis=1).reshape(1, 4, inner, 2 * fields.rank, heads),),
         ),
         Link(
-            (f"{theirs}.dd",), paths("g"),
+            (gates,), paths("g"),
             lambda x: [x.reshape(width, 4, heads)[:, c] for c in range(4)],
             lambda *parts: (np.stack(parts, axis=1).reshape(width, 1, 4 * heads),),
         ),

@@ -78,7 +78,7 @@ def _to_ours(link: Link, tensors: Tensors) -> Arrays:
         return link.to_ours(*arrays)
     except CheckpointError:  # of the link's own check
         raise
-    except ValueError:
+    except (ValueError, IndexError):
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
         raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
 

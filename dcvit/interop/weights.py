@@ -16,11 +16,22 @@ import numpy as np
 
 from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
-from dcvit.interop import dcformer, dcvit_hf, gpt2, gpt_neox, llama, own, preprocessing, timm_vit
+from dcvit.interop import (
+    dcformer,
+    dcvit_hf,
+    gpt2,
+    gpt_neox,
+    llama,
+    maxtext,
+    orbax_tensors,
+    own,
+    preprocessing,
+    timm_vit,
+)
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
-from dcvit.interop.tensors import Tensors, open_file
+from dcvit.interop.tensors import Tensors, WeightsFile, open_file
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -30,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "llama": llama,
     "gpt_neox": gpt_neox,
     "dcformer": dcformer,
+    "maxtext": maxtext,
 }
 
 
@@ -88,14 +100,15 @@ class Weights(NamedTuple):
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open a file or a folder of another library.
+    """Open a file or a folder of another library, or an Orbax checkpoint.
 
     Raises:
       CheckpointError: see `dcvit.interop.tensors.open_file`; the tensors are those of no known family, or do not fit
         the model that they describe.
     """
     path = Path(path)
-    file = open_file(path)
+    arrays = orbax_tensors.find(path) if path.is_dir() else None
+    file = WeightsFile(path, orbax_tensors.open_arrays(arrays), {}) if arrays else open_file(path)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:

@@ -54,10 +54,10 @@ def rotate(torch, x, base, width):
     return torch.cat([turned.real, turned.imag, x[..., width:]], -1)
 
 
-def compose(torch, a, weights, first):
-    """A + Σ over queries and keys of A·w_1·w_2 + A⊗gate, for A of shape B H T S."""
+def compose(torch, a, weights, first, static=None):
+    """A + A·W_b + Σ over queries and keys of A·w_1·w_2 + A⊗gate, for A of shape B H T S."""
     down, up, gate = weights
-    out = a
+    out = a if static is None else a + torch.einsum("bhts,hn->bnts", a, static.squeeze(0))
     for c, token in ((first, "t"), (first + 1, "s")):
         hidden = torch.einsum(f"bhts,b{token}rh->brts", a, down[:, :, c])
         out = out + torch.einsum(f"brts,b{token}rh->bhts", hidden, up[:, :, c])
@@ -72,17 +72,19 @@ def attend(torch, config, p, x, visible):
     fused = x @ p["wqkv.weight"].T + p.get("wqkv.bias", 0.0)
     q, k, v = (part.reshape(batch, length, heads, -1) for part in fused.split(width, -1))
     if config["use_qk_norm"]:
-        q, k = rms_norm(q, 1e-6, p["q_norm.scale"]), rms_norm(k, 1e-6, p["k_norm.scale"])
+        q, k = (rms_norm(y, config.get("qk_epsilon", 1e-6), p[f"{n}_norm.scale"]) for y, n in ((q, "q"), (k, "k")))
     rotated = int(config.get("rotary_pct", 1.0) * (width // heads))
     q, k = (rotate(torch, y, config["rope_base"], rotated) for y in (q, k))
     hidden = torch.einsum("btm,mci->btci", x, p["dyn_w_proj.dw1"].squeeze(1))
-    hidden = 0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2)))
+    tanh = config.get("compose_gelu") == "tanh"
+    cdf = torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)) if tanh else torch.erf(hidden / 2**0.5)
+    hidden = 0.5 * hidden * (1 + cdf)
     both = torch.einsum("btci,cirh->btcrh", hidden, p["dyn_w_proj.qkw"].squeeze(0))
     gate = torch.tanh(x @ p["dyn_w_proj.dd"].squeeze(1)).reshape(batch, length, 4, heads)
     weights = rms_norm(both[:, :, :, :2], 1e-6), both[:, :, :, 2:], gate
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(width // heads)
-    scores = compose(torch, scores, weights, 0).masked_fill(~visible, -math.inf)
-    out = torch.einsum("bhts,bshd->bthd", compose(torch, scores.softmax(-1), weights, 2), v)
+    scores = compose(torch, scores, weights, 0, p.get("pre.w_b")).masked_fill(~visible, -math.inf)
+    out = torch.einsum("bhts,bshd->bthd", compose(torch, scores.softmax(-1), weights, 2, p.get("post.w_b")), v)
     return out.reshape(batch, length, width) @ p["wo.weight"].T + p.get("wo.bias", 0.0)
 
 
@@ -107,7 +109,7 @@ def forward(torch, config, state, tokens, prompt=None):
     pythia = config["model_type"] == "dcpythia"
     length, epsilon = tokens.shape[1], config["norm_eps"]
     row, column = np.mgrid[:length, :length]
-    window = np.where(row < (prompt or length), 1, 0) + (config["window_size"] or length)
+    window = np.where(row < (length if prompt is None else prompt), 1, 0) + (config["window_size"] or length)
     visible = {"G": column <= row, "L": (column <= row) & (column > row - window)}
 
     def norm(name, x):

@@ -103,7 +103,7 @@ def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
     assert largest_difference(np.concatenate(found, axis=1), expected) < 2e-5
     # The two windows matter here: with either one alone, the logits differ.
     for other in (0, LENGTH):
-        assert largest_difference(oracle.forward(torch, MODELS[name], state, tokens, other or 1), expected) > 1e-3
+        assert largest_difference(oracle.forward(torch, MODELS[name], state, tokens, other), expected) > 1e-3
 
 
 @pytest.mark.slow
