@@ -94,7 +94,10 @@ def _save(shard: Mapping[str, np.ndarray], path: Path, metadata: Mapping[str, st
     import safetensors
     import safetensors.numpy
 
+    path.touch()
+    mode = path.stat().st_mode
     try:
         safetensors.numpy.save_file(dict(shard), path, dict(metadata))
+        path.chmod(mode)  # of any new file; the library's is readable by its owner only
     except safetensors.SafetensorError as e:
         raise CheckpointError(f"cannot write {path}: {first_line(e)}") from None

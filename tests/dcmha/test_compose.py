@@ -1,5 +1,7 @@
 """`compose` and the dynamic weights compared with loops over Eqn 5-8, and the paper's two theorems."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +47,15 @@ def test_compose_equals_the_composition_matrix_of_eqn_8(x64):
     np.testing.assert_allclose(got[0], expected, rtol=0, atol=1e-10)
 
 
+GELUS = {
+    "tanh": lambda h: 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))),
+    "exact": lambda h: 0.5 * h * (1 + np.vectorize(math.erf)(h / np.sqrt(2))),
+}
+
+
+@pytest.mark.parametrize("gelu", GELUS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_dynamic_weights_equal_eqn_5_and_6(x64, groups):
+def test_dynamic_weights_equal_eqn_5_and_6(x64, groups, gelu):
     rng = np.random.default_rng(2)
     width, heads, rank = 6, 4, 2
     size = heads // groups
@@ -54,12 +63,11 @@ def test_dynamic_weights_equal_eqn_5_and_6(x64, groups):
     x = rng.normal(size=(1, 3, width))
     w_1, w_2 = rng.normal(size=(width, groups, inner)), rng.normal(size=(groups, inner, inner))
     w_g = rng.normal(size=(width, heads))
-    down, up = dynamic_projection(jnp.asarray(x), jnp.asarray(w_1), jnp.asarray(w_2), heads=heads)
+    down, up = dynamic_projection(jnp.asarray(x), jnp.asarray(w_1), jnp.asarray(w_2), heads=heads, gelu=gelu)
     for t in range(3):
         for g in range(groups):
             h = x[0, t] @ w_1[:, g]
-            gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-            one, two = np.split(gelu @ w_2[g], 2)
+            one, two = np.split(GELUS[gelu](h) @ w_2[g], 2)
             one, two = one.reshape(rank, size), two.reshape(rank, size)
             one = one / np.sqrt((one**2).mean(axis=1, keepdims=True) + 1e-6)
             part = slice(g * size, (g + 1) * size)

@@ -40,12 +40,15 @@ def test_every_tensor_is_read_back_with_its_bits_from_one_file_or_shards(tmp_pat
         for shard in shards:
             arrays = safetensors.numpy.load_file(tmp_path / shard)
             assert sum(a.nbytes for a in arrays.values()) <= max_bytes or len(arrays) == 1
+    (tmp_path / "new").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "new").stat().st_mode}
     read = {name: tensor.read() for name, tensor in open_file(tmp_path).tensors.items()}
     assert read.keys() == TENSORS.keys()
     for name, array in TENSORS.items():
         assert same_bits(read[name], array), name
 
 
+@pytest.mark.slow
 def test_the_index_lists_sizes_and_files_as_hugging_face_does(tmp_path):
     torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
     hub = pytest.importorskip("huggingface_hub", reason="needs transformers; pip install -e .[interop]")

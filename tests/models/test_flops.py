@@ -149,6 +149,7 @@ PLAIN_LMS = [
     {"num_key_heads": 2, "qk_norm": "rmsnorm"},
     {"num_key_heads": 1, "parallel": True, "rotary_fraction": 0.5},
     {"window_pattern": "3:1", "window": 5, "depth": 6, "scan": True},
+    {"mlp_groups": 8, "window_pattern": "1:1", "window": 4, "prefill_window": 5},
     {"end_of_text": 3, "groups": 5},
 ]
 COMPOSED_LMS = [
