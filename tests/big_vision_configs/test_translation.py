@@ -17,7 +17,7 @@ from dcvit import big_vision, cli, train
 from dcvit import config as configs
 from dcvit.big_vision import evaluations, part, preprocessing, translation
 from dcvit.errors import ConfigError
-from dcvit.training import optim
+from dcvit.training import optim, setup
 
 FOLDER = Path(__file__).parent / "configs"
 PRETRAIN, FINETUNE = FOLDER / "pretrain.py", FOLDER / "finetune.py"
@@ -410,12 +410,26 @@ def test_config_of_big_vision_trains_and_reports_each_translation(
     assert cli.run(train.main, [*words, "--config.tensorboard=false"]) == 0  # resumes the complete run
 
 
-@pytest.mark.slow
-def test_config_of_big_vision_trains_on_digits_with_its_initial_bias(tmp_path, capsys, library_promotion):
-    """Before the first step, the sigmoid loss of a bias b is -log σ(b) - 9 log σ(-b)."""
+@pytest.fixture
+def digits_config(tmp_path):
+    """The path of a config file of big_vision that reads the digits."""
     text = f"import ml_collections as mlc\ndef get_config(arg=None):\n  return mlc.ConfigDict({merged(DIGITS)!r})\n"
     (tmp_path / "mine.py").write_text(text)
-    words = ["--config", str(tmp_path / "mine.py"), "--workdir", str(tmp_path / "run"), "--config.tensorboard=false"]
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.slow
+def test_setup_of_a_translated_config(digits_config, library_promotion):
+    made = setup.make_setup(configs.load(str(digits_config)))
+    assert (made.total_steps, made.intervals.log, made.intervals.evals) == (3, 1, {"test": 2})
+    assert (made.model.head_bias_init, made.task.loss_name, made.task.mixup) == (-2.3, "sigmoid_xent", 0.2)
+    assert made.evaluators["test"].loss == "sigmoid_xent"
+    assert [float(made.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.exhaustive
+def test_config_of_big_vision_trains_on_digits(digits_config, tmp_path, capsys, library_promotion):
+    words = ["--config", str(digits_config), "--workdir", str(tmp_path / "run"), "--config.tensorboard=false"]
     assert cli.run(train.main, words) == 0
     errors = capsys.readouterr().err
     assert "mine.py: config: mixup=dict(p=0.2) -> mixup=0.2\n" in errors
@@ -423,7 +437,8 @@ def test_config_of_big_vision_trains_on_digits_with_its_initial_bias(tmp_path, c
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     bias = np.float64(-2.3)
-    np.testing.assert_allclose(rows[0]["test/loss"], np.logaddexp(0, -bias) + 9 * np.logaddexp(0, bias), rtol=1e-5)
+    first = np.logaddexp(0, -bias) + 9 * np.logaddexp(0, bias)  # -log σ(b) - 9 log σ(-b), with a kernel of zeros
+    np.testing.assert_allclose(rows[0]["test/loss"], first, rtol=1e-5)
     assert rows[-1]["test/loss"] != rows[0]["test/loss"]
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (record["optax_name"], record["loss"], record["mixup"]) == ("trace", "sigmoid_xent", 0.2)
