@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from dcvit.big_vision.part import Part
+from dcvit.big_vision.part import Part, Values
 from dcvit.errors import ConfigError, check_regex
 
 CONSTANT = "stair"  # the default `decay_type` of big_vision, without steps a constant
 
 
 def translate_optimizer(config: Part) -> None:
-    """Translate the optimizers of big_vision and the key `wd`.
+    """Translate the optimizers of big_vision.
 
     Raises:
       ConfigError: the optimizer or an argument has no equivalent.
@@ -29,6 +28,8 @@ def translate_optimizer(config: Part) -> None:
     elif isinstance(name, str) and name.startswith("big_vision."):
         config.put("optax_name", name.removeprefix("big_vision."), f"optax_name={name!r}")
     config.values["optax"] = arguments.values
+    if not config.values.get("grad_clip_norm"):  # 0 and False also mean no clipping
+        config.values.pop("grad_clip_norm", None)
     config.expect("weight_decay_decouple", (True,), "the weight decay is always decoupled")
 
 
@@ -63,22 +64,24 @@ def translate_schedule(config: Part) -> None:
     config.values["schedule"] = schedule.values
 
 
-def _single_schedule(config: Part, rules: Sequence[Any]) -> Mapping[str, Any] | None:
+def _single_schedule(config: Part, rules: Sequence[object]) -> Values | None:
     """Return the only schedule of pairs (regex, schedule or None), and freeze the parameters without one.
 
     The first regex that matches counts. Raises ConfigError if there are several different schedules.
     """
-    schedules, others, frozen = list[Any](), list[str](), list[str]()
+    schedules, others, frozen, last = list[Values](), list[str](), list[str](), ""
     for rule in rules:
-        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[1], Mapping | None):
+        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[1], dict | None):
             raise ConfigError(f"config.schedule: {rule!r} is not a pair of a regex and a schedule or None")
-        check_regex(rule[0], "config.schedule")
+        check_regex(last := rule[0], "config.schedule")
         if rule[1] is None:
             earlier = "".join(rf"(?!(?:{pattern})\Z)" for pattern in others)
             frozen.append(f"{earlier}(?:{rule[0]})")
         else:
             others.append(rule[0])
             schedules += [rule[1]] if rule[1] not in schedules else []
+    if last != ".*":
+        raise ConfigError(f"config.schedule={rules!r}: the last regex should be '.*', so that it covers all parameters")
     if len(schedules) > 1:
         raise ConfigError(f"config.schedule has {len(schedules)} different schedules, dcvit has one, and `lr_mults`")
     if frozen:

@@ -73,7 +73,7 @@ class Part:
         return ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent: {reason}")
 
     def expect(self, key: str, known: Collection[object], reason: str) -> None:
-        """Remove a key. Raises ConfigError if its value is not one of `known`, in which case it changes nothing."""
+        """Remove a key whose value is what dcvit does anyway, one of `known`. Raises ConfigError for another value."""
         if key in self.values and self.values[key] not in known:
             raise self.refuse(key, reason)
         self.values.pop(key, None)

@@ -100,7 +100,7 @@ TRANSLATED = [
     ({"mixup": {"p": 0.2, "fold_in": None}}, {"mixup": 0.2}, "mixup=dict(p=0.2) -> mixup=0.2"),
     ({"mixup": {}}, {"mixup": 0.0}, "mixup=dict(p=0.0) -> mixup=0.0"),
     ({"mixup": None}, {"mixup": None}, None),
-    ({"wd": None, "grad_clip_norm": None}, {"wd": None}, None),
+    ({"wd": None, "grad_clip_norm": 0}, {"wd": None, "grad_clip_norm": None}, None),
     ({"init_head_bias": -6.9}, {"model.head_bias_init": -6.9}, "config.init_head_bias=-6.9 -> head_bias_init=-6.9"),
     ({"model.scan": True}, {"model.remat": "nothing_saveable"}, "config.model: remat='nothing_saveable', big_vision's"),
     ({"model.scan": True, "model.remat_policy": "none"}, {"model.remat": "none", "model.remat_policy": None},
@@ -205,6 +205,8 @@ REFUSED = [
     ({"schedule": {"warmup_percent": 20}}, "config.schedule.warmup_percent=20 should be in [0, 1]"),
     ({"schedule": {"scale_with_batchsize": True}, "input.batch_size": None}, "config.input.batch_size=None should be"),
     ({"schedule": [("a", {"decay_type": "linear"}), (".*", {})]}, "config.schedule has 2 different schedules"),
+    ({"schedule": [("head/.*", {})]}, "the last regex should be '.*'"),
+    ({"schedule": []}, "the last regex should be '.*'"),
     ({"schedule": [("(", None)]}, "is not a regular expression"),
     ({"schedule": ["a"]}, "'a' is not a pair of a regex and a schedule or None"),
     ({"schedule": 3}, "config.schedule=3 should be a dict"),
@@ -315,7 +317,7 @@ PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b
     [
         ([("head/.*", {}), (".*", None)], {"head/kernel"}),
         ([("a/.*", None), (".*", {})], {"head/kernel", "b/kernel"}),
-        ([("a/.*", {}), ("head/.*", None), (".*/kernel", {})], {"a/kernel", "b/kernel"}),
+        ([("a/.*", {}), ("head/.*", None), (".*", {})], {"a/kernel", "b/kernel"}),
         ([("a/.*|b/.*", {}), ("a/kernel", None), (".*", None)], {"a/kernel", "b/kernel"}),
     ],
 )
