@@ -222,7 +222,8 @@ class Checks:
 
     def resume_from_previous(self) -> str | None:
         status, message = command(self.workdir, on_corrupt="previous")
-        if status or "set aside as" not in message or not any(Path(f).name in message for f in self.damaged):
+        named = any(Path(f).name in message or is_named(message, self.workdir, f) for f in self.damaged)
+        if status or "set aside as" not in message or not named:
             return f"on_corrupt='previous': status {status}: {message}"
         found, expected = Result.of(self.workdir), self.expected.resumed_from_previous
         is_same = same(found.params, expected.params) and found.rows == expected.rows

@@ -8,9 +8,10 @@ import types
 from collections.abc import Iterator
 
 from dcvit.big_vision import arguments, fewshot
+from dcvit.big_vision.part import Values
 from dcvit.big_vision.translation import is_big_vision, translate
 
-__all__ = ["importable", "is_big_vision", "translate"]
+__all__ = ["Values", "importable", "is_big_vision", "translate"]
 
 
 @contextlib.contextmanager

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dcvit.big_vision import preprocessing
-from dcvit.big_vision.part import Part
+from dcvit.big_vision.part import Part, Values
 from dcvit.errors import ConfigError
 
 NO_EFFECT = {
@@ -21,7 +20,7 @@ CACHES = ("none", "pipeline", "raw_data", "final_data", "final")
 EVALUATORS = ("classification", "mean", "fewshot_lsr")
 
 
-def translate_data(data: Part, *, cache: bool = False) -> dict[str, Any]:
+def translate_data(data: Part, *, cache: bool = False) -> Values:
     """Return the arguments of a data set: one of tensorflow-datasets, unless `kind` says otherwise.
 
     Raises:
@@ -43,13 +42,13 @@ def translate_data(data: Part, *, cache: bool = False) -> dict[str, Any]:
     return data.values
 
 
-def translate_evaluators(config: Part) -> dict[str, Any]:
+def translate_evaluators(config: Part) -> Values:
     """Return the evaluators of `evals` and `fewshot`.
 
     Raises:
       ConfigError: an evaluator has no equivalent.
     """
-    found, evaluators = config.inner("evals"), dict[str, Any]()
+    found, evaluators = config.inner("evals"), Values()
     for name in list(found.values):
         part = found.inner(name)
         kind = part.values.pop("type", name)
@@ -73,14 +72,14 @@ def translate_evaluators(config: Part) -> dict[str, Any]:
     return evaluators
 
 
-def pp_predict(evaluators: Mapping[str, Mapping[str, Any]]) -> str:
+def pp_predict(evaluators: Mapping[str, Values]) -> str:
     """Return the preprocessing of image files for `dcvit predict`: that of an evaluator, "" if there is none."""
     found = {name: each["pp"] for name, each in evaluators.items() if each["type"] == "classification" and each["pp"]}
     names = [*(name for name in ("val", "test") if name in found), *found]
     return preprocessing.without_labels(found[names[0]]) if names else ""
 
 
-def _classification(part: Part, kind: str) -> dict[str, Any]:
+def _classification(part: Part, kind: str) -> Values:
     """Return a classification evaluator, which also yields the mean loss."""
     if kind not in EVALUATORS:
         raise ConfigError(f"{part.name}.type={kind!r} of big_vision has no equivalent; known: {', '.join(EVALUATORS)}")
@@ -101,7 +100,7 @@ def _classification(part: Part, kind: str) -> dict[str, Any]:
     return {"type": "classification", "data": data, "pp": pp, **part.values}
 
 
-def _few_shot(part: Part, name: str) -> dict[str, Any]:
+def _few_shot(part: Part, name: str) -> Values:
     """Return an evaluator for each data set of a few-shot evaluation."""
     part.expect("label_key", ("label",), "the key of the label is 'label'")
     part.expect("mask_key", ("_mask",), "the key of the mask is '_mask'")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from dcvit.config_keys import UNITS
 from dcvit.errors import ConfigError
 
+Values: TypeAlias = dict[str, Any]  # a dict of a config
 MAX_SHOWN = 60  # characters of a value in a note
 
 
@@ -38,7 +39,7 @@ class Part:
         """Copy the dict. Raises ConfigError if `values` is neither a dict nor None."""
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"{name}={values!r} should be a dict")
-        self.values: dict[str, Any] = {key: value for key, value in (values or {}).items() if value is not None}
+        self.values: Values = {key: value for key, value in (values or {}).items() if value is not None}
         self.name, self.notes = name, notes
 
     def note(self, text: str) -> None:

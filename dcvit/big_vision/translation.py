@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from dcvit.big_vision import preprocessing
 from dcvit.big_vision.evaluations import pp_predict, translate_data, translate_evaluators
 from dcvit.big_vision.optimization import translate_optimizer, translate_schedule
-from dcvit.big_vision.part import Notes, Part
+from dcvit.big_vision.part import Notes, Part, Values
 from dcvit.config_keys import UNITS
 from dcvit.errors import ConfigError, first_line_with_type
 
@@ -46,7 +45,7 @@ MARKS = {*NO_EFFECT, "init_head_bias", "fewshot", *(f"log_training_{unit}" for u
 FSDP = re.compile(r"""fsdp\(\s*(?:axis\s*=\s*)?(['"])data\1\s*(?:,\s*min_size_to_shard_mb\s*=\s*[\d.]+\s*)?\)""")
 
 
-def is_big_vision(config: Mapping[str, Any]) -> bool:
+def is_big_vision(config: Values) -> bool:
     """Return True if a config has keys that only big_vision has, or its form of mixup or data."""
     evaluators = config.get("evals")
     holders = [config.get("input"), *(evaluators.values() if isinstance(evaluators, Mapping) else ())]
@@ -59,7 +58,7 @@ def is_big_vision(config: Mapping[str, Any]) -> bool:
     )
 
 
-def translate(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translate(found: Values) -> tuple[Values, list[str]]:
     """Return a config of big_vision with the keys of dcvit, and a line for each change.
 
     Raises:
