@@ -6,12 +6,13 @@ import ast
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.interop.links import Arrays, Link
+from dcvit.interop.tensors import PROCESSOR, Json
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -45,7 +46,10 @@ def to_pp(preprocessing: Preprocessing) -> str:
         resize = f'resize({size}, "{method}", True)'
     else:
         resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
-    low, high = ([(x - m) / s for m, s in zip(preprocessing.mean, preprocessing.std, strict=True)] for x in (0, 1))
+    low, high = (
+        [float(f"{(x - m) / s:.12g}") for m, s in zip(preprocessing.mean, preprocessing.std, strict=True)]
+        for x in (0, 1)
+    )
     values = [float(values[0]) if len(set(values)) == 1 else values for values in (low, high)]
     shown = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     return f"decode|{resize}|value_range({shown[0]}, {shown[1]})"
@@ -89,6 +93,45 @@ def size_of(pp: str) -> tuple[int, int]:
         raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")
     size = ast.literal_eval(found[-1])
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def of_processor(config: Json, default: Preprocessing) -> str:
+    """Return the preprocessing of a model of Hugging Face.
+
+    Args:
+      config: the content of config.json, which holds that of preprocessor_config.json, if it exists, by that name.
+      default: that of the family.
+
+    Raises:
+      CheckpointError: preprocessor_config.json has values of other types than transformers writes.
+    """
+    found = config.get(PROCESSOR)
+    if not found:
+        return to_pp(default)
+    try:
+        size, crop = _size(found.get("size")), _size(found.get("crop_size"))
+        method = NUMBERS[found["resample"]] if "resample" in found else default.method
+        mean, std = (
+            tuple(map(float, found.get(key, values)))
+            for key, values in (("image_mean", default.mean), ("image_std", default.std))
+        )
+        if crop and found.get("do_center_crop", True):
+            resize = min(size) if size else default.resize
+            return to_pp(Preprocessing(crop, resize, method, mean, std))
+        return to_pp(Preprocessing(size or default.size, None, method, mean, std))
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError):
+        raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
+
+
+def _size(found: Any) -> tuple[int, int] | None:
+    """Return a height and width in any of the forms of transformers; None if there is none."""
+    if found is None:
+        return None
+    if isinstance(found, int):
+        return found, found
+    if "shortest_edge" in found:
+        return int(found["shortest_edge"]), int(found["shortest_edge"])
+    return int(found["height"]), int(found["width"])
 
 
 def resized(size: int, crop_pct: float) -> int:

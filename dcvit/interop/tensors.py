@@ -22,6 +22,7 @@ from dcvit.errors import CheckpointError, first_line
 from input_pipeline.files import read_regular
 
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
+PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
 FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "params.npz")  # in a folder without an index, in this order
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
@@ -41,7 +42,10 @@ Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
 
 
 class WeightsFile(NamedTuple):
-    """The tensors of a file or a folder, and the content of the config.json beside them, if there is one."""
+    """The tensors of a file or a folder, and the content of the config.json beside them, if there is one.
+
+    The content of a preprocessor_config.json is in `config` by that name.
+    """
 
     path: Path
     tensors: Tensors
@@ -56,6 +60,9 @@ def open_file(path: Path) -> WeightsFile:
     """
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
     description = _read_json(config) if config.is_file() else {}
+    processor = config.with_name(PROCESSOR)
+    if description and processor.is_file():
+        description[PROCESSOR] = _read_json(processor)
     if not path.is_dir():
         return WeightsFile(path, _open_one(path), {**_own_header(path), **description})
     indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))

@@ -77,8 +77,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     }  # fmt: skip
     if "num_heads" in arguments:
         fields["num_heads"] = vit_links.integer(arguments, "num_heads", 1)
-    if width % fields["num_heads"]:
-        raise CheckpointError(f"timm ViT of width {width} with {fields['num_heads']} heads, which do not divide it")
+    vit_links.check_heads(fields)
     if fc1[0] == 2 * fc2[1]:
         fields["mlp"] = "swiglu"
     if "blocks.0.ls1.gamma" in tensors:

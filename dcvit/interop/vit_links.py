@@ -259,6 +259,39 @@ def positive(config: Json, key: str, default: float) -> float:
     return float(value)
 
 
+def check_heads(fields: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the heads do not divide the width."""
+    if fields["width"] % fields["num_heads"]:
+        raise CheckpointError(f"{fields['num_heads']} heads do not divide the width {fields['width']}")
+
+
+def check_positions(
+    tensors: Tensors, name: str, fields: Mapping[str, Any], image_size: tuple[int, int], before: int
+) -> None:
+    """Raise CheckpointError if position embeddings do not fit the image.
+
+    Args:
+      tensors: the tensors.
+      name: that of the position embeddings.
+      fields: fields of the model.
+      image_size: height and width.
+      before: number of rows for tokens before the patches.
+    """
+    rows = shape_of(tensors, name, "the file", axes=len(tensors[name].shape) if name in tensors else 3)[-2]
+    (height, width), (p_h, p_w) = image_size, fields["patch_size"]
+    count = (height // p_h) * (width // p_w)
+    if rows != count + before:
+        raise CheckpointError(
+            f"{name} has {rows} rows, expected {before} + {count}, for patches of {p_h}x{p_w} of images of "
+            f"{height}x{width}"
+        )
+
+
+def square(size: Sequence[int]) -> int | list[int]:
+    """Return a height and width as other libraries' configs have them: one number if they are equal."""
+    return size[0] if len(set(size)) == 1 else list(size)
+
+
 def check_expressible(description: Description, what: str, **values: Any) -> None:
     """Raise CheckpointError if a field of a model has another value than the only ones that a library has.
 

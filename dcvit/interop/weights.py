@@ -19,13 +19,16 @@ from dcvit.errors import CheckpointError
 from dcvit.interop import (
     dcformer,
     dcvit_hf,
+    dinov2,
     gpt2,
     gpt_neox,
+    hf_vit,
     llama,
     maxtext,
     orbax_tensors,
     own,
     preprocessing,
+    siglip,
     timm_vit,
 )
 from dcvit.interop import links as linking
@@ -37,6 +40,9 @@ FAMILIES: dict[str, Family] = {
     "own": own,
     "dcvit_hf": dcvit_hf,
     "timm": timm_vit,
+    "hf_vit": hf_vit,
+    "siglip": siglip,
+    "dinov2": dinov2,
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,

@@ -13,6 +13,7 @@ import torchvision_ops  # noqa: F401
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
 from safetensors.torch import save_file
+from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
 from vision_models import (
     as_tensors,
@@ -73,7 +74,7 @@ def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
     folder = export(read, tmp_path / "ours")
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     check_exported(of_torch(again, pixels), expected, f"timm {name}")
-    np.testing.assert_array_equal(of_dcvit(weights.open_weights(folder), pixels), of_dcvit(read, pixels))
+    assert_trees_equal(weights.open_weights(folder).tree(), read.tree())
     cfg = again.pretrained_cfg
     np.testing.assert_allclose([*cfg["mean"], *cfg["std"]], [*DIGITS["mean"], *DIGITS["std"]])
     assert (cfg["input_size"], cfg["interpolation"]) == ((3, *size), "bicubic")
@@ -102,7 +103,7 @@ def test_preprocessing_is_that_of_the_config(tmp_path):
     low, high = (np.array(ast.literal_eval(found[i])) for i in (1, 2))
     pixel = np.random.default_rng(0).random(3)
     expected = (pixel - DIGITS["mean"]) / DIGITS["std"]
-    np.testing.assert_allclose(low + pixel * (high - low), expected, rtol=1e-12)
+    np.testing.assert_allclose(low + pixel * (high - low), expected, rtol=1e-11)
 
 
 @pytest.mark.slow

@@ -1,0 +1,172 @@
+# ruff: noqa: E402
+"""ViT, DeiT, SigLIP and DINOv2 of Hugging Face transformers: the same logits or features, in both directions."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+import torchvision_ops  # noqa: F401
+
+transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import assert_trees_equal
+from vision_models import (
+    check_exported,
+    check_read,
+    check_written_back,
+    export,
+    images,
+    of_torch,
+    randomize,
+)
+
+from dcvit.interop import weights
+
+SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
+HIDDEN = dict(intermediate_size=80)
+CLASSES = dict(num_labels=5)
+# Class of model, class of config and its fields; a model without classes returns features.
+MODELS = {
+    "ViT": ("ViTForImageClassification", "ViTConfig", {**HIDDEN, **CLASSES}),
+    "ViT tanh": ("ViTForImageClassification", "ViTConfig", {**HIDDEN, **CLASSES, "hidden_act": "gelu_pytorch_tanh"}),
+    "ViT features": ("ViTModel", "ViTConfig", {**HIDDEN, "pooler_output_size": 24}),
+    "DeiT": ("DeiTForImageClassification", "DeiTConfig", {**HIDDEN, **CLASSES, "layer_norm_eps": 1e-3}),
+    "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", HIDDEN),
+    "SigLIP classifier": ("SiglipForImageClassification", "SiglipConfig", CLASSES),
+    "DINOv2": ("Dinov2Model", "Dinov2Config", {"mlp_ratio": 3}),
+    "DINOv2 classifier": ("Dinov2ForImageClassification", "Dinov2Config", CLASSES),
+    "DINOv2 registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"num_register_tokens": 3}),
+    "DINOv2 SwiGLU": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"use_swiglu_ffn": True}),
+}
+CLASS_TOKEN, POSITIONS = "embeddings.cls_token", "embeddings.position_embeddings"
+
+
+def create(name):
+    kind, config, fields = MODELS[name]
+    fields = {"vision_config": {**SMALL, **HIDDEN}, **fields} if config == "SiglipConfig" else {**SMALL, **fields}
+    return randomize(getattr(transformers, kind)(getattr(transformers, config)(**fields)))
+
+
+def result(out):
+    return out.logits if hasattr(out, "logits") else out.pooler_output
+
+
+def sums_of(tensors):
+    """Return the names of the tokens in front and of their position embeddings."""
+    ends = (CLASS_TOKEN, "embeddings.distillation_token", "embeddings.register_tokens", POSITIONS)
+    names = [name for end in ends for name in tensors if name.endswith(end)]
+    return names if len(names) > 1 else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "ViT")) for n in MODELS])
+def test_results_equal_those_of_transformers_in_both_directions(tmp_path, name):
+    model, pixels = create(name), images((32, 32))
+    expected = of_torch(model, pixels, result)
+    model.save_pretrained(tmp_path / "theirs")
+    read = check_read(tmp_path / "theirs", expected, pixels, f"transformers {name}")
+    check_written_back(read, sums_of(read.tensors))
+    folder = export(read, tmp_path / "ours")
+    again, report = type(model).from_pretrained(folder, output_loading_info=True)
+    assert {key for keys in report.values() for key in keys} <= {"embeddings.mask_token"}
+    check_exported(of_torch(again.eval(), pixels, result), expected, f"transformers {name}")
+    assert_trees_equal(weights.open_weights(folder).tree(), read.tree())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "DINOv2 classifier", "DINOv2 SwiGLU"])
+def test_names_of_release_5_in_memory_are_read(tmp_path, name):
+    """A file of `model.state_dict()` has other names than one of `save_pretrained`."""
+    model, pixels = create(name), images((32, 32))
+    model.config.save_pretrained(tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    read = check_read(tmp_path, of_torch(model, pixels, result), pixels, f"transformers {name}, names of release 5")
+    assert any(".attention.q_proj.weight" in link.theirs[0] for link in read.links)
+    check_written_back(read, sums_of(read.tensors))
+
+
+@pytest.mark.slow
+def test_vision_tower_is_read_from_a_model_of_both_towers(tmp_path):
+    config = transformers.SiglipConfig(
+        vision_config={**SMALL, **HIDDEN},
+        text_config={**{k: v for k, v in SMALL.items() if "size" not in k or k == "hidden_size"}, **HIDDEN,
+                     "vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2},
+    )  # fmt: skip
+    model, pixels = randomize(transformers.SiglipModel(config)), images((32, 32))
+    expected = of_torch(model.vision_model, pixels, result)
+    model.save_pretrained(tmp_path)
+    check_read(tmp_path, expected, pixels, "transformers SigLIP, both towers")
+
+
+def original_dinov2(model):
+    """Return the weights of a DINOv2 of transformers with the names of facebookresearch."""
+    tensors, found = {k: v.clone() for k, v in model.state_dict().items()}, {}
+    for name in list(tensors):
+        if ".attention.q_proj." in name:
+            parts = [tensors.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+            found[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+        elif ".mlp.gate_proj." in name:
+            parts = [tensors.pop(name.replace("gate", part)) for part in ("gate", "up")]
+            found[name.replace("gate_proj", "w12")] = torch.cat(parts)
+    renamed = {
+        "encoder.layer.": "blocks.", "attention.o_proj": "attn.proj", "layer_scale1.lambda1": "ls1.gamma",
+        "layer_scale2.lambda1": "ls2.gamma", "mlp.down_proj": "mlp.w3", "embeddings.patch_embeddings.projection":
+        "patch_embed.proj", "embeddings.position_embeddings": "pos_embed", "embeddings.": "", "layernorm": "norm",
+    }  # fmt: skip
+    for name, value in {**tensors, **found}.items():
+        found.pop(name, None)
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        found[name] = value
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DINOv2", "DINOv2 SwiGLU"])
+def test_names_of_facebookresearch_are_read_without_config(tmp_path, name):
+    """Its code is not a package, so the expected features are those of transformers with the same tensors."""
+    kind, config, fields = MODELS[name]
+    fields = {**SMALL, **fields, "hidden_size": 128, "num_attention_heads": 2}
+    model = randomize(getattr(transformers, kind)(getattr(transformers, config)(**fields)))
+    torch.save(original_dinov2(model), tmp_path / "dinov2.pth")
+    pixels = images((32, 32))
+    read = check_read(
+        tmp_path / "dinov2.pth", of_torch(model, pixels, result), pixels, f"facebookresearch {name}"
+    )  # fmt: skip
+    check_written_back(read, [n for n in ("cls_token", "register_tokens", "pos_embed") if n in read.tensors])
+
+
+def test_preprocessor_config_gives_the_preprocessing(tmp_path):
+    model = create("ViT")
+    model.save_pretrained(tmp_path)
+    processor = dict(
+        image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.5], size={"shortest_edge": 40}, resample=3,
+        crop_size={"height": 32, "width": 32}, do_center_crop=True,
+    )  # fmt: skip
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    pp = weights.open_weights(tmp_path).description.pp
+    assert pp.startswith(
+        'decode|resize_small(40, "bicubic", True)|central_crop(32)|value_range([-2.0, -2.0, -1.2], [3.0'
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, "resample": 2}))
+    pp = weights.open_weights(tmp_path).description.pp
+    assert pp == 'decode|resize(32, "bilinear", True)|value_range(-1, 1)'
+
+
+@pytest.mark.slow
+def test_shards_are_read_as_one_file(tmp_path):
+    model, pixels = create("ViT"), images((32, 32))
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    check_read(tmp_path, of_torch(model, pixels, result), pixels, "transformers ViT, shards")
+
+
+def test_bfloat16_tensors_are_read_exactly(tmp_path):
+    model = create("ViT").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    read, stored = weights.open_weights(tmp_path), load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(
+        read.tree()["head"]["kernel"].astype(np.float32).T, stored["classifier.weight"].float().numpy()
+    )
