@@ -17,8 +17,7 @@ from PIL import Image
 
 import input_pipeline
 from dcvit import config as configs
-from dcvit.checkpoint import checksums, steps
-from dcvit.checkpoint.params import read_npz
+from dcvit.checkpoint import big_vision, checksums, steps
 from dcvit.inference.task_files import check_task_files
 from dcvit.runs import curves, metrics, workdir
 from dcvit.training.setup import make_setup
@@ -415,7 +414,7 @@ def targets() -> dict[str, Target]:
             into("metrics.jsonl", read_metrics),
         ),
         "image": Target(damaged(image_files()), read_image),
-        "npz": Target(damaged(npz_files()), into("a.npz", read_npz)),
+        "npz": Target(damaged(npz_files()), into("a.npz", lambda path: big_vision.read(big_vision.Source(path, "")))),
         "text": Target(json_lines(lines), into("a.jsonl", read_text)),
         "text.zst": Target(
             damaged(compressed(b"".join(json.dumps(line).encode() + b"\n" for line in lines))),

@@ -20,10 +20,10 @@ import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
 
-from dcvit.checkpoint import checksums, orbax_patches, steps
+from dcvit.checkpoint import big_vision, checksums, orbax_patches, steps
 from dcvit.checkpoint.commit import CommittedObjects, RenamedFolder
 from dcvit.checkpoint.files import Folder, absolute, remove
-from dcvit.checkpoint.params import check_tree, read_npz, shapes_of
+from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from input_pipeline.files import expand
@@ -238,7 +238,8 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
     """Load the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
 
     Args:
-      source: a workdir (its latest checkpoint), the folder of one checkpoint, or a big_vision `.npz` file.
+      source: a workdir (its latest checkpoint), the folder of one checkpoint, or a checkpoint of big_vision (see
+        `dcvit.checkpoint.big_vision`).
       shardings: function from the tree of shapes to a tree of shardings; by default the arrays are on the first local
         device.
 
@@ -246,9 +247,12 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
     path = expand(source) if isinstance(source, str) else source
-    if path.is_file():
-        loaded = read_npz(path)
+    located = big_vision.locate(path) if isinstance(path, Path) else None
+    if located:
+        loaded = big_vision.read(located)
         return jax.device_put(loaded, shardings(loaded)) if shardings else loaded
+    if not path.exists():
+        big_vision.check_named(str(source))
     item = _verified_params(path)
     shapes = _metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

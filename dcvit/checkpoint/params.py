@@ -1,4 +1,4 @@
-"""Trees of parameters: comparison of names and shapes, merging, and big_vision's `.npz` files."""
+"""Trees of parameters: comparison of names and shapes, and merging."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import flax.traverse_util
 import jax
 from jaxtyping import PyTree
 
-from dcvit.checkpoint import npz
-from dcvit.checkpoint.files import Folder
 from dcvit.errors import CheckpointError, check_regex
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
@@ -64,18 +62,3 @@ def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a tree by its path, such as "head/kernel"."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
-
-
-def read_npz(path: Folder) -> dict[str, Any]:
-    """Read parameters in big_vision's format: arrays named by their path in the tree, optionally below `params`.
-
-    Raises:
-      CheckpointError: see `dcvit.checkpoint.npz.read`.
-    """
-    try:
-        flat = npz.read(path)
-    except npz.NpzError as e:
-        raise CheckpointError(str(e)) from None
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
-    params: dict[str, Any] = tree.get("params", tree)
-    return params

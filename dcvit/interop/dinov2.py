@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcvit.interop import preprocessing, vit_links
+from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
-from dcvit.interop.hf_vit import ACTIVATIONS
 from dcvit.interop.links import Link
 from dcvit.interop.preprocessing import Preprocessing
 from dcvit.interop.tensors import Json, Tensors
@@ -37,24 +36,22 @@ def describe(tensors: Tensors, config: Json) -> Description:
     prefix = _prefix(tensors)
     if prefix is None:
         return _describe_original(tensors)
-    vit_links.check_values(
-        config, model_type=("dinov2", "dinov2_with_registers"), qkv_bias=(True,), hidden_act=tuple(ACTIVATIONS),
-        use_swiglu_ffn=(False, True),
-    )  # fmt: skip
-    width = vit_links.integer(config, "hidden_size", 768)
-    mlp_dim = width * vit_links.integer(config, "mlp_ratio", 4)
-    gated = config.get("use_swiglu_ffn", False)
+    hf_config.check_type(config, "dinov2", "dinov2_with_registers")
+    hf_config.check_only(config, qkv_bias=True)
+    width = hf_config.size(config, "hidden_size", 768)
+    mlp_dim = width * hf_config.size(config, "mlp_ratio", 4)
+    gated = hf_config.flag(config, "use_swiglu_ffn", False)
     has_head = "classifier.weight" in tensors
     fields: dict[str, Any] = {
         "width": width,
-        "depth": vit_links.integer(config, "num_hidden_layers", 12),
-        "num_heads": vit_links.integer(config, "num_attention_heads", 12),
+        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "num_heads": hf_config.size(config, "num_attention_heads", 12),
         "mlp_dim": (int(mlp_dim * 2 / 3) + 7) // 8 * 8 if gated else mlp_dim,
         "patch_size": vit_links.pair(config, "patch_size", 16 if "register" in config.get("model_type", "") else 14),
         "pool_type": "tok+gap" if has_head else "tok",
-        "mlp": "swiglu" if gated else ACTIVATIONS[config.get("hidden_act", "gelu")],
-        "norm_epsilon": vit_links.positive(config, "layer_norm_eps", 1e-6),
-        "layer_scale": vit_links.positive(config, "layerscale_value", 1.0),
+        "mlp": "swiglu" if gated else hf_config.activation(config, "hidden_act", "gelu"),
+        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-6),
+        "layer_scale": hf_config.number(config, "layerscale_value", 1.0),
     }
     vit_links.check_heads(fields)
     if f"{prefix}embeddings.register_tokens" in tensors:
@@ -121,7 +118,7 @@ def config(description: Description) -> Json:
         "num_hidden_layers": fields["depth"],
         "num_attention_heads": fields["num_heads"],
         "mlp_ratio": ratios[0],
-        "hidden_act": "gelu_pytorch_tanh" if fields["mlp"] == "gelu_tanh" else "gelu",
+        "hidden_act": "gelu" if gated else hf_config.activation_name(fields["mlp"]),
         "use_swiglu_ffn": gated,
         "layer_norm_eps": fields["norm_epsilon"],
         "layerscale_value": fields["layer_scale"],

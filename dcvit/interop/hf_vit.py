@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import preprocessing, vit_links
+from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
 from dcvit.interop.preprocessing import Preprocessing
 from dcvit.interop.tensors import Json, Tensors
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 PREFIXES = ("vit.", "deit.", "")
 PATCHES, CLS, DISTILLATION = "embeddings.patch_embeddings.projection", "embeddings.cls_token", "distillation_token"
 BLOCK_4 = vit_links.BlockNames(
@@ -39,19 +38,18 @@ def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.interop.family.Family`."""
     if "cls_classifier.weight" in tensors:
         raise CheckpointError("DeiT with a second classifier for the distillation token, which dcvit's ViT lacks")
-    vit_links.check_values(
-        config, model_type=("vit", "deit"), qkv_bias=(True,), hidden_act=tuple(ACTIVATIONS), pooler_act=("tanh", None)
-    )
+    kind = hf_config.check_type(config, "vit", "deit")
+    hf_config.check_only(config, qkv_bias=True, pooler_act="tanh")
     prefix = _prefix(tensors)
     fields: dict[str, Any] = {
-        "width": vit_links.integer(config, "hidden_size", 768),
-        "depth": vit_links.integer(config, "num_hidden_layers", 12),
-        "num_heads": vit_links.integer(config, "num_attention_heads", 12),
-        "mlp_dim": vit_links.integer(config, "intermediate_size", 3072),
+        "width": hf_config.size(config, "hidden_size", 768),
+        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+        "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
         "patch_size": vit_links.pair(config, "patch_size", 16),
         "pool_type": "tok",
-        "mlp": ACTIVATIONS[config.get("hidden_act", "gelu")],
-        "norm_epsilon": vit_links.positive(config, "layer_norm_eps", 1e-12),
+        "mlp": hf_config.activation(config, "hidden_act", "gelu"),
+        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-12),
     }
     vit_links.check_heads(fields)
     if f"{prefix}embeddings.{DISTILLATION}" in tensors:
@@ -63,7 +61,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
     default = Preprocessing(image_size)
-    if config.get("model_type") == "deit":
+    if kind == "deit":
         resize = preprocessing.resized(min(image_size), 0.875)
         default = Preprocessing(
             image_size, resize, "bicubic", preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD
@@ -120,7 +118,7 @@ def config(description: Description) -> Json:
         "num_hidden_layers": fields["depth"],
         "num_attention_heads": fields["num_heads"],
         "intermediate_size": fields["mlp_dim"],
-        "hidden_act": "gelu" if fields["mlp"] == "gelu" else "gelu_pytorch_tanh",
+        "hidden_act": hf_config.activation_name(fields["mlp"]),
         "layer_norm_eps": fields["norm_epsilon"],
         "image_size": vit_links.square(pp.size),
         "patch_size": vit_links.square(fields["patch_size"]),

@@ -46,20 +46,23 @@ def to_pp(preprocessing: Preprocessing) -> str:
         resize = f'resize({size}, "{method}", True)'
     else:
         resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
-    low, high = (
-        [float(f"{(x - m) / s:.12g}") for m, s in zip(preprocessing.mean, preprocessing.std, strict=True)]
-        for x in (0, 1)
-    )
-    values = [float(values[0]) if len(set(values)) == 1 else values for values in (low, high)]
-    shown = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
-    return f"decode|{resize}|value_range({shown[0]}, {shown[1]})"
+    return f"decode|{resize}|{_value_range(preprocessing.mean, preprocessing.std)}"
+
+
+def _value_range(mean: Sequence[float], std: Sequence[float]) -> str:
+    """Return the op that maps pixels p in [0, 255] to (p / 255 - mean) / std."""
+    if set(mean) == set(std) == {0.5}:
+        return "value_range(-1, 1)"
+    ends = ([255 * m for m in mean], [255 * (m + s) for m, s in zip(mean, std, strict=True)])
+    low, high = ([float(f"{value:.12g}") for value in values] for values in ends)
+    return f"value_range(0, 1, {low}, {high})"
 
 
 def from_pp(pp: str) -> Preprocessing:
     """Return what a preprocessing string says about an image, for the config of another library.
 
     Raises:
-      CheckpointError: it has no size, or no `value_range` with a lower and an upper end only.
+      CheckpointError: it has no size, or no `value_range`; see `mean_and_std`.
     """
     resize = re.search(r"resize_small\((\d+)", pp)
     methods = [name for name, ours in METHODS.items() if f'"{ours}"' in pp or f"'{ours}'" in pp]
@@ -68,18 +71,20 @@ def from_pp(pp: str) -> Preprocessing:
 
 
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel of the op `value_range` of a preprocessing string.
+    """Return mean and standard deviation of each channel that `value_range` of a preprocessing string applies.
 
     Raises:
-      CheckpointError: the string has no `value_range` with a lower and an upper end only.
+      CheckpointError: the string has no `value_range`, or one with other arguments than the ends of both ranges.
     """
     found = re.search(r"value_range(\(.*?\))(\||$)", pp)
     try:
-        low, high = (np.ravel(end).astype(float) for end in ast.literal_eval(found[1] if found else ""))
-        std = 1 / np.broadcast_to(high - low, 3)
-        return (-np.broadcast_to(low, 3) * std).tolist(), std.tolist()
+        given = ast.literal_eval(found[1]) if found else ()
+        ends = (*given, *(0, 255)[max(0, len(given) - 2) :])
+        vmin, vmax, low, high = (np.ravel(end).astype(float) for end in ends)
+        scale = np.broadcast_to((high - low) / (vmax - vmin) / 255, 3)
+        return (low / 255 - vmin * scale).tolist(), scale.tolist()
     except (ValueError, SyntaxError, TypeError):
-        raise CheckpointError(f"pp={pp!r} should have a value_range(low, high) of one or three channels") from None
+        raise CheckpointError(f"pp={pp!r} should have a value_range of one or three channels") from None
 
 
 def size_of(pp: str) -> tuple[int, int]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dcvit.interop import preprocessing, vit_links
+from dcvit.errors import CheckpointError
+from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
-from dcvit.interop.hf_vit import ACTIVATIONS
 from dcvit.interop.links import Link
 from dcvit.interop.preprocessing import Preprocessing
 from dcvit.interop.tensors import Json, Tensors
@@ -34,22 +34,24 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.interop.family.Family`."""
-    vit_links.check_values(config, model_type=("siglip_vision_model", "siglip"))
-    config = {**config, **config.get("vision_config", {})}
-    vit_links.check_values(config, hidden_act=("gelu_pytorch_tanh", *ACTIVATIONS))
+    hf_config.check_type(config, "siglip_vision_model", "siglip")
+    vision = config.get("vision_config", {})
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"config.json: vision_config={vision!r}; expected an object")
+    config = {**config, **vision}
     prefix, classes = _prefix(tensors), None
     pool = "map" if f"{prefix}head.probe" in tensors else "none"
     if "classifier.weight" in tensors:  # it takes the mean of the patches, and leaves the pooling head unused
         pool, classes = "gap", vit_links.shape_of(tensors, "classifier.weight", "SigLIP")[0]
     fields: dict[str, Any] = {
-        "width": vit_links.integer(config, "hidden_size", 768),
-        "depth": vit_links.integer(config, "num_hidden_layers", 12),
-        "num_heads": vit_links.integer(config, "num_attention_heads", 12),
-        "mlp_dim": vit_links.integer(config, "intermediate_size", 3072),
+        "width": hf_config.size(config, "hidden_size", 768),
+        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+        "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
         "patch_size": vit_links.pair(config, "patch_size", 16),
         "pool_type": pool,
-        "mlp": ACTIVATIONS[config.get("hidden_act", "gelu_pytorch_tanh")],
-        "norm_epsilon": vit_links.positive(config, "layer_norm_eps", 1e-6),
+        "mlp": hf_config.activation(config, "hidden_act", "gelu_pytorch_tanh"),
+        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-6),
     }
     vit_links.check_heads(fields)
     image_size = vit_links.pair(config, "image_size", 224)
@@ -93,7 +95,7 @@ def config(description: Description) -> Json:
         "num_hidden_layers": fields["depth"],
         "num_attention_heads": fields["num_heads"],
         "intermediate_size": fields["mlp_dim"],
-        "hidden_act": "gelu" if fields["mlp"] == "gelu" else "gelu_pytorch_tanh",
+        "hidden_act": hf_config.activation_name(fields["mlp"]),
         "layer_norm_eps": fields["norm_epsilon"],
         "image_size": vit_links.square(pp.size),
         "patch_size": vit_links.square(fields["patch_size"]),

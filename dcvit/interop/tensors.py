@@ -1,7 +1,8 @@
 """Named tensors in files of other libraries, each read only when it is asked for.
 
-The format is recognized by content: safetensors, `.npz`, or a file of PyTorch. A folder holds one file, or the shards
-that its index lists. Nothing is unpickled: PyTorch's files are read by its own reader of plain tensors.
+The format is recognized by content: safetensors, `.npz` and `.bv` of big_vision, or a file of PyTorch. A folder holds
+one file, or the shards that its index lists. Nothing is unpickled: PyTorch's files are read by its own reader of plain
+tensors.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import contextlib
 import functools
 import json
 import zipfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from dcvit.checkpoint import npz
+from dcvit.checkpoint import big_vision
+from dcvit.checkpoint.big_vision import Tensor, Tensors
 from dcvit.errors import CheckpointError, first_line
 from input_pipeline.files import read_regular
 
@@ -29,15 +30,6 @@ OWN_KEY = "dcvit"  # of the description of a model of this project, in a header 
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
 
-
-class Tensor(NamedTuple):
-    """A tensor in a file."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-
-Tensors: TypeAlias = Mapping[str, Tensor]
 Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
 
 
@@ -58,6 +50,13 @@ def open_file(path: Path) -> WeightsFile:
     Raises:
       CheckpointError: the path holds no weights in a known format, or a file is damaged or unsafe.
     """
+    located = big_vision.locate(path)
+    if located and (located.subtree or located.path.is_dir()):
+        config = located.path / "config.json"  # describes a whole folder, not a subtree
+        description = _read_json(config) if config.is_file() and not located.subtree else {}
+        return WeightsFile(path, big_vision.open_arrays(located), description)
+    if not path.exists():
+        big_vision.check_named(str(path))
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
     description = _read_json(config) if config.is_file() else {}
     processor = config.with_name(PROCESSOR)
@@ -114,7 +113,7 @@ def _open_one(path: Path) -> Tensors:
     if start[8:] == b"{":
         return _open_safetensors(path)
     if start.startswith(ZIP_MAGIC) and not _is_torch(path):
-        return _open_npz(path)
+        return big_vision.open_arrays(big_vision.Source(path, ""))
     return _open_torch(path)
 
 
@@ -146,14 +145,6 @@ def _own_header(path: Path) -> Json:
         header = safetensors.safe_open(path, framework="numpy").metadata() or {}
         return {OWN_KEY: json.loads(header[OWN_KEY])}
     return {}
-
-
-def _open_npz(path: Path) -> Tensors:
-    try:
-        arrays = npz.read(path)
-    except npz.NpzError as e:
-        raise CheckpointError(str(e)) from None
-    return {name: Tensor(array.shape, functools.partial(np.asarray, array)) for name, array in arrays.items()}
 
 
 def _is_torch(path: Path) -> bool:

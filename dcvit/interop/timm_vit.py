@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import preprocessing, vit_links
+from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
 from dcvit.interop.preprocessing import Preprocessing
@@ -76,7 +76,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
         "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
     }  # fmt: skip
     if "num_heads" in arguments:
-        fields["num_heads"] = vit_links.integer(arguments, "num_heads", 1)
+        fields["num_heads"] = hf_config.size(arguments, "num_heads")
     vit_links.check_heads(fields)
     if fc1[0] == 2 * fc2[1]:
         fields["mlp"] = "swiglu"
@@ -155,10 +155,14 @@ def _check_arguments(arguments: Json) -> None:
     for name in arguments:
         if name not in ARGUMENTS:
             raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r} is not supported")
-    vit_links.check_values(
-        arguments, qkv_bias=(True,), qk_norm=(False, None), proj_bias=(True,), pos_embed=("learn",),
-        pre_norm=(False, None), fc_norm=(None, False), act_layer=(None, *ACTIVATIONS),
-    )  # fmt: skip
+    supported: dict[str, tuple[object, ...]] = {
+        "qkv_bias": (True,), "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
+        "pre_norm": (False, None), "fc_norm": (None, False), "act_layer": (None, *ACTIVATIONS),
+    }  # fmt: skip
+    for name, values in supported.items():
+        if arguments.get(name, values[0]) not in values:
+            shown = ", ".join(map(repr, values))
+            raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r}; supported: {shown}")
 
 
 def _activation(architecture: str, arguments: Json) -> str:

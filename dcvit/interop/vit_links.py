@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.interop import hf_config
 from dcvit.interop.family import Description
 from dcvit.interop.links import Arrays, Link, Shape, linear
 from dcvit.interop.tensors import Json, Tensors
@@ -227,36 +228,12 @@ def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int
     return shape
 
 
-def integer(config: Json, key: str, default: int) -> int:
-    """Return a size of a config.json. Raises CheckpointError if it is not an integer above 0."""
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {key}={value!r}, expected an integer above 0")
-    return value
-
-
 def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     """Return a height and width of a config.json, where one number stands for both."""
     value = config.get(key, default)
     if isinstance(value, list) and len(value) == 2:
-        return integer({key: value[0]}, key, default), integer({key: value[1]}, key, default)
-    return integer(config, key, default), integer(config, key, default)
-
-
-def check_values(config: Json, **known: tuple[Any, ...]) -> None:
-    """Raise CheckpointError if a key of a config.json has none of the known values; the first is its default."""
-    for key, values in known.items():
-        if config.get(key, values[0]) not in values:
-            shown = ", ".join(map(repr, values))
-            raise CheckpointError(f"config.json: {key}={config[key]!r} is not supported; supported: {shown}")
-
-
-def positive(config: Json, key: str, default: float) -> float:
-    """Return a number of a config.json. Raises CheckpointError if it is not above 0."""
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"config.json: {key}={value!r}, expected a number above 0")
-    return float(value)
+        return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
+    return hf_config.size(config, key, default), hf_config.size(config, key, default)
 
 
 def check_heads(fields: Mapping[str, Any]) -> None:

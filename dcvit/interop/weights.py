@@ -17,7 +17,9 @@ import numpy as np
 from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
 from dcvit.interop import (
+    big_vision,
     dcformer,
+    dcmha_vit,
     dcvit_hf,
     dinov2,
     gpt2,
@@ -39,6 +41,8 @@ from dcvit.interop.tensors import Tensors, WeightsFile, open_file
 FAMILIES: dict[str, Family] = {
     "own": own,
     "dcvit_hf": dcvit_hf,
+    "dcmha_vit": dcmha_vit,
+    "big_vision": big_vision,
     "timm": timm_vit,
     "hf_vit": hf_vit,
     "siglip": siglip,

@@ -148,7 +148,7 @@ def test_preprocessor_config_gives_the_preprocessing(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     pp = weights.open_weights(tmp_path).description.pp
     assert pp.startswith(
-        'decode|resize_small(40, "bicubic", True)|central_crop(32)|value_range([-2.0, -2.0, -1.2], [3.0'
+        'decode|resize_small(40, "bicubic", True)|central_crop(32)|value_range(0, 1, [102.0, 127.5, 153.0], [153.0'
     )
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, "resample": 2}))
     pp = weights.open_weights(tmp_path).description.pp

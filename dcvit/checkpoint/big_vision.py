@@ -1,0 +1,210 @@
+"""Checkpoints of big_vision: `.npz` files and `.bv` folders of TensorStore, of all its releases, or a subtree of one.
+
+https://github.com/google-research/big_vision. Arrays are named by their path in the tree, below `params` or
+`opt/target`, or from the root. A `.bv` checkpoint has a folder of the zarr format for each array, with "~" for "/", and
+a pointer `NAME-LAST` to the folder of the last step. `FILE:img` names a subtree, such as the image tower of SigLIP.
+
+Names of earlier releases become those of today's: `Transformer/posembed_input`, the numbers of modules before flax
+linen, the inlined pooling head, and position embeddings with a row for the class token, which is added to the token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import flax.traverse_util
+import ml_dtypes
+import numpy as np
+
+from dcvit.checkpoint import npz
+from dcvit.errors import CheckpointError, first_line
+from input_pipeline import memory
+from input_pipeline.files import read_regular
+
+ROOTS = ("params/", "opt/target/")
+POINTER = "-LAST"
+METADATA = ".zarray"  # of an array in a .bv folder
+MAX_JSON = 1 << 20  # bytes of the metadata of an array, and of a pointer
+BEFORE_LINEN = {"MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0", "LayerNorm_2": "LayerNorm_1",
+                "MlpBlock_3": "MlpBlock_0"}  # fmt: skip
+INLINED_HEAD = ("probe", "MlpBlock_0", "MultiHeadDotProductAttention_0", "LayerNorm_0")
+OLD_POSITIONS = ("Transformer/posembed_input/pos_embedding", "Transformer/pos_embedding")
+# Files by the names that big_vision's configs may give instead of a path, at https://storage.googleapis.com.
+NAMED = {
+    f"howto-i21k-{size}": f"vit_models/augreg/{size.replace('/', '_')}-i21k-300ep-lr_0.001-{recipe}-do_0.0-sd_0.0.npz"
+    for size, recipe in {
+        "Ti/16": "aug_none-wd_0.03", "S/32": "aug_none-wd_0.1", "S/16": "aug_light1-wd_0.03",
+        "B/32": "aug_light1-wd_0.1", "B/16": "aug_medium1-wd_0.1", "B/8": "aug_medium2-wd_0.1",
+        "L/16": "aug_strong1-wd_0.1",
+    }.items()
+} | {
+    f"i1k-s16-{epochs}ep": f"big_vision/vit_s16_i1k_{epochs}ep.npz" for epochs in (90, 150, 300)
+} | {
+    f"deit3_{letter}_{size}_{data}": f"big_vision/zoo/deit3/bv_deit_3_{name}_{size}_{data}.npz"
+    for letter, name in {"S": "small", "B": "base", "L": "large"}.items()
+    for size in (224, 384)
+    for data in ("1k", "21k")
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """An array in a file."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+class Source(NamedTuple):
+    """A checkpoint of big_vision: a file or folder, and the subtree to read, "" for all."""
+
+    path: Path
+    subtree: str
+
+
+def locate(path: Path) -> Source | None:
+    """Return the checkpoint that a path names, or None if there is neither a file nor a `.bv` folder."""
+    pointer = path.with_name(path.name + POINTER) if path.name else path
+    if path.is_file() or (path.is_dir() and next(_array_folders(path), None)):
+        return Source(path, "")
+    if pointer.is_file():
+        return Source(_last_step(pointer), "")
+    found = re.fullmatch(r"(.+):([\w/]+)", str(path))
+    if found and not path.exists():
+        whole = locate(Path(found[1]))
+        return whole and whole._replace(subtree=found[2].strip("/"))
+    return None
+
+
+def check_named(name: str) -> None:
+    """Raise CheckpointError if a path is not a file but one of the names that big_vision has for released files."""
+    if name in NAMED:
+        raise CheckpointError(
+            f"{name!r} is big_vision's name of a released file: download "
+            f"https://storage.googleapis.com/{NAMED[name]} and give its path"
+        )
+
+
+def read(source: Source) -> dict[str, Any]:
+    """Read a checkpoint as a nested dict of arrays.
+
+    Raises:
+      CheckpointError: see `open_arrays`.
+    """
+    flat = {name: tensor.read() for name, tensor in open_arrays(source).items()}
+    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
+    return tree
+
+
+def open_arrays(source: Source) -> dict[str, Tensor]:
+    """Return the arrays of a checkpoint by today's names, below its root or subtree; an array is read on demand.
+
+    Raises:
+      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.checkpoint.npz.read`), or it has no such
+        subtree.
+    """
+    arrays = _open_folder(source.path) if source.path.is_dir() else _open_npz(source.path)
+    root = next((root for root in ROOTS if any(name.startswith(root) for name in arrays)), "")
+    below = f"{root}{source.subtree}/" if source.subtree else root
+    found = {name.removeprefix(below): array for name, array in arrays.items() if name.startswith(below)}
+    if not found:
+        names = sorted({name.removeprefix(root).split("/")[0] for name in arrays if name.startswith(root)})
+        raise CheckpointError(f"{source.path} has no subtree {source.subtree!r}; it has {', '.join(names) or 'none'}")
+    return _with_new_names(found)
+
+
+def _last_step(pointer: Path) -> Path:
+    """Return the folder that a pointer names."""
+    try:
+        step = read_regular(pointer, MAX_JSON).decode().strip()
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"cannot read {pointer}: {first_line(e)}") from None
+    folder = pointer.with_name(f"{pointer.name.removesuffix(POINTER)}-{step}")
+    if "/" in step or not folder.is_dir():
+        raise CheckpointError(f"{pointer} names step {step[:50]!r}, but there is no folder {folder.name[:100]!r}")
+    return folder
+
+
+def _array_folders(path: Path) -> Iterator[Path]:
+    """Yield the folders of arrays in a .bv folder."""
+    return (child for child in sorted(path.iterdir()) if (child / METADATA).is_file())
+
+
+def _open_npz(path: Path) -> dict[str, Tensor]:
+    try:
+        arrays = npz.read(path)
+    except npz.NpzError as e:
+        raise CheckpointError(str(e)) from None
+    # numpy does not know bfloat16 and stores its bytes as a void type.
+    arrays = {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in arrays.items()}
+    return {name: Tensor(x.shape, functools.partial(np.asarray, x)) for name, x in arrays.items()}
+
+
+def _open_folder(path: Path) -> dict[str, Tensor]:
+    """Open the arrays below `params` of a .bv folder; the others are of the optimizer, and large."""
+    found = {}
+    for folder in _array_folders(path):
+        name = folder.name.replace("~", "/")
+        if not name.startswith(ROOTS[0]):
+            continue
+        if not all(file.is_file() for file in folder.iterdir()):  # reading a named pipe would block
+            raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
+        try:
+            metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
+            shape = tuple(int(size) for size in metadata["shape"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+            raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
+        found[name] = Tensor(shape, functools.partial(_read_zarr, folder, shape))
+    if not found:
+        raise CheckpointError(f"{path} has no arrays below params")
+    return found
+
+
+def _read_zarr(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Read an array; its missing chunks are zero, which TensorStore does not write."""
+    import tensorstore
+
+    left = memory.available()
+    if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
+        raise CheckpointError(f"{folder} announces an array of shape {shape}, more than the available memory")
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder)}}
+    try:
+        array: np.ndarray = np.asarray(tensorstore.open(spec, read=True, open=True).result().read().result())
+    except Exception as e:  # its errors are ValueErrors, but their types are not documented
+        raise CheckpointError(f"{folder} is damaged: {first_line(e)[:200]}") from None
+    return array
+
+
+def _with_new_names(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the arrays of earlier releases, and add the position embedding of a class token to the token."""
+    new = {_new_name(name): array for name, array in arrays.items()}
+    if "probe" in new:
+        new = {f"MAPHead_0/{name}" if name.split("/")[0] in INLINED_HEAD else name: x for name, x in new.items()}
+    cls, positions = new.get("cls"), new.get("pos_embedding")
+    if cls and positions and len(positions.shape) == 3 and positions.shape[0] == 1:
+        rows = positions.shape[1]
+        if rows > 1 and math.isqrt(rows) ** 2 != rows and math.isqrt(rows - 1) ** 2 == rows - 1:
+            new["cls"] = Tensor(cls.shape, lambda: _float32(cls.read()) + _float32(positions.read())[:, :1])
+            new["pos_embedding"] = Tensor((1, rows - 1, positions.shape[2]), lambda: positions.read()[:, 1:])
+    return new
+
+
+def _new_name(name: str) -> str:
+    if name in OLD_POSITIONS:
+        return "pos_embedding"
+    parts = name.split("/")
+    if len(parts) > 3 and parts[0] == "Transformer" and parts[1].startswith("encoderblock"):
+        parts[2] = BEFORE_LINEN.get(parts[2], parts[2])
+    return "/".join(parts)
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32)
