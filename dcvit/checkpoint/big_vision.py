@@ -127,15 +127,19 @@ def _last_step(pointer: Path) -> Path:
         step = read_regular(pointer, MAX_JSON).decode().strip()
     except (OSError, ValueError) as e:
         raise CheckpointError(f"cannot read {pointer}: {first_line(e)}") from None
-    folder = pointer.with_name(f"{pointer.name.removesuffix(POINTER)}-{step}")
-    if "/" in step or not folder.is_dir():
-        raise CheckpointError(f"{pointer} names step {step[:50]!r}, but there is no folder {folder.name[:100]!r}")
-    return folder
+    name = f"{pointer.name.removesuffix(POINTER)}-{step}"
+    if not re.fullmatch(r"[\w-]+", step) or not pointer.with_name(name).is_dir():
+        raise CheckpointError(f"{pointer} names step {step[:50]!r}, but there is no folder {name[:100]!r}")
+    return pointer.with_name(name)
 
 
 def _array_folders(path: Path) -> Iterator[Path]:
-    """Yield the folders of arrays in a .bv folder."""
-    return (child for child in sorted(path.iterdir()) if (child / METADATA).is_file())
+    """Return the folders of arrays in a .bv folder."""
+    try:
+        children = sorted(path.iterdir())
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
+    return (child for child in children if (child / METADATA).is_file())
 
 
 def _open_npz(path: Path) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ these are big_vision's defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from dcvit.interop.tensors import Json, Tensors
 
 BLOCK = "Transformer/encoderblock"
 ATTENTION = vit_links.ATTENTION
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Json = {
     **vit_links.DEFAULTS, "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1
 }  # fmt: skip
 
@@ -73,7 +72,7 @@ def first_block(tensors: Tensors) -> str | None:
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)
 
 
-def infer(tensors: Tensors, attention: str, query: str = "query") -> dict[str, Any]:
+def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
     """Return the fields of a model that its tensors tell, except those of a composition in another layout.
 
     Args:
@@ -86,7 +85,7 @@ def infer(tensors: Tensors, attention: str, query: str = "query") -> dict[str, A
     p_h, p_w, _, width = vit_links.shape_of(tensors, "embedding/kernel", "the file", axes=4)
     kernel = vit_links.shape_of(tensors, f"{at}/{attention}/{query}/kernel", "the file", axes=3 + scan)
     dense = vit_links.shape_of(tensors, f"{at}/MlpBlock_0/Dense_0/kernel", "the file", axes=2 + scan)
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": width, "num_heads": kernel[-2], "mlp_dim": dense[-1], "patch_size": (p_h, p_w),
         "depth": kernel[0] if scan else _count(tensors), "pool_type": "tok" if "cls" in tensors else "gap",
         "posemb": "learn" if "pos_embedding" in tensors else "sincos2d",
@@ -174,13 +173,13 @@ def _composed(fields: Json) -> dict[str, Shape]:
     return shapes
 
 
-def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> dict[str, Any]:
+def _composition(shapes: dict[str, tuple[int, ...]], heads: int) -> Json:
     """Return the fields of the composition of an attention module with these parameters."""
     where = [name for name in ("pre", "post") if any(path.startswith(f"{name}/w_") for path in shapes)]
     if not where:
         return {}
     sides = "".join(side for side in "qk" if any(f"{where[0]}/w_{side}{end}" in shapes for end in "1g"))
-    fields: dict[str, Any] = {"compose": "both" if len(where) == 2 else where[0], "branches": sides or "qk"}
+    fields: Json = {"compose": "both" if len(where) == 2 else where[0], "branches": sides or "qk"}
     down = next((shapes[f"{where[0]}/w_{side}1"] for side in sides if f"{where[0]}/w_{side}1" in shapes), None)
     static = shapes.get(f"{where[0]}/w_b")
     fields |= {"projection": down is not None, "static": static is not None}

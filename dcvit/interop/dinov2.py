@@ -6,8 +6,6 @@ class token; the classifier takes class token and mean of the patches (`pool_typ
 
 from __future__ import annotations
 
-from typing import Any
-
 from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
@@ -42,7 +40,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     mlp_dim = width * hf_config.size(config, "mlp_ratio", 4)
     gated = hf_config.flag(config, "use_swiglu_ffn", False)
     has_head = "classifier.weight" in tensors
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": width,
         "depth": hf_config.size(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),
@@ -139,7 +137,7 @@ def _describe_original(tensors: Tensors) -> Description:
     last = vit_links.shape_of(tensors, f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight", "DINOv2")
     rows = vit_links.shape_of(tensors, "pos_embed", "DINOv2", axes=3)[1]
     side = round((rows - 1) ** 0.5)
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": max(1, width // 64),
         "mlp_dim": last[1], "patch_size": tuple(patch), "pool_type": "tok", "mlp": "swiglu" if gated else "gelu",
         "layer_scale": 1e-5,

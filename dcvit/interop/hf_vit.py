@@ -6,8 +6,6 @@ attention, but only the class token is classified.
 
 from __future__ import annotations
 
-from typing import Any
-
 from dcvit.errors import CheckpointError
 from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
@@ -41,7 +39,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     kind = hf_config.check_type(config, "vit", "deit")
     hf_config.check_only(config, qkv_bias=True, pooler_act="tanh")
     prefix = _prefix(tensors)
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": hf_config.size(config, "hidden_size", 768),
         "depth": hf_config.size(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),

@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -128,12 +128,14 @@ def of_processor(config: Json, default: Preprocessing) -> str:
         raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
 
 
-def _size(found: Any) -> tuple[int, int] | None:
+def _size(found: object) -> tuple[int, int] | None:
     """Return a height and width in any of the forms of transformers; None if there is none."""
     if found is None:
         return None
     if isinstance(found, int):
         return found, found
+    if not isinstance(found, dict):
+        raise ValueError("neither a number nor an object")
     if "shortest_edge" in found:
         return int(found["shortest_edge"]), int(found["shortest_edge"])
     return int(found["height"]), int(found["width"])

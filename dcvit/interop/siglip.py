@@ -6,8 +6,6 @@ projections PyTorch fuses.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from dcvit.errors import CheckpointError
@@ -43,7 +41,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     pool = "map" if f"{prefix}head.probe" in tensors else "none"
     if "classifier.weight" in tensors:  # it takes the mean of the patches, and leaves the pooling head unused
         pool, classes = "gap", vit_links.shape_of(tensors, "classifier.weight", "SigLIP")[0]
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": hf_config.size(config, "hidden_size", 768),
         "depth": hf_config.size(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),

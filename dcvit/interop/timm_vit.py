@@ -7,7 +7,6 @@ not show (heads, activation, pooling) come from config.json; without one, from t
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from dcvit.errors import CheckpointError
 from dcvit.interop import hf_config, preprocessing, vit_links
@@ -71,7 +70,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     fc1 = vit_links.shape_of(tensors, "blocks.0.mlp.fc1.weight", "timm ViT")
     fc2 = vit_links.shape_of(tensors, "blocks.0.mlp.fc2.weight", "timm ViT")
     pool = _pool(tensors, config.get("global_pool") or arguments.get("global_pool"))
-    fields: dict[str, Any] = {
+    fields: Json = {
         "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": _heads(width, architecture),
         "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
     }  # fmt: skip
@@ -231,12 +230,12 @@ def _pp(found: object) -> str:
     """Return the preprocessing that timm's `pretrained_cfg` describes; "" without one."""
     if not found:
         return ""
+    mode = found.get("crop_mode", "center") if isinstance(found, dict) else None
+    if mode not in ("center", "squash", None):
+        raise CheckpointError(f"config.json: crop_mode={mode!r} is not supported; supported: center, squash")
     try:
         assert isinstance(found, dict)
         _, height, width = map(int, found.get("input_size", (3, 224, 224)))
-        mode = found.get("crop_mode") or "center"
-        if mode not in ("center", "squash"):
-            raise CheckpointError(f"config.json: crop_mode={mode!r} is not supported; supported: center, squash")
         resize = preprocessing.resized(min(height, width), float(found.get("crop_pct") or 0.875))
         return preprocessing.to_pp(
             Preprocessing(

@@ -5,8 +5,8 @@ Letters: M width, H heads, D head width, F MLP width, P height and width of a pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dcvit.interop.links import Arrays, Link, Shape, linear
 from dcvit.interop.tensors import Json, Tensors
 
 ATTENTION = "MultiHeadDotProductAttention_0"
-DEFAULTS: dict[str, Any] = {  # of the fields of `dcvit.models.vit.ViT` that the links and exports read
+DEFAULTS: Json = {  # of the fields of `dcvit.models.vit.ViT` that the links and exports read
     "posemb": "learn", "pool_type": "gap", "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6,
     "layer_scale": None, "compose": None, "qk_norm": None, "mlp_dim": None,
 }  # fmt: skip
@@ -66,7 +66,7 @@ class Names(NamedTuple):
     head: str = ""
 
 
-def settings(description: Description) -> dict[str, Any]:
+def settings(description: Description) -> Json:
     """Return the fields of a model with their defaults, and `mlp_dim`."""
     fields = {**DEFAULTS, **description.fields}
     fields["mlp_dim"] = fields["mlp_dim"] or 4 * fields["width"]
@@ -236,15 +236,13 @@ def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     return hf_config.size(config, key, default), hf_config.size(config, key, default)
 
 
-def check_heads(fields: Mapping[str, Any]) -> None:
+def check_heads(fields: Json) -> None:
     """Raise CheckpointError if the heads do not divide the width."""
     if fields["width"] % fields["num_heads"]:
         raise CheckpointError(f"{fields['num_heads']} heads do not divide the width {fields['width']}")
 
 
-def check_positions(
-    tensors: Tensors, name: str, fields: Mapping[str, Any], image_size: tuple[int, int], before: int
-) -> None:
+def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple[int, int], before: int) -> None:
     """Raise CheckpointError if position embeddings do not fit the image.
 
     Args:
@@ -269,7 +267,7 @@ def square(size: Sequence[int]) -> int | list[int]:
     return size[0] if len(set(size)) == 1 else list(size)
 
 
-def check_expressible(description: Description, what: str, **values: Any) -> None:
+def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:
     """Raise CheckpointError if a field of a model has another value than the only ones that a library has.
 
     Args:
@@ -280,7 +278,7 @@ def check_expressible(description: Description, what: str, **values: Any) -> Non
     if description.model_name != "vit":
         raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")
     fields = settings(description)
-    possible: Mapping[str, tuple[Any, ...]] = {
+    possible: dict[str, tuple[object, ...]] = {
         "compose": (None,), "qk_norm": (None,), "posemb": ("learn",), "rep_size": (False, 0), **values
     }  # fmt: skip
     for name, known in possible.items():

@@ -1,0 +1,265 @@
+"""Damaged, unsafe and unsuitable files of image models: each is an error of one line that names file and cause."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tensorstore
+
+from dcvit.errors import CheckpointError
+from dcvit.interop import big_vision
+from dcvit.interop import links as linking
+from dcvit.interop.family import Description
+from dcvit.interop.tensors import Tensor
+from dcvit.interop.weights import FAMILIES, open_weights
+
+FIELDS = dict(width=16, depth=2, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
+PP = "decode|resize(16)|value_range(-1, 1)"
+NO_TENSORS = "no file of plain tensors|is no safetensors or .npz file"  # the latter without PyTorch
+MODELS = {
+    "timm": Description("vit", 5, FIELDS, PP),
+    "hf_vit": Description("vit", 5, {**FIELDS, "norm_epsilon": 1e-12}, PP),
+    "siglip": Description("vit", None, {**FIELDS, "pool_type": "map"}, PP),
+    "dinov2": Description("vit", None, {**FIELDS, "layer_scale": 1.0}, PP),
+    "big_vision": Description("vit", 5, FIELDS, PP),
+}
+
+
+def model(family):
+    """Return the tensors and the config of a small intact model."""
+    shapes = big_vision.parameters(MODELS[family])
+    sizes = {"embedding/kernel": (8, 8, 3, 16), "pos_embedding": (1, 4, 16)}
+    arrays = {name: np.full(sizes.get(name, shape), 0.1, np.float32) for name, shape in shapes.items()}
+    params = {name: Tensor(array.shape, lambda array=array: array) for name, array in arrays.items()}
+    return dict(linking.write(FAMILIES[family].links(MODELS[family]), params)), FAMILIES[family].config(MODELS[family])
+
+
+def save(folder, tensors, config=None):
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return folder
+
+
+def changed(family, change):
+    """Return a writer of a model after `change(tensors, config)`."""
+
+    def write(folder):
+        tensors, config = model(family)
+        replaced = change(tensors, config)
+        return save(folder, tensors, config if replaced is None else replaced)
+
+    return write
+
+
+def configured(family, **values):
+    """Return a writer of a model with other values in config.json; "model_args__x" is x in `model_args`."""
+
+    def change(tensors, config):
+        for key, value in values.items():
+            *above, last = key.split("__")
+            where = config[above[0]] if above else config
+            where[last] = value
+
+    return changed(family, change)
+
+
+def bare(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def cut(folder):
+    save(folder, model("timm")[0])
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    return folder
+
+
+def npz(folder, tensors=None, subtree=""):
+    np.savez(folder / "a.npz", **(tensors or model("big_vision")[0]))
+    return folder / f"a.npz{subtree}"
+
+
+def cut_npz(folder):
+    path = npz(folder)
+    path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+def without(folder):
+    """Write a file of big_vision without a tensor, and with another one."""
+    tensors = model("big_vision")[0]
+    tensors["Transformer/encoderblock_1/MlpBlock_0/Dense_2/bias"] = tensors.pop("Transformer/encoder_norm/bias")
+    return npz(folder, tensors)
+
+
+def bv(folder, damage):
+    path = folder / "a.bv"
+    path.mkdir()
+    for name, array in model("big_vision")[0].items():
+        kvstore = {"driver": "file", "path": str(path / f"params/{name}".replace("/", "~"))}
+        spec, dtype = {"driver": "zarr", "kvstore": kvstore}, tensorstore.dtype(array.dtype)
+        tensorstore.open(spec, create=True, dtype=dtype, shape=array.shape).result().write(array).result()
+    damage(path)
+    return path
+
+
+def pipe(name):
+    def write(folder):
+        save(folder, *model("timm"))
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        return folder
+
+    return write
+
+
+def pipe_in_bv(folder):
+    def damage(path):
+        (path / "params~cls" / "0.0.0").unlink()
+        os.mkfifo(path / "params~cls" / "0.0.0")
+
+    return bv(folder, damage)
+
+
+def pointer(text):
+    def write(folder):
+        (folder / "a.bv-LAST").write_text(text)
+        return folder / "a.bv"
+
+    return write
+
+
+def metadata(**values):
+    def damage(path):
+        file = path / "params~cls" / ".zarray"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return lambda folder: bv(folder, damage)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('executed')",)
+
+
+def pickled(folder):
+    torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+    torch.save({"model": Bomb()}, folder / "a.pth")
+    return folder / "a.pth"
+
+
+def add(name, shape=(16,)):
+    return lambda tensors, config: tensors.update({name: np.ones(shape, np.float32)})
+
+
+def reshape(name, shape):
+    return lambda tensors, config: tensors.update({name: np.ones(shape, np.float32)})
+
+
+def rename(old, new):
+    return lambda tensors, config: tensors.update({new: tensors.pop(old)})
+
+
+CASES = {
+    "cut safetensors": (cut, "is not a safetensors file, or is damaged"),
+    "cut npz": (cut_npz, "is not an .npz archive, or is damaged"),
+    "cut zip of torch": (bare("a.bin", b"PK\x03\x04" + bytes(40)), "is not an .npz archive, or is damaged"),
+    "text": (bare("a.bin", b"hello"), NO_TENSORS),
+    "empty": (bare("a.safetensors", b""), NO_TENSORS),
+    "pickle": (bare("a.pkl", pickle.dumps(Bomb())), NO_TENSORS),
+    "object in a file of torch": (pickled, NO_TENSORS),
+    "empty folder": (lambda folder: folder, "has no weights"),
+    "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
+    "pipe for an array": (pipe_in_bv, "has other entries than files"),
+    "config is no JSON": (lambda f: save(f, model("timm")[0], "{"), "cannot read .*config.json"),
+    "config is a list": (lambda f: save(f, model("timm")[0], "[]"), "expected a JSON object"),
+    "another kind of model": (lambda f: save(f, {"layer1.0.conv1.weight": np.ones(3)}), "those of no known model"),
+    "timm, names": (
+        changed("timm", rename("blocks.1.mlp.fc2.bias", "blocks.1.mlp.fc3.bias")),
+        r"1 only in the file: blocks\.1\.mlp\.fc3\.bias; 1 only in the model: blocks\.1\.mlp\.fc2\.bias",
+    ),
+    "timm, shape": (
+        changed("timm", reshape("blocks.1.attn.qkv.weight", (16, 48))),
+        r"blocks\.1\.attn\.qkv\.weight \(file \(16, 48\), model \(48, 16\)\)",
+    ),
+    "timm, stem": (changed("timm", reshape("patch_embed.proj.weight", (16, 192))), "has shape .*expected 4 axes"),
+    "timm, distilled": (changed("timm", add("head_dist.weight")), "a second head for the distillation token"),
+    "timm, norm after pooling": (changed("timm", add("fc_norm.weight")), "a norm after pooling"),
+    "timm, CLIP": (changed("timm", add("norm_pre.weight")), "a norm before the first layer"),
+    "timm, architecture": (configured("timm", architecture="vit_base_patch16_rpn_224"), "architecture 'vit_base_p"),
+    "timm, argument": (configured("timm", model_args__scale_attn_norm=True), "model_args.scale_attn_norm=True"),
+    "timm, activation": (configured("timm", model_args__act_layer="relu"), "model_args.act_layer='relu'"),
+    "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
+    "timm, heads": (configured("timm", model_args__num_heads=5), "5 heads do not divide the width 16"),
+    "timm, heads of another type": (configured("timm", model_args__num_heads="2"), "num_heads='2'; expected a pos"),
+    "timm, positions": (changed("timm", reshape("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),
+    "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
+    "timm, mean": (configured("timm", pretrained_cfg__mean="0.5"), "pretrained_cfg is not as timm writes it"),
+    "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
+    "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
+    "ViT, biases": (configured("hf_vit", qkv_bias=False), "qkv_bias=False is not supported"),
+    "ViT, width": (configured("hf_vit", hidden_size=32), r"\(file \(16, 3, 8, 8\), model \(32, any, 8, 8\)\)"),
+    "ViT, depth": (configured("hf_vit", num_hidden_layers=3), r"only in the model: vit\.encoder\.layer\.2\."),
+    "ViT, image": (configured("hf_vit", image_size=32), r"has 5 rows, expected 1 \+ 16, for patches of 8x8"),
+    "ViT, teacher": (changed("hf_vit", add("cls_classifier.weight")), "a second classifier for the distillation"),
+    "SigLIP, tower": (configured("siglip", vision_config=[1]), r"vision_config=\[1\]; expected an object"),
+    "SigLIP, fused weight": (
+        changed("siglip", reshape("head.attention.in_proj_weight", (16, 16))), r"file \(16, 16\), model \(48, 16\)"
+    ),
+    "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
+    "DINOv2, epsilon": (configured("dinov2", layer_norm_eps="x"), "layer_norm_eps='x'; expected a positive number"),
+    "big_vision, names": (without, "only in the file: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
+    "big_vision, subtree": (lambda f: npz(f, subtree=":img"), "has no subtree 'img'; it has Transformer, cls"),
+    "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
+    "big_vision, pointer elsewhere": (pointer("../x"), "names step '../x', but there is no folder"),
+    "big_vision, damaged array": (metadata(compressor={"id": "none"}), "params~cls is damaged"),
+    "big_vision, no shape": (metadata(shape=None), "cannot read .*zarray"),
+    "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_broken_file_is_an_error_of_one_line(tmp_path, name):
+    write, match = CASES[name]
+    path = write(tmp_path)
+    with pytest.raises(CheckpointError, match=match) as error:
+        open_weights(path).tree()
+    message = str(error.value)
+    assert str(tmp_path) in message
+    assert len(message.splitlines()) == 1
+    assert len(message) < 700
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_intact_file_is_read(tmp_path, family):
+    """So that the errors above are due to the damage."""
+    tensors, config = model(family)
+    assert open_weights(save(tmp_path, tensors, config)).family == family
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "match"),
+    [
+        ("timm", {"compose": "both"}, r"timm cannot express compose='both', only None"),
+        ("timm", {"norm_epsilon": 1e-3}, "norm_epsilon=0.001, only 1e-06"),
+        ("timm", {"pool_type": "0"}, "pool_type='0', only"),
+        ("hf_vit", {"layer_scale": 0.1}, "layer_scale=0.1, only None"),
+        ("hf_vit", {"mlp": "swiglu"}, "mlp='swiglu', only"),
+        ("hf_vit", {"posemb": "sincos2d"}, "posemb='sincos2d', only 'learn'"),
+        ("siglip", {"registers": 2}, "registers=2, only 0"),
+        ("dinov2", {"mlp_dim": 33}, "mlp_dim=33, only 64"),
+        ("dinov2", {"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm', only None"),
+    ],
+)
+def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
+    description = MODELS[family]
+    with pytest.raises(CheckpointError, match=match):
+        FAMILIES[family].config(description._replace(fields={**description.fields, **fields}))
