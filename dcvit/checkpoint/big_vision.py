@@ -134,11 +134,8 @@ def _last_step(pointer: Path) -> Path:
 
 
 def _array_folders(path: Path) -> Iterator[Path]:
-    """Return the folders of arrays in a .bv folder."""
-    try:
-        children = sorted(path.iterdir())
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
+    """Return the folders of the arrays below `params` in a .bv folder; the others are of the optimizer, and large."""
+    children = sorted(path.glob(f"{ROOTS[0].replace('/', '~')}*"))
     return (child for child in children if (child / METADATA).is_file())
 
 
@@ -153,12 +150,9 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _open_folder(path: Path) -> dict[str, Tensor]:
-    """Open the arrays below `params` of a .bv folder; the others are of the optimizer, and large."""
+    """Open the arrays of a .bv folder."""
     found = {}
     for folder in _array_folders(path):
-        name = folder.name.replace("~", "/")
-        if not name.startswith(ROOTS[0]):
-            continue
         if not all(file.is_file() for file in folder.iterdir()):  # reading a named pipe would block
             raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
         try:
@@ -166,9 +160,7 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
             shape = tuple(int(size) for size in metadata["shape"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
             raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
-        found[name] = Tensor(shape, functools.partial(_read_zarr, folder, shape))
-    if not found:
-        raise CheckpointError(f"{path} has no arrays below params")
+        found[folder.name.replace("~", "/")] = Tensor(shape, functools.partial(_read_zarr, folder, shape))
     return found
 
 

@@ -14,6 +14,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
+from dcvit.checkpoint.big_vision import locate
 from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
 from dcvit.interop import (
@@ -117,7 +118,7 @@ def open_weights(path: str | Path) -> Weights:
         the model that they describe.
     """
     path = Path(path)
-    arrays = orbax_tensors.find(path) if path.is_dir() else None
+    arrays = orbax_tensors.find(path) if path.is_dir() and not locate(path) else None
     file = WeightsFile(path, orbax_tensors.open_arrays(arrays), {}) if arrays else open_file(path)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
