@@ -5,7 +5,7 @@
 
 Hypothesis generates strings, configs and files, valid ones and damaged ones, for each target of
 `scripts/fuzz_targets.py`. Every exception but those that end a command with one line is a finding, and so are more than
-ten seconds or 2 GB of memory for one example. Findings are minimized and written to the folder `--out`, whose files
+ten seconds of CPU time or 2 GB of memory for one example. Findings are minimized and written to the folder `--out`, whose files
 `tests/robustness/test_fuzz_corpus.py` reads. Prints a Markdown table. The exit status is 1 if there are findings. Input
 that ends the process itself is left in `--out` as TARGET.current.
 """
@@ -33,7 +33,7 @@ from dcvit.cli import EXPECTED
 from dcvit.parallel import runtime
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests" / "robustness" / "corpus"
-SECONDS, MEMORY = 10, 2 << 30  # limits of one example
+SECONDS, MEMORY = 10, 2 << 30  # limits of one example: CPU time, and growth of memory in bytes
 ROUND = 100  # examples that Hypothesis generates with one seed
 
 
@@ -52,21 +52,21 @@ class Unbounded(BaseException):
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Raise Unbounded if the body takes too long or too much memory; end the process if it cannot be interrupted."""
+    """Raise Unbounded if the body takes too much CPU time or memory; end the process if it hangs."""
 
     def stop(*_: object) -> None:
-        raise Unbounded(f"more than {SECONDS} s")
+        raise Unbounded(f"more than {SECONDS} s of CPU time")
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    previous = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     faulthandler.dump_traceback_later(6 * SECONDS, exit=True)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGPROF, previous)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if (after - before) << 10 > MEMORY:
         raise Unbounded(f"{(after - before) >> 10} MB")
