@@ -5,9 +5,9 @@
 
 Hypothesis generates strings, configs and files, valid ones and damaged ones, for each target of
 `scripts/fuzz_targets.py`. Every exception but those that end a command with one line is a finding, and so are more than
-ten seconds of CPU time or 2 GB of memory for one example. Findings are minimized and written to the folder `--out`, whose files
-`tests/robustness/test_fuzz_corpus.py` reads. Prints a Markdown table. The exit status is 1 if there are findings. Input
-that ends the process itself is left in `--out` as TARGET.current.
+ten seconds of CPU time or 2 GB of memory for one example. Findings are minimized and written to the folder `--out`,
+whose files `tests/robustness/test_fuzz_corpus.py` reads. Prints a Markdown table. The exit status is 1 if there are
+findings. Input that ends the process itself is left in `--out` as TARGET.current.
 """
 
 import argparse
