@@ -157,21 +157,22 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
         try:
             metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
-            shape = tuple(int(size) for size in metadata["shape"])
+            shape, fill = tuple(map(int, metadata["shape"])), metadata.get("fill_value") is not None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
             raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
-        found[folder.name.replace("~", "/")] = Tensor(shape, functools.partial(_read_zarr, folder, shape))
+        found[folder.name.replace("~", "/")] = Tensor(shape, functools.partial(_read_zarr, folder, shape, fill))
     return found
 
 
-def _read_zarr(folder: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read an array; its missing chunks are zero, which TensorStore does not write."""
+def _read_zarr(folder: Path, shape: tuple[int, ...], fill: bool) -> np.ndarray:
+    """Read an array, whose missing chunks have the fill value with `fill`, or else are an error."""
     import tensorstore
 
     left = memory.available()
     if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
         raise CheckpointError(f"{folder} announces an array of shape {shape}, more than the available memory")
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder)}}
+    kvstore = {"driver": "file", "path": str(folder)}
+    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
     try:
         array: np.ndarray = np.asarray(tensorstore.open(spec, read=True, open=True).result().read().result())
     except Exception as e:  # its errors are ValueErrors, but their types are not documented

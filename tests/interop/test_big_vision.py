@@ -130,7 +130,7 @@ def save_as_big_vision(path, flat):
 @pytest.mark.parametrize("scan", [False, True])
 def test_folders_of_tensorstore_are_read(tmp_path, pointer, scan):
     net, flat = make("tok")
-    flat["head/kernel"] = jnp.zeros_like(flat["head/kernel"])  # TensorStore does not write chunks of zeros
+    flat["head/kernel"] = jnp.zeros_like(flat["head/kernel"])
     stored = under("params", scanned(flat) if scan else flat)
     stored["opt/0/mu/head/kernel"] = jnp.ones((3, 3))
     path = tmp_path / "checkpoint.bv"

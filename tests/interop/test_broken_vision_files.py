@@ -221,6 +221,7 @@ CASES = {
     "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
     "big_vision, pointer elsewhere": (pointer("../x"), "names step '../x', but there is no folder"),
     "big_vision, damaged array": (metadata(compressor={"id": "none"}), "params~cls is damaged"),
+    "big_vision, lost chunk": (lambda f: bv(f, lambda path: (path / "params~cls/0.0.0").unlink()), "cls is damaged"),
     "big_vision, no shape": (metadata(shape=None), "cannot read .*zarray"),
     "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
 }  # fmt: skip

@@ -61,7 +61,8 @@ def sums_of(tensors):
     return names if len(names) > 1 else []
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "ViT")) for n in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_results_equal_those_of_transformers_in_both_directions(tmp_path, name):
     model, pixels = create(name), images((32, 32))
     expected = of_torch(model, pixels, result)

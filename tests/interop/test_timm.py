@@ -59,9 +59,8 @@ def sums_of(model):
     return [*names, "pos_embed"] if names else []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "vit_small_patch16_224")) for n in ARCHITECTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_equal_those_of_timm_in_both_directions(tmp_path, name):
     model = create(name)
     size = model.patch_embed.img_size
