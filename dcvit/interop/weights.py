@@ -41,6 +41,7 @@ from dcvit.interop.tensors import Tensors, WeightsFile, open_file
 
 FAMILIES: dict[str, Family] = {
     "own": own,
+    "dcformer": dcformer,  # before dcvit_hf, which is told by the same model_type
     "dcvit_hf": dcvit_hf,
     "dcmha_vit": dcmha_vit,
     "big_vision": big_vision,
@@ -51,7 +52,6 @@ FAMILIES: dict[str, Family] = {
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,
-    "dcformer": dcformer,
     "maxtext": maxtext,
 }
 
