@@ -295,17 +295,28 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
 
 
 @pytest.mark.slow
-def test_weights_without_config_and_with_a_wrong_shape_are_refused(folders, tmp_path):
+def test_weights_without_config_are_refused(folders, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes((folders / "llama" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"no config.json beside the weights"):
+    with pytest.raises(CheckpointError, match=r"no config\.json beside the weights"):
         open_weights(file)
-    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
-    rewrite(tmp_path, lambda t: {**t, "model.layers.1.self_attn.q_proj.weight": np.zeros((3, 5), np.float32)})
-    with pytest.raises(
-        CheckpointError, match=r"unexpected shape: model.layers.1.self_attn.q_proj.weight \(3, 5\), for"
-    ):
-        open_weights(file).tree()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj.weight", r"1 of another shape: model.layers.1.* \(file \(3, 5\)"),
+        ("gpt2 tied", "transformer.h.1.attn.c_attn.weight", r"unexpected shape: transformer.h.1.*weight \(3, 5\), for"),
+        ("neox parallel .5", "gpt_neox.layers.1.attention.query_key_value.bias", r"unexpected shape: .* \(3, 5\), for"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(name, tensor, message, folders, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((folders / name / file).read_bytes())
+    rewrite(tmp_path, lambda t: {**t, tensor: np.zeros((3, 5), np.float32)})
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(tmp_path).tree()
 
 
 @pytest.mark.parametrize(
