@@ -57,8 +57,11 @@ class Model(NamedTuple):
 
     def in_float32(self) -> Model:
         """Return the model with parameters that are converted to float32 when they are read."""
-        wide = {name: Tensor(t.shape, lambda t=t: t.read().astype(np.float32)) for name, t in self.params.items()}
-        return self._replace(params=wide)
+
+        def wide(tensor: Tensor) -> Tensor:
+            return Tensor(tensor.shape, lambda: tensor.read().astype(np.float32))
+
+        return self._replace(params={name: wide(tensor) for name, tensor in self.params.items()})
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the path and the value of each parameter."""

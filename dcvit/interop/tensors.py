@@ -75,6 +75,11 @@ def open_file(path: Path) -> WeightsFile:
     return WeightsFile(path, _open_one(files[0]), description)
 
 
+def has_files(path: Path) -> bool:
+    """Return True for a folder with files of weights by the names that `open_file` expects."""
+    return any(next(path.glob(pattern), None) for pattern in (f"*{INDEX_SUFFIX}", *FILE_NAMES, "*.safetensors"))
+
+
 def _read_json(path: Path) -> Json:
     try:
         found = json.loads(read_regular(path, MAX_JSON))

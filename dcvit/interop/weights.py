@@ -37,7 +37,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
-from dcvit.interop.tensors import Tensors, WeightsFile, open_file
+from dcvit.interop.tensors import Tensors, WeightsFile, has_files, open_file
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -108,6 +108,13 @@ class Weights(NamedTuple):
         placed = {path: place(path, value) for path, value in self.params()}
         tree: dict[str, Any] = flax.traverse_util.unflatten_dict(placed, sep="/")
         return tree
+
+
+def is_weights(path: Path) -> bool:
+    """Return True for a file or folder that `open_weights` may read, unless it is a checkpoint of big_vision."""
+    if locate(path):
+        return False
+    return path.is_file() or orbax_tensors.find(path) is not None or has_files(path)
 
 
 def open_weights(path: str | Path) -> Weights:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
+from input_pipeline.files import expand
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
@@ -64,11 +65,9 @@ def load_params_into(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    # Imported late: the models import where Orbax, which reads checkpoints, is not installed.
-    from dcvit.checkpoint.checkpointer import load_params
-    from dcvit.checkpoint.params import merge_params
+    from dcvit.checkpoint.params import merge_params  # late: the models import where Orbax is not installed
 
-    loaded = convert(load_params(init_file))
+    loaded = convert(_read_params(init_file))
     if upcycle:
         gained = gained_compositions(loaded, init_params, init_file)
         return merge_params(loaded, identity_compositions(init_params), [*dont_load, "|".join(map(re.escape, gained))])
@@ -77,3 +76,12 @@ def load_params_into(
     except CheckpointError as e:
         hint = "" if has_compositions(loaded) or not has_compositions(init_params) else f"; {UPCYCLE_HINT}"
         raise CheckpointError(f"{e}{hint}") from None
+
+
+def _read_params(init_file: str) -> Params:
+    """Read a checkpoint of this project or of big_vision, or weights of another library as unrolled layers."""
+    from dcvit.checkpoint.checkpointer import load_params
+    from dcvit.interop.weights import is_weights, open_weights
+
+    path = expand(init_file)
+    return open_weights(path).tree() if is_weights(path) else load_params(init_file)

@@ -29,7 +29,7 @@ from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
-from dcvit.interop.weights import open_weights
+from dcvit.interop.weights import Weights, open_weights
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
 from dcvit.models.lm import LM
@@ -255,13 +255,25 @@ def _load_weights(source: str, sharding: str | None) -> LoadedModel:
         described.num_outputs, **described.fields
     )
     mesh = _mesh(sharding, module)
-    params = weights.tree()
-    params = jax.device_put(params, None if mesh is None else shardings(params, mesh, str(sharding)))
+    params = _place(weights, module, mesh, str(sharding))
     names = [str(i) for i in range(described.num_outputs or 0)]
     file = Path(source) / "tokenizer.json"
     tokenizer = functools.partial(open_tokenizer, str(file), None) if file.is_file() else None
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     return LoadedModel(module, params, config, described.pp, names, False, tokenizer, mesh)
+
+
+def _place(weights: Weights, module: ViT | LM, mesh: Mesh | None, sharding: str) -> Params:
+    """Return the parameters on their devices; those of a language model, which can be large, are read one at a time."""
+    if isinstance(module, ViT):
+        tree = weights.tree()
+        placed: Params = jax.device_put(tree, None if mesh is None else shardings(tree, mesh, sharding))
+        return placed
+    shapes = param_shapes(module, jax.ShapeDtypeStruct((1, 1), np.int32))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, sharding)
+    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    return weights.arrays(like)
 
 
 def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:

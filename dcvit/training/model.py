@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shlex
 import typing
 from collections.abc import Callable
@@ -11,13 +12,16 @@ import flax.linen as nn
 import jax
 from ml_collections import ConfigDict
 
-from dcvit.config import run_config
+from dcvit.config import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call
+from dcvit.interop.weights import is_weights, open_weights
 from dcvit.models import Params
 from dcvit.models.upcycling import other_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
 from input_pipeline.files import expand
+
+LOG = logging.getLogger(__name__)
 
 
 def make_model(config: ConfigDict) -> nn.Module:
@@ -58,8 +62,7 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
 
     def load_initial(shapes: Params) -> Params:
         check_checkpoint(expand(config.model_init))
-        if upcycles(config):
-            _check_same_function(config, model)
+        _check_same_function(config, model)
         try:
             loaded = load_params(shapes, config.model_init, fields, **options)
         except CheckpointError as e:
@@ -79,14 +82,34 @@ def upcycles(config: ConfigDict) -> bool:
 
 
 def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
-    """Raise ConfigError if the function of a model, without compositions, is not that of the run it starts from."""
-    run = run_config(config.model_init)
-    if run.get("model_name") != config.model_name:  # no run, or one whose parameters do not fit
+    """Compare the function of a model, without compositions, with that of the model it starts from.
+
+    Raises:
+      ConfigError: they differ, and the run upcycles. Otherwise a warning is logged for weights of another library.
+    """
+    if not (upcycles(config) or is_weights(expand(config.model_init))):
         return
-    different = other_function(make_model(ConfigDict(run)), model)
-    if different:
-        found = ", ".join(f"{name}={new!r} (run: {old!r})" for name, (old, new) in different.items())
-        words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
+    source = _source_model(config)
+    different = {} if source is None else other_function(source, model)
+    if not different:
+        return
+    found = ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
+    words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
+    if upcycles(config):
         raise ConfigError(
-            f"config.model: upcycling preserves the function of the run {config.model_init}, but {found}; set {words}"
+            f"config.model: upcycling preserves the function of {config.model_init}, but {found}; set {words}"
         )
+    LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
+
+
+def _source_model(config: ConfigDict) -> nn.Module | None:
+    """Return the model of the run or the weights `config.model_init`; None if it is another kind, or unknown."""
+    path = expand(config.model_init)
+    if is_weights(path):
+        described = open_weights(path).description
+        fields: dict[str, object] = {"model_name": described.model_name, "model": described.fields}
+    else:
+        fields = run_config(config.model_init)
+    if fields.get("model_name") != config.model_name:
+        return None
+    return make_model(ConfigDict({**defaults(), **fields}))

@@ -1,0 +1,102 @@
+"""`config.model_init` and `dcvit.load` read weights of other libraries, with the function of the original model."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from small_models import make_tokens, param_shapes, random_params
+
+import dcvit
+from dcvit import config as configs
+from dcvit.errors import CheckpointError, ConfigError
+from dcvit.interop import llama
+from dcvit.interop.family import Description
+from dcvit.interop.links import write
+from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import Tensor
+from dcvit.models import lm
+from dcvit.training.model import make_loader, make_model
+
+FIELDS = dict(width=32, depth=2, mlp_dim=40, num_heads=4, context=12, norm="rmsnorm", norm_epsilon=1e-5, mlp="swiglu")
+VOCAB = 17
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A folder of LLaMA's layout, its module and its parameters."""
+    net = lm.Model(VOCAB, **FIELDS)
+    params = random_params(param_shapes(net, jnp.zeros((1, 2), jnp.int32)))
+    description = Description("lm", VOCAB, FIELDS)
+    flat = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    tensors = {path: Tensor(array.shape, lambda array=array: array) for path, array in flat.items()}
+    (tmp_path / "llama").mkdir()
+    write_shards(tmp_path / "llama", write(llama.links(description), tensors))
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(llama.config(description)))
+    return tmp_path / "llama", net, params
+
+
+def settings(init, **model):
+    fields = {**FIELDS, **model}
+    return ConfigDict(
+        {**configs.defaults(), "model_name": "lm", "vocab_size": VOCAB, "model": fields, "model_init": str(init)}
+    )
+
+
+def test_loaded_weights_are_the_model(weights):
+    folder, net, params = weights
+    model = dcvit.load(folder)
+    tokens = make_tokens(length=8)
+    expected = net.apply({"params": params}, tokens)[0]
+    np.testing.assert_allclose(model.features(np.asarray(tokens), "logits"), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        model.generate("a")
+    split = dcvit.load(folder, sharding="fsdp")
+    assert not split.params["embedding"]["embedding"].sharding.is_fully_replicated
+    np.testing.assert_allclose(split.features(np.asarray(tokens), "logits"), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_run_starts_from_them(weights, scan, caplog):
+    folder, net, params = weights
+    config = settings(folder, scan=scan)
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    loaded = make_loader(config, model, shapes)(shapes)
+    tokens = make_tokens(length=8)
+    np.testing.assert_allclose(
+        model.apply({"params": loaded}, tokens)[0], net.apply({"params": params}, tokens)[0], rtol=1e-4, atol=1e-5
+    )
+    assert not caplog.records
+
+
+def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
+    folder, _, _ = weights
+    config = settings(folder, norm_epsilon=1e-6)
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    with caplog.at_level(logging.WARNING):
+        make_loader(config, model, shapes)(shapes)
+    (record,) = caplog.records
+    assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
+    config.model_load = {"upcycle": True}
+    config.model.compose = "both"
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ConfigError, match="norm_epsilon=1e-05"):
+        make_loader(config, model, shapes)(shapes)
+
+
+def test_weights_of_another_shape_list_both_sides(weights):
+    folder, _, _ = weights
+    config = settings(folder, depth=3)
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(CheckpointError, match="only in the model: Transformer/decoderblock_2"):
+        make_loader(config, model, shapes)(shapes)
