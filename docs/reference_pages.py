@@ -23,7 +23,7 @@ from dcvit import __main__ as entry
 from dcvit import cli, config
 from dcvit.config_keys import Key
 from dcvit.errors import type_name
-from dcvit.models import attention, lm, presets, vit
+from dcvit.models import attention, dcmha, lm, presets, vit
 from dcvit.training import optim
 from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS
@@ -280,6 +280,9 @@ def models() -> str:
             table(("preset", *map(code, names)), rows),
             "## Attention",
             fields(attention.Attention),
+            "## DCMHA",
+            "The interface of `nn.MultiHeadDotProductAttention`; see [the tutorial](../../tutorials/own_model.md).",
+            fields(dcmha.DCMHA),
         ]
     )
 

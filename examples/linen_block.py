@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dcvit.models.attention import Attention
+from dcvit.models.dcmha import DCMHA
 
 
 class Block(nn.Module):
@@ -20,8 +20,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):  # x: B T M
-        # compose="both" composes scores and weights; compose=None is plain multi-head attention.
-        x = x + Attention(self.heads, compose="both", causal=True)(nn.LayerNorm()(x))
+        # DCMHA has the fields and the call of nn.MultiHeadDotProductAttention; compose=None is that layer.
+        x = x + DCMHA(self.heads, causal=True)(nn.LayerNorm()(x))
         hidden = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
         return x + nn.Dense(x.shape[-1])(hidden)
 
@@ -32,7 +32,7 @@ def main(steps: int = 20) -> list[float]:
     x = jax.random.normal(jax.random.key(0), (8, 16, 32))
     target = jnp.broadcast_to(x[:, :1], x.shape)
     params = jax.jit(block.init)(jax.random.key(1), x)["params"]
-    # The compose weights are below the attention module: params["Attention_0"]["pre"]["w_q1"] and so on.
+    # The compose weights are below the attention module: params["DCMHA_0"]["pre"]["w_q1"] and so on.
     optimizer = optax.sgd(0.1)
     state = optimizer.init(params)
 

@@ -2,7 +2,6 @@
 
     python examples/nnx_block.py
 
-`nnx.bridge.ToNNX` wraps the linen module `Attention`, so that its parameters become `nnx.Param` variables of the block.
 The task is that of `linen_block.py`: reproduce, at each position, the input of the first position.
 """
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dcvit.models.attention import Attention
+from dcvit.models.dcmha_nnx import DCMHA
 
 
 class Block(nnx.Module):
@@ -19,12 +18,11 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.bridge.ToNNX(Attention(heads, compose="both", causal=True), rngs=rngs)
+        # DCMHA has the interface of nnx.MultiHeadAttention; compose=None is that layer.
+        self.attention = DCMHA(heads, width, causal=True, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
-        # A linen module creates its parameters when it sees an input for the first time.
-        nnx.bridge.lazy_init(self.attention, jnp.zeros((1, 1, width)))
 
     def __call__(self, x):  # x: B T M
         x = x + self.attention(self.attention_norm(x))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from dcvit.dcmha.shapes import Array
 Static = TypeVar("Static", bound=Hashable)
 Inputs = TypeVar("Inputs")
 Residuals = TypeVar("Residuals")
+Value: TypeAlias = object  # what JAX passes to the rules of a primitive: arrays, their types, symbolic zeros
 Linear: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (known arrays, linear ones) -> results
 
 
@@ -84,12 +85,12 @@ def _evaluate(*args: Array, count: int, tangent: Linear, gradients: Linear) -> l
     return tangent(list(args[:count]), list(args[count:]))
 
 
-def _result_type(*avals: Any, count: int, tangent: Linear, gradients: Linear) -> list[Any]:
+def _result_type(*avals: Value, count: int, tangent: Linear, gradients: Linear) -> list[Value]:
     return [avals[count]]
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], *, count: int, tangent: Linear, gradients: Linear
+    primals: Sequence[Array], tangents: Sequence[Value], *, count: int, tangent: Linear, gradients: Linear
 ) -> tuple[list[Array], list[Array]]:
     known, given = list(primals[:count]), list(primals[count:])
     d_known, d_given = ([ad.instantiate_zeros(t) for t in part] for part in (tangents[:count], tangents[count:]))
@@ -102,10 +103,10 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *args: Any, count: int, tangent: Linear, gradients: Linear
+    cotangents: Sequence[Value], *args: Value, count: int, tangent: Linear, gradients: Linear
 ) -> list[Array | None]:
     d_out = [ad.instantiate_zeros(ct) for ct in cotangents]
-    found = gradients(list(args[:count]), d_out)
+    found = gradients(cast("list[Array]", list(args[:count])), d_out)
     wanted = [g if ad.is_undefined_primal(x) else None for x, g in zip(args[count:], found, strict=True)]
     return [None] * count + wanted
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Tree: TypeAlias = Any  # a tree of arrays
+Tree = TypeVar("Tree")  # a tree of arrays
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Shaped(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def map_examples(f: Callable[..., Tree], static: Hashable, *trees: Tree) -> Tree:
+def map_examples(f: Callable[..., Tree], static: Hashable, *trees: object) -> Tree:
     """Return f(static, *trees) for each example, one after the other on each device.
 
     Args:
@@ -37,7 +37,8 @@ def map_examples(f: Callable[..., Tree], static: Hashable, *trees: Tree) -> Tree
     leaves, structure = jax.tree.flatten(trees)
 
     def loop(*leaves: jax.Array) -> Tree:
-        return jax.lax.map(lambda each: f(static, *jax.tree.unflatten(structure, each)), leaves)
+        out: Tree = jax.lax.map(lambda each: f(static, *jax.tree.unflatten(structure, each)), leaves)
+        return out
 
     if not splits_arrays():
         return loop(*leaves)
@@ -47,13 +48,14 @@ def map_examples(f: Callable[..., Tree], static: Hashable, *trees: Tree) -> Tree
     batched = jax.custom_batching.custom_vmap(lambda *leaves: split(*leaves))
 
     @batched.def_vmap
-    def _(size: int, is_batched: Sequence[bool], *leaves: jax.Array) -> tuple[Tree, Tree]:
+    def _(size: int, is_batched: Sequence[bool], *leaves: jax.Array) -> tuple[Tree, object]:
         out = jax.vmap(loop, in_axes=[0 if b else None for b in is_batched], axis_size=size)(*leaves)
         return out, jax.tree.map(lambda _: True, out)
 
     differentiable = jax.custom_jvp(lambda *leaves: batched(*leaves))
     differentiable.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
-    return differentiable(*leaves)
+    result: Tree = differentiable(*leaves)
+    return result
 
 
 def splits_arrays() -> bool:
@@ -67,8 +69,8 @@ def splits_arrays() -> bool:
 
 
 def _partition(
-    loop: Callable[..., Tree], mesh: Mesh, args: Tree, results: Tree
-) -> tuple[Mesh, Callable[..., Tree], Tree, Tree]:
+    loop: Callable[..., Tree], mesh: Mesh, args: object, results: object
+) -> tuple[Mesh, Callable[..., Tree], object, object]:
     """Return the program of one device and the shardings of its arguments and results: the first axis is split."""
     sharding = jax.tree.leaves(results)[0].sharding
     if isinstance(sharding, NamedSharding):
@@ -79,7 +81,9 @@ def _partition(
     return mesh, loop, jax.tree.map(lambda _: sharding, results), jax.tree.map(lambda _: sharding, args)
 
 
-def _sharding_rule(mesh: Mesh, args: Sequence[Shaped], results: Sequence[Shaped]) -> tuple[str, dict[str, Any]]:
+def _sharding_rule(
+    mesh: Mesh, args: Sequence[Shaped], results: Sequence[Shaped]
+) -> tuple[str, dict[str, tuple[str, ...]]]:
     """Return the sharding rule for Shardy: all arrays share the first axis, and no other axis is split."""
     others = itertools.count()
 

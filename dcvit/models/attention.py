@@ -64,7 +64,9 @@ class LayerInputs(NamedTuple):
         return LayerInputs(merge(self.q), k, v, mask, positions, self.dropout_key)
 
 
-def boolean_mask(mask: Array, lead: tuple[int, ...], queries: int, keys: int) -> Bool[Array, "_ 1 _ _"]:
+def boolean_mask(
+    mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."], lead: tuple[int, ...], queries: int, keys: int
+) -> Bool[Array, "_ 1 _ _"]:
     """Return a mask as flax makes it, of numbers or booleans that broadcast to (*lead, 1, T, S), with one leading axis.
 
     Raises:
@@ -140,7 +142,9 @@ class FlatAttention(Projections):
         x_k = x_q if inputs.k is None else inputs.k
         if self.rotary and x_k is not x_q:
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
-        to_compose = compose_inputs(x_q, x_k, groups=self.groups)
+        if self.compose and x_k.shape[-1] != x_q.shape[-1]:
+            raise ValueError(f"a composition needs inputs of one width, found {x_q.shape[-1]} and {x_k.shape[-1]}")
+        to_compose = compose_inputs(x_q, x_k, groups=self.groups) if self.compose else {}
         q, k, v = self.project(x_q, x_k, x_k if inputs.v is None else inputs.v, inputs.positions)
         compose = self._compose_weights(x_q.shape[-1], to_compose)
         arrays = AttentionInputs(q, k, v, compose.get("pre"), compose.get("post"))
@@ -169,8 +173,6 @@ class FlatAttention(Projections):
 
     def _compose_weights(self, width: int, inputs: Mapping[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the weights of the compositions "pre" and "post", as far as `compose` asks for them."""
-        if self.compose and any(x.x.shape[-1] != width for x in inputs.values()):
-            raise ValueError("the composition needs queries and keys from inputs of the same width")
         params = {
             where: ComposeParams(self.num_heads, **values_of(self, BranchFields), name=where)(width)
             for where in ("pre", "post")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -59,8 +56,9 @@ class DCMHA(ComposedFields):
       kernel_init, bias_init: initializers of the projections.
       out_kernel_init, out_bias_init: initializers of the output projection; None means those of the others.
       use_bias: the four projections have biases.
-      attention_fn, qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls,
-        qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: not supported; leave the defaults.
+      attention_fn: not supported; leave the default.
+      qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls: not supported.
+      qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: not supported.
       decode: not supported; `dcvit.models.attention.Attention.decode` attends with a cache.
       normalize_qk: layer norms of queries and keys.
       force_fp32_for_softmax: always true.
@@ -137,14 +135,15 @@ class DCMHA(ComposedFields):
             raise ValueError("give either inputs_kv, or inputs_k and inputs_v")
         if inputs_k is None and inputs_v is not None:
             raise ValueError("inputs_v needs inputs_k; if keys and values have the same inputs, give inputs_k only")
-        attend: Callable[..., Any] = functools.partial(
-            self.attention, inputs_q, inputs_k if inputs_kv is None else inputs_kv, mask,
-            x_v=inputs_v, deterministic=deterministic, dropout_rng=dropout_rng,
-        )  # fmt: skip
+        keys = inputs_k if inputs_kv is None else inputs_kv
         if not sow_weights:
-            out: Array = attend()
-            return out
-        out, weights = attend(return_weights=True)
+            return self.attention(
+                inputs_q, keys, mask, x_v=inputs_v, deterministic=deterministic, dropout_rng=dropout_rng
+            )
+        out, weights = self.attention(
+            inputs_q, keys, mask, x_v=inputs_v, deterministic=deterministic, dropout_rng=dropout_rng,
+            return_weights=True,
+        )  # fmt: skip
         self.sow("intermediates", "attention_weights", weights)
         return out
 

@@ -91,12 +91,9 @@ class DCMHA(nnx.Module):
         x_q, x_k = (jnp.zeros((1, 1, width)) for width in (in_features, in_kv_features or in_features))
         drawn = jax.jit(self.layer.init, static_argnames="deterministic")(rngs.params(), x_q, x_k, deterministic=True)
         inner = {"kernel": kernel_metadata, "bias": bias_metadata}
-        metadata = {
-            "query_ln": {"scale": query_ln_scale_metadata},
-            "key_ln": {"scale": key_ln_scale_metadata},
-            "out": {"kernel": out_kernel_metadata or kernel_metadata, "bias": out_bias_metadata or bias_metadata},
-            **dict.fromkeys(("query", "key", "value"), inner),
-        }
+        outer = {"kernel": out_kernel_metadata or kernel_metadata, "bias": out_bias_metadata or bias_metadata}
+        norms = {"query_ln": {"scale": query_ln_scale_metadata}, "key_ln": {"scale": key_ln_scale_metadata}}
+        metadata = {**dict.fromkeys(("query", "key", "value"), inner), "out": outer, **norms}
         for name, values in drawn["params"].items():
             setattr(self, name, Parameters(values, metadata.get(name, {})))
         self.rngs = rngs.dropout.fork() if keep_rngs and self.layer.dropout_rate > 0 else None

@@ -71,7 +71,7 @@ def with_auto_axes(f: Callable[..., Result], mesh: AbstractMesh, specs: object) 
     return call
 
 
-def shard_as(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def shard_as(x: Float[Array, "*shape"], like: Float[Array, "..."]) -> Float[Array, "*shape"]:
     """Return `x`, sharded as `like` if they have the same shape and there is no `active_mesh` to constrain them to."""
     if active_mesh() is not None or x.shape != like.shape or not splits_arrays():
         return x

@@ -13,7 +13,7 @@ from reference_pages import PAGES
 
 from dcvit import __main__ as entry
 from dcvit import config
-from dcvit.models import attention, lm, presets, vit
+from dcvit.models import attention, dcmha, lm, presets, vit
 from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS
 
@@ -51,7 +51,7 @@ def test_every_shipped_config_is_listed(texts):
         assert f"## {path.stem}\n" in texts["shipped_configs"]
 
 
-@pytest.mark.parametrize("cls", [vit.ViT, lm.LM, attention.Attention], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [vit.ViT, lm.LM, attention.Attention, dcmha.DCMHA], ids=lambda cls: cls.__name__)
 def test_every_model_field_has_a_meaning(cls):
     rows = reference_pages.fields(cls).splitlines()[2:]
     names = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}

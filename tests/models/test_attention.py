@@ -1,0 +1,206 @@
+"""The attention layer in models of others: meshes with any axes, inputs of any rank, flax's masks, dropout, weights."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcvit.models.attention import Attention
+
+
+def random_input(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def initialized(layer, *args):
+    return jax.jit(layer.init)(jax.random.key(1), *args)
+
+
+def by_heads(path, array, axis):
+    """The split of a parameter by heads, as in tensor parallelism."""
+    names = [entry.key for entry in path]
+    if names[-2] in ("query", "key", "value"):
+        return P(None, axis) if names[-1] == "kernel" else P(axis)
+    return P(axis) if names[-2:] == ["out", "kernel"] else P()
+
+
+def place(params, x, mesh, spec, split_heads):
+    """Parameters and inputs on the devices of a mesh."""
+    axis = mesh.axis_names[-1] if split_heads else None
+    specs = jax.tree_util.tree_map_with_path(lambda path, a: by_heads(path, a, axis), params)
+    placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), params, specs)
+    return placed, jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def output_and_gradients(layer, params, x):
+    """The output and the gradients of parameters and inputs."""
+
+    @jax.jit
+    def both(params, x):
+        out, pull = jax.vjp(layer.apply, params, x)
+        return out, pull(jnp.cos(out))
+
+    return both(params, x)
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+# Axis types, axis names, split of the inputs, heads of the parameters split, implementation, `jax.set_mesh`.
+MESHES = [
+    (EXPLICIT, ("data", "model"), P("data"), True, None, True),
+]
+MORE_MESHES = [
+    (AUTO, ("a", "b"), P("a"), False, "blockwise", False),
+    (EXPLICIT, ("data", "model"), P("data", None, "model"), True, "blockwise", True),
+    (EXPLICIT, ("data", "model"), P(("data", "model")), False, "reference", False),
+    (EXPLICIT, ("fsdp", "tensor"), P("fsdp"), True, "blockwise", True),
+    (EXPLICIT, ("fsdp", "tensor"), P(None, None, "tensor"), False, None, True),
+    (AUTO, ("data", "model"), P("data", None, "model"), True, "blockwise", True),
+    (AUTO, ("data", "model"), P(("data", "model")), False, None, True),
+    (AUTO, ("data", "model"), P("data"), True, "reference", False),
+    (AUTO, ("fsdp", "tensor"), P("fsdp"), True, "blockwise", True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names", "spec", "split_heads", "implementation", "current"),
+    [*MESHES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_MESHES)],
+)
+def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
+    kind, names, spec, split_heads, implementation, current
+):
+    """Also the gradient of the input, and those of the parameters as the parameters."""
+    layer, x = Attention(2, compose="both", implementation=implementation), random_input(8, 5, 16)
+    params = initialized(layer, x)
+    expected = output_and_gradients(layer, params, x)
+    mesh = jax.make_mesh((4, 2), names, axis_types=(kind, kind))
+    if current:
+        with jax.set_mesh(mesh):
+            placed, inputs = place(params, x, mesh, spec, split_heads)
+            found = output_and_gradients(layer, placed, inputs)
+    else:
+        placed, inputs = place(params, x, mesh, spec, split_heads)
+        found = output_and_gradients(layer, placed, inputs)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, float(jnp.abs(b).max())))
+    out, (d_params, d_input) = found
+    assert out.sharding.is_equivalent_to(inputs.sharding, 3)
+    assert d_input.sharding.is_equivalent_to(inputs.sharding, 3)
+    if kind == EXPLICIT:
+        assert jax.tree.map(lambda a, b: a.sharding == b.sharding, d_params, placed)
+        assert jax.typeof(out) == jax.typeof(inputs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("implementation", ["decode", "reference"])
+def test_one_query_on_an_explicit_mesh(implementation):
+    layer = Attention(2, compose="both", implementation=implementation)
+    x, keys = random_input(8, 1, 16), random_input(8, 6, 16, seed=2)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        spec = NamedSharding(jax.sharding.get_mesh(), P("data"))
+        inputs = jax.device_put((x, keys), spec)
+        params = jax.jit(layer.init)(jax.random.key(1), *inputs)
+        out = jax.jit(layer.apply)(params, *inputs)
+        assert out.sharding.is_equivalent_to(spec, 3)
+    expected = jax.jit(layer.apply)(jax.device_get(params), x, keys)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
+    layer, x = Attention(2, compose="both"), random_input(8, 5, 16)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        found = jax.jit(layer.init)(jax.random.key(1), jax.device_put(x, P("data")))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *jax.device_get((found, initialized(layer, x)))
+    )
+
+
+@pytest.mark.exhaustive
+def test_leading_axes_are_examples():
+    layer, x = Attention(2, compose="both"), random_input(2, 3, 5, 16)
+    params = initialized(layer, x)
+    out, weights = layer.apply(params, x, return_weights=True)
+    flat = layer.apply(params, x.reshape(6, 5, 16))
+    assert weights.shape == (2, 3, 2, 5, 5)
+    np.testing.assert_allclose(out, flat.reshape(x.shape), atol=1e-6)
+    np.testing.assert_allclose(layer.apply(params, x[0, 0]), out[0, 0], atol=1e-6)
+
+
+def flax_masks():
+    """Masks by name, for tokens of shape (2, 3, 5), as flax makes them and as arrays of the user."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 3, 5)) | np.eye(5, dtype=int)[0])
+    return {
+        "causal": nn.make_causal_mask(tokens),
+        "padding": nn.make_attention_mask(tokens > 0, tokens > 0),
+        "both": nn.combine_masks(nn.make_causal_mask(tokens), nn.make_attention_mask(tokens > 0, tokens > 0)),
+        "boolean": nn.make_causal_mask(tokens, dtype=jnp.bool_),
+        "numbers": nn.make_causal_mask(tokens, dtype=jnp.int32),
+        "T S": jnp.tril(jnp.ones((5, 5))),
+        "1 S": jnp.arange(5)[None] < 4,
+        "1 1 T S": jnp.tril(jnp.ones((1, 1, 5, 5), bool)),
+        "B 1 1 S": (tokens > 0)[:, :, None, None, :],
+        "1 B 1 T S": nn.make_causal_mask(tokens)[:1],
+    }
+
+
+@pytest.mark.slow
+def test_masks_of_flax_mask_what_they_mask_in_flax():
+    """Every row has a key, because flax attends to all keys of a row without one."""
+    layer, x = Attention(2), random_input(2, 3, 5, 16)
+    params = initialized(layer, x)
+    library = nn.MultiHeadDotProductAttention(2)
+    for name, mask in flax_masks().items():
+        seen = np.broadcast_to(mask, (2, 3, 1, 5, 5)).any(-1)[:, :, 0, :, None]  # rows with a key
+        found, expected = layer.apply(params, x, mask=mask), library.apply(params, x, mask=mask)
+        np.testing.assert_allclose(np.where(seen, found, 0), np.where(seen, expected, 0), atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lead"), [((2, 5, 5), (2,)), ((2, 2, 5, 5), (2,)), ((3, 1, 5, 5), (2,)), ((2, 1, 5, 5), ()), ((4, 5), ())]
+)
+def test_masks_that_do_not_broadcast_are_refused(shape, lead):
+    with pytest.raises(ValueError, match=r"mask has shape .*, expected it to broadcast to .*, the same for all heads"):
+        jax.eval_shape(Attention(2).init, jax.random.key(0), jnp.zeros((*lead, 5, 16)), mask=jnp.ones(shape))
+
+
+@pytest.mark.exhaustive
+def test_dropout_removes_the_share_of_composed_weights_and_keeps_their_mean():
+    """With values of one, an output is the sum of its weights."""
+    layer = Attention(2, compose="both", dropout_rate=0.25, broadcast_dropout=False)
+    x = random_input(2, 32, 16)
+    params = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(1))
+    apply = jax.jit(lambda key: layer.apply(params, x, deterministic=False, rngs={"dropout": key}))
+    exact = layer.apply(params, x, deterministic=True)
+    mean = jnp.mean(jax.lax.map(apply, jax.random.split(jax.random.key(0), 400)), axis=0)
+    first, second = apply(jax.random.key(0)), apply(jax.random.key(1))
+    assert float(jnp.abs(first - second).max()) > 1e-3
+    assert float(jnp.abs(mean - exact).max()) < 0.2 * float(jnp.abs(first - exact).max())
+    with pytest.raises(ValueError, match="implementation blockwise does not support this case: only reference has"):
+        layer.clone(implementation="blockwise").apply(
+            params, x, deterministic=False, rngs={"dropout": jax.random.key(0)}
+        )
+    with pytest.raises(ValueError, match="deterministic"):
+        layer.apply(params, x)
+
+
+@pytest.mark.exhaustive
+def test_returned_weights_are_those_that_multiply_the_values():
+    layer, x = Attention(2, compose="both", causal=True), random_input(2, 5, 16)
+    params = initialized(layer, x)
+    out, weights = layer.apply(params, x, return_weights=True)
+    values = nn.DenseGeneral((2, 8)).apply({"params": params["params"]["value"]}, x)
+    heads = jnp.einsum("bhts,bshd->bthd", weights, values)
+    expected = nn.DenseGeneral(16, axis=(-2, -1)).apply({"params": params["params"]["out"]}, heads)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    assert float(jnp.abs(weights.sum(-1) - 1).max()) > 1e-4, "they are composed"
+
+
+def test_a_composition_of_inputs_of_two_widths_is_refused():
+    with pytest.raises(ValueError, match="a composition needs inputs of one width, found 16 and 8"):
+        jax.eval_shape(
+            Attention(2, compose="both").init, jax.random.key(0), jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 8))
+        )

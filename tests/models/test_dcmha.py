@@ -1,0 +1,178 @@
+"""DCMHA in place of flax's attention layers, linen and NNX: parameters, outputs, gradients, dropout and training."""
+
+import dataclasses
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dcvit.models import dcmha, dcmha_nnx
+
+FIELDS = {
+    "default": {},
+    "widths, norms": {"qkv_features": 32, "out_features": 20, "normalize_qk": True, "use_bias": False},
+}
+
+
+@pytest.fixture
+def x():
+    """Inputs of 6 examples with 7 tokens."""
+    return jax.random.normal(jax.random.key(0), (2, 3, 7, 24))
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(1, float(jnp.abs(b).max())))
+
+
+def output_and_gradient(f, params):
+    """The output, and the gradient of the parameters for a fixed cotangent."""
+    out, pull = jax.vjp(f, params)
+    return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [FIELDS["widths, norms"], pytest.param(FIELDS["default"], marks=pytest.mark.exhaustive)]
+)
+def test_plain_linen_layer_has_the_parameters_output_and_gradient_of_flax(x, fields):
+    library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
+    params, mask = jax.jit(library.init)(jax.random.key(1), x), nn.make_causal_mask(x[..., 0])
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(layer.init)(jax.random.key(1), x), params)
+    expected, found = (
+        jax.jit(lambda p, net=net: output_and_gradient(lambda p: net.apply(p, x, x + 1, x - 1, mask=mask), p))(params)
+        for net in (library, layer)
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [FIELDS["widths, norms"], pytest.param(FIELDS["default"], marks=pytest.mark.exhaustive)]
+)
+def test_plain_nnx_layer_has_the_parameters_output_and_gradient_of_flax(x, fields):
+    library = nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(1), **fields)
+    layer = dcmha_nnx.DCMHA(4, 24, decode=False, rngs=nnx.Rngs(2), compose=None, **fields)
+    params, mask = nnx.state(library, nnx.Param), nn.make_causal_mask(x[..., 0])
+    assert [path for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))] == [
+        path for path, _ in nnx.to_flat_state(params)
+    ]
+    nnx.update(layer, params)
+    expected, found = (
+        output_and_gradient(
+            lambda p, net=net: nnx.merge(nnx.graphdef(net), p)(x, x + 1, x - 1, mask=mask),
+            params,
+        )
+        for net in (library, layer)
+    )
+    assert_close(found, expected)
+    assert_close(layer(x, is_causal=True), layer(x, mask=mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_dropout_drops_the_weights_that_flax_drops(x, broadcast):
+    fields = {"dropout_rate": 0.3, "broadcast_dropout": broadcast}
+    library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
+    params = library.init(jax.random.key(1), x, deterministic=True)
+    outputs = [
+        net.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(3)}) for net in (library, layer)
+    ]
+    assert_close(outputs[1], outputs[0])
+    library, layer = (
+        cls(4, 24, decode=False, deterministic=False, rngs=nnx.Rngs(1), **fields, **more)
+        for cls, more in ((nnx.MultiHeadAttention, {}), (dcmha_nnx.DCMHA, {"compose": None}))
+    )
+    nnx.update(layer, nnx.state(library, nnx.Param))
+    assert_close(layer(x, rngs=nnx.Rngs(dropout=5)), library(x, rngs=nnx.Rngs(dropout=5)))
+    assert float(jnp.abs(layer(x) - layer(x)).max()) > 0, "its own stream advances"
+    layer.eval()
+    assert_close(layer(x), layer(x))
+
+
+def test_the_interfaces_are_those_of_flax():
+    """Every field and argument of flax's layers exists, in their order and with their defaults."""
+    of = {field.name: field for field in dataclasses.fields(dcmha.DCMHA)}
+    positional = [name for name, field in of.items() if not field.kw_only and name not in ("parent", "name")]
+    library = [f for f in dataclasses.fields(nn.MultiHeadDotProductAttention) if f.name not in ("parent", "name")]
+    assert positional == [field.name for field in library]
+    same = [f.name for f in library if "init" not in f.name]
+    assert {name: of[name].default for name in same} == {f.name: f.default for f in library if f.name in same}
+    for ours, theirs in (
+        (dcmha.DCMHA.__call__, nn.MultiHeadDotProductAttention.__call__),
+        (dcmha_nnx.DCMHA.__call__, nnx.MultiHeadAttention.__call__),
+    ):
+        missing = inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys()
+        assert missing <= {"out_sharding", "qkv_sharding"}
+
+
+@pytest.mark.parametrize("name", [*dcmha.UNSUPPORTED, *dcmha_nnx.UNSUPPORTED])
+def test_fields_without_a_counterpart_are_refused(x, name):
+    with pytest.raises(ValueError, match=f"DCMHA has no {name}: leave its default, or use flax's layer"):
+        dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0), **{name: True})
+    if name in dcmha.UNSUPPORTED:
+        with pytest.raises(ValueError, match=f"DCMHA has no {name}"):
+            jax.eval_shape(dcmha.DCMHA(4, **{name: True}).init, jax.random.key(0), x)
+
+
+def first_token_task():
+    """Inputs, and targets that repeat the first token: only attention moves it to other positions."""
+    x = jax.random.normal(jax.random.key(0), (8, 6, 24))
+    return x, jnp.broadcast_to(x[:, :1], x.shape)
+
+
+@pytest.mark.slow
+def test_linen_layer_composes_and_trains(library_promotion):
+    x, target = first_token_task()
+    layer, optimizer = dcmha.DCMHA(4), optax.adam(0.01)
+    params = jax.jit(layer.init)(jax.random.key(1), x)
+    assert {"pre", "post"} <= params["params"].keys()
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((layer.apply(p, x) - target) ** 2))(params)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    state, losses = optimizer.init(params), []
+    for _ in range(15):
+        params, state, loss, grads = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads["params"]["pre"]))
+
+
+@pytest.mark.slow
+def test_nnx_layer_composes_and_trains(library_promotion):
+    x, target = first_token_task()
+    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(1))
+    optimizer = nnx.Optimizer(layer, optax.adam(0.01), wrt=nnx.Param)
+    before = layer.pre.w_q1[...]
+
+    @nnx.jit
+    def step(layer, optimizer):
+        loss, grads = nnx.value_and_grad(lambda layer: jnp.mean((layer(x) - target) ** 2))(layer)
+        optimizer.update(layer, grads)
+        return loss
+
+    losses = [float(step(layer, optimizer)) for _ in range(15)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert float(jnp.abs(layer.pre.w_q1[...] - before).max()) > 1e-3
+
+
+@pytest.mark.exhaustive
+def test_composed_nnx_layer_computes_what_the_linen_layer_computes(x):
+    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(1), static=True, groups=2)
+    params = {name: x.values() for name, x in vars(layer).items() if isinstance(x, dcmha_nnx.Parameters)}
+    linen = dcmha.DCMHA(4, static=True, groups=2)
+    out, sown = linen.apply({"params": params}, x, sow_weights=True, mutable=["intermediates"])
+    found, state = nnx.capture(layer, nnx.Intermediate)(x, sow_weights=True)
+    assert_close(found, out)
+    weights = state["attention_weights"][0]
+    assert weights.shape == (2, 3, 4, 7, 7)
+    assert_close(weights, sown["intermediates"]["attention_weights"][0])
