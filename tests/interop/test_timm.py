@@ -9,6 +9,7 @@ import torchvision_ops  # noqa: F401
 
 timm = pytest.importorskip("timm", reason="needs timm; pip install -e .[interop]")
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from small_models import assert_trees_equal
 from timm.models._hub import save_for_hf
@@ -100,6 +101,21 @@ def test_preprocessing_is_that_of_the_config(tmp_path):
     found = ops({"image": pixels}, np.random.default_rng(0))["image"]
     np.testing.assert_allclose(found, (pixels / 255 - DIGITS["mean"]) / DIGITS["std"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(preprocessing.mean_and_std(pp), [DIGITS["mean"], DIGITS["std"]], rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_preprocessed_pixels_are_near_timms(tmp_path):
+    """Pillow rounds pixels where TensorFlow truncates them: by at most a few of 255, divided by 255 and std."""
+    pytest.importorskip("tensorflow", reason="needs TensorFlow; pip install -e .[data]")
+    model, options = create("vit_small_patch16_224"), {**DIGITS, "crop_pct": 32 / 36}
+    save_for_hf(model, tmp_path, safe_serialization=True, data_config=options)
+    picture = Image.fromarray(np.random.default_rng(0).integers(256, size=(50, 50, 3), dtype=np.uint8))
+    picture.save(tmp_path / "a.png")
+    ops = Preprocess(weights.open_weights(tmp_path).description.pp)
+    found = ops({"image": (tmp_path / "a.png").read_bytes()}, np.random.default_rng(0))["image"]
+    expected = timm.data.create_transform((3, 32, 32), **options)(picture).numpy().transpose(1, 2, 0)
+    assert np.abs(found - expected).mean() < 0.01
+    assert np.abs(found - expected).max() < 0.2
 
 
 @pytest.mark.slow
