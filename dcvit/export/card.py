@@ -16,12 +16,10 @@ from dcvit.runs import metrics
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric
 READ = """```python
-from pathlib import Path
+import dcvit
 
-from dcvit.interop.weights import open_weights
-
-weights = open_weights(Path({path!r}))
-print(weights.description, weights.tree().keys())
+model = dcvit.load(".")
+print(model.module)
 ```"""
 NUMPY = """```python
 import numpy
@@ -117,7 +115,7 @@ def _load(model: Model, folder: Path, to: str) -> str:
     if to == "dcvit":
         command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
         return f"```bash\ndcvit {command}\n```"
-    return READ.format(path=".") + (f"\n\n{NUMPY}" if to == "npz" else "")
+    return READ + (f"\n\n{NUMPY}" if to == "npz" else "")
 
 
 def _inputs(model: Model) -> str:

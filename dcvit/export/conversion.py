@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
+from dcvit.errors import CheckpointError, ConfigError, first_line, first_line_with_type, nearest
 from dcvit.export import card, formats, libraries, logits, programs
 from dcvit.export.source import Model, from_weights, open_model
 from dcvit.interop.weights import open_weights
@@ -85,7 +85,12 @@ def compare(model: Model, folder: Path, to: str) -> Report:
     """Compare the logits of a model with those of the files in a folder, for real inputs."""
     x = logits.inputs(model)
     expected, by = _source_logits(model, x)
-    found, result_by = _result_logits(model, folder, to, x)
+    try:
+        found, result_by = _result_logits(model, folder, to, x)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as e:  # each library has error types of its own
+        raise CheckpointError(f"{to} cannot express the model: {first_line_with_type(e)}") from None
     largest, scale = logits.difference(expected, found)
     return Report(largest, TOLERANCE * scale, by, result_by)
 

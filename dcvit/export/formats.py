@@ -33,6 +33,7 @@ OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
 TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
+SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 STEP = 0  # of the checkpoint in a workdir without training
 
 
@@ -61,7 +62,7 @@ def _whole(array: np.ndarray) -> ts.ChunkLayout:
 
 def write_safetensors(model: Model, folder: Path) -> None:
     """Write `model.safetensors`, or shards with their index; the description is in the headers, too."""
-    write_shards(folder, model.read(), metadata=own.metadata(model.description))
+    write_shards(folder, model.read(), max_shard_bytes=SHARD_BYTES, metadata=own.metadata(model.description))
     _write_json(folder / "config.json", own.config(model.description))
 
 
@@ -129,7 +130,7 @@ def write_hf(model: Model, folder: Path) -> None:
             raise CheckpointError(f"{e} ({native})") from None
         shutil.copyfile(MODELING, folder / MODELING.name)
     _write_json(folder / "config.json", {**config, **_image_size(model)})
-    write_shards(folder, _theirs(name, model))
+    write_shards(folder, _theirs(name, model), max_shard_bytes=SHARD_BYTES)
     if model.description.model_name == "vit":
         with contextlib.suppress(CheckpointError):  # preprocessing without a size or a range
             _write_json(folder / PROCESSOR, _processor(model.description.pp))

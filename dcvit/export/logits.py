@@ -18,7 +18,7 @@ from PIL import Image
 import input_pipeline
 from dcvit.export.source import Model, build, example
 from dcvit.interop.tensors import Tensors
-from dcvit.models import lm, vit
+from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -72,9 +72,9 @@ def _compiled(net: vit.ViT) -> Callable[..., jax.Array]:
     return jax.jit(lambda params, x: net.apply({"params": params}, x)[0])
 
 
-def nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> Params:
     """Return arrays by path as a tree."""
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
+    tree: Params = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
     return tree
 
 
@@ -101,7 +101,7 @@ def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
     return jax.jit(lambda params, x, context: block.apply({"params": params}, x, context, None)[0])
 
 
-def _below(params: Tensors, prefix: str) -> dict[str, Any]:
+def _below(params: Tensors, prefix: str) -> Params:
     """Read the parameters whose path starts with `prefix` as a tree."""
     return nested({p.removeprefix(prefix): t.read() for p, t in params.items() if p.startswith(prefix)})
 

@@ -91,9 +91,10 @@ def write_stablehlo(model: Model, folder: Path) -> None:
     Raises:
       CheckpointError: an operation cannot be exported.
     """
-    names = "b" if _tail(model) else "b, t"
     tail = _tail(model)
-    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape(names), *tail), np.float32 if tail else np.int32)
+    limit = [] if tail else [f"t <= {formats.context_of(model)}"]
+    free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)
+    x = jax.ShapeDtypeStruct((*free, *tail), np.float32 if tail else np.int32)
     flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in model.params.items()}
     apply = _apply(model)
     try:
@@ -112,14 +113,16 @@ def write_savedmodel(model: Model, folder: Path) -> None:
     """
     tf, export = library("tensorflow"), library("orbax.export")
     tail, apply = _tail(model), _apply(model)
-    signature = tf.TensorSpec(
-        (None, *tail) if tail else (None, None), tf.float32 if tail else tf.int32, name=input_name(model)
-    )
+    if model.description.fields.get("position") == "learned":
+        rest: tuple[int | None, ...] = (formats.context_of(model),)  # a longer row has no position embeddings
+    else:
+        rest = tail or (None,)
+    signature = tf.TensorSpec((None, *rest), tf.float32 if tail else tf.int32, name=input_name(model))
     try:
         with _silent():
             module = export.JaxModule(
                 nested(dict(model.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
-                input_polymorphic_shape="b, ..." if tail else "b, t",
+                input_polymorphic_shape="b, t" if rest == (None,) else "b, ...",
             )  # fmt: skip
             config = export.ServingConfig("serving_default", input_signature=[signature])
             export.ExportManager(module, [config]).save(str(folder / SAVED_MODEL))

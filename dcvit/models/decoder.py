@@ -51,7 +51,7 @@ def token_context(
         if first is not None:
             starts = starts.at[:, 0].max(first)
         oldest = jax.lax.cummax(starts, axis=1)
-        if length > 1:
+        if start is None or length > 1:  # without a cache, the length may be symbolic
             mask = (at[:, None, :] >= oldest[:, :, None])[:, None]
     if start is None:
         return TokenContext(at - oldest, mask, None)
