@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import sys
+import warnings
 from pathlib import Path
 
 import conversion_models
@@ -136,7 +137,9 @@ def test_gradients_equal_those_of_jax_and_adamw_lowers_the_loss(tmp_path):
     largest = max(np.abs(mapped[name] - flat[name]).max() / np.abs(flat[name]).max() for name in flat)
     assert largest < 1e-4
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=3e-3)
-    theirs.gradient_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # releases of transformers name the method differently
+        theirs.gradient_checkpointing_enable()
     for _ in range(8):
         optimizer.zero_grad()
         last = theirs(rows, labels=rows).loss

@@ -1,0 +1,365 @@
+"""Conversions are bitwise or within the tolerance, and leave nothing behind when they fail."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import conversion_models
+import numpy as np
+import pytest
+import small_models
+import tensorstore as ts
+from jax.experimental.array_serialization import serialization
+
+from dcvit import cli, convert
+from dcvit.checkpoint.checkpointer import Checkpointer, load_params
+from dcvit.errors import ConfigError
+from dcvit.export import conversion, formats, logits
+from dcvit.export.source import build, open_model
+from dcvit.interop import dcvit_hf, own
+from dcvit.interop.family import Description
+from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import Tensor
+from dcvit.models import lm
+
+SHARD = 64 << 20  # bytes
+OWN = ("npz", "bv", "safetensors", "dcvit")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A language model and a vision transformer, as folders to convert."""
+    root = tmp_path_factory.mktemp("models")
+    text = conversion_models.language_model(window_pattern="1:1", end_of_text=3)[2]
+    return {
+        "lm": conversion_models.write(text, root / "lm"),
+        "vit": conversion_models.write(conversion_models.image_model()[2], root / "vit"),
+    }
+
+
+def values(path):
+    return dict(open_model(path).read())
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and a[k].tobytes() == b[k].tobytes() for k in a)
+
+
+@pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.slow if to == "dcvit" else ()) for to in OWN])
+@pytest.mark.parametrize("name", ["lm", "vit"])
+def test_round_trips_are_bitwise(name, to, folders, tmp_path):
+    report = conversion.convert(folders[name], tmp_path / "out", to)
+    assert report.difference == 0
+    assert same_bits(values(tmp_path / "out"), values(folders[name]))
+    assert build(open_model(tmp_path / "out").description) == build(open_model(folders[name]).description)
+    conversion.convert(tmp_path / "out", tmp_path / "back", "safetensors")
+    assert same_bits(values(tmp_path / "back"), values(folders[name]))
+
+
+def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
+    """It takes the keys below params/ of an .npz file, and the arrays named params~… of a folder, with JAX's spec."""
+    conversion.convert(folders["vit"], tmp_path / "npz", "npz")
+    conversion.convert(folders["vit"], tmp_path / "bv", "bv")
+    expected = values(folders["vit"])
+    with np.load(tmp_path / "npz" / "params.npz") as loaded:
+        assert same_bits({k.removeprefix("params/"): loaded[k] for k in loaded if k.startswith("params/")}, expected)
+    found = {}
+    for path in (tmp_path / "bv").iterdir():
+        if re.match("params/.*", name := path.name.replace("~", "/")):
+            spec = serialization.get_tensorstore_spec(str(path))
+            found[name.removeprefix("params/")] = ts.open(ts.Spec(spec), open=True).result().read().result()
+    assert same_bits(found, expected)
+
+
+def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
+    shutil.copyfile(folders["lm"] / "model.safetensors", tmp_path / "weights")
+    assert open_model(tmp_path / "weights").description == open_model(folders["lm"]).description
+
+
+@pytest.mark.slow
+def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
+    for fields in (dict(window_pattern="3:1", depth=3), dict(preset="DCFormer-405M", tied=True, end_of_text=5)):
+        net, params, model = conversion_models.language_model(**fields)
+        tokens = logits.inputs(model)
+        whole = np.asarray(
+            jax.jit(lambda t, net=net, p=params: net.apply({"params": p}, t)[0])(jax.numpy.asarray(tokens))
+        )
+        assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
+
+
+def test_inputs_reach_beyond_a_window_and_all_over_the_vocabulary():
+    _, _, model = conversion_models.language_model(window_pattern="1:1", context=64)
+    wide = model._replace(description=model.description._replace(num_outputs=1000))
+    tokens = logits.inputs(wide)
+    assert tokens.shape == (logits.ROWS, min(64, lm.LM(1, window=3).window + logits.BEYOND))
+    assert 0 <= tokens.min() < 300 < tokens.max() < 1000
+
+
+LIBRARIES = {
+    "hf": ("torch", "transformers"), "onnx": ("jax2onnx", "onnxruntime"), "savedmodel": ("tensorflow", "orbax.export"),
+    "stablehlo": (), "timm": ("torch", "timm"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("to", LIBRARIES)
+@pytest.mark.parametrize("name", ["lm", "vit"])
+def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, folders, tmp_path):
+    for library in LIBRARIES[to]:
+        pytest.importorskip(library, reason=f"needs {library}; pip install -e .[interop]", exc_type=Exception)
+    source, out = folders[name], tmp_path / "out"
+    if to == "timm":
+        if name == "lm":
+            pytest.skip("timm has no language models")
+        plain = conversion_models.image_model(compose=None, pool_type="tok")[2]
+        source = conversion_models.write(plain, tmp_path / "plain")
+    if (name, to) == ("lm", "onnx"):  # which lacks the cumulative maximum that finds documents
+        unlimited = conversion_models.language_model("DCFormer-405M", window_pattern="1:1")[2]
+        source = conversion_models.write(unlimited, tmp_path / "unlimited")
+    # In a process of its own: the libraries trace with values that the executed annotations of tests refuse.
+    argv = [sys.executable, "-m", "dcvit.convert", str(source), str(out), "--to", to]
+    process = subprocess.run(argv, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("\n") == 1
+    found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
+    assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
+    assert found[3] in ("transformers", "onnxruntime", "TensorFlow", "jax.export", "timm")
+    run_snippets(out, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_an_operation_that_onnx_lacks_is_named(folders, tmp_path):
+    pytest.importorskip("jax2onnx", reason="needs jax2onnx; pip install -e .[interop]")
+    argv = [sys.executable, "-m", "dcvit.convert", str(folders["lm"]), str(tmp_path / "out"), "--to", "onnx"]
+    process = subprocess.run(argv, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: onnx cannot express the model: .*cummax.*\n", process.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("to", ["npz", "bv", "safetensors"])
+def test_the_card_loads_own_formats(to, folders, tmp_path):
+    conversion.convert(folders["lm"], tmp_path / "out", to)
+    run_snippets(tmp_path / "out", tmp_path)
+
+
+def run_snippets(folder, tmp_path):
+    """Run the Python code of a model card in its folder, as a user does."""
+    card = (folder / "README.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert snippets
+    for code in snippets:
+        env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+        process = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip()
+
+
+def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, capsys):
+    assert cli.run(convert.main, [str(digits_workdir), str(tmp_path / "out"), "--to", "safetensors"]) == 0
+    printed = capsys.readouterr().out
+    assert "largest difference of logits: 0.0e+00" in printed
+    card = (tmp_path / "out" / "README.md").read_text()
+    last = json.loads((digits_workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    for text in ("## Load", "| kind | digits |", f"| step | {last['step']} |", "| width | 32 |", "# license"):
+        assert text in card
+    scanned = load_params(digits_workdir)  # the averaged parameters
+    found = values(tmp_path / "out")
+    np.testing.assert_array_equal(found["embedding/kernel"], scanned["embedding"]["kernel"])
+
+
+@pytest.mark.slow
+def test_a_converted_workdir_serves_all_commands(folders, lm_workdir, tmp_path, capsys, library_promotion):
+    from dcvit import evaluate, generate
+
+    assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
+    assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    argv = ["--workdir", str(tmp_path / "run"), "--prompt", "def ", "--tokens", "4", "--temperature", "0"]
+    assert cli.run(generate.main, argv) == 0
+    converted = capsys.readouterr().out
+    argv[1] = str(lm_workdir)
+    assert cli.run(generate.main, argv) == 0
+    assert capsys.readouterr().out == converted
+
+
+@pytest.mark.slow
+def test_scanned_layers_are_written_one_by_one(tmp_path):
+    """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
+    _, params, model = conversion_models.language_model(window_pattern="1:1", depth=5)
+    formats.write_dcvit(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model"]["scan"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(tmp_path / "checkpoints")
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(0, {"params": lm.stack_blocks(params, 2)}, {"config": config})
+    checkpointer.close()
+    assert same_bits(values(tmp_path), dict(model.read()))
+
+
+def failing(change):
+    """A writer of .npz files whose files differ from the source."""
+
+    def write(model, folder):
+        path = next(iter(model.params))
+        tensor = model.params[path]
+        formats.write_npz(
+            model._replace(params={**model.params, path: Tensor(tensor.shape, lambda: change(tensor.read()))}), folder
+        )
+
+    return write
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+BROKEN = {
+    "existing target": (lambda p: (p / "out").mkdir(), "out exists"),
+    "linked target": (lambda p: (p / "out").symlink_to(p / "nowhere"), "out exists"),
+    "unknown format": (None, "--to numpy; did you mean"),
+    "no source": (None, "no file"),
+    "empty source": (None, "has no weights"),
+    "another value": (None, "largest difference of logits"),
+    "not a number": (None, "largest difference of logits: inf"),
+    "full disk": (None, "No space left on device"),
+    "damaged weights": (None, "damaged"),
+    "unknown field": (None, "cannot express compose='both'"),
+    "wrong description": (None, "should have model_name"),
+    "missing tensor": (None, "head/kernel"),
+    "another shape": (None, "has the shape"),
+    "unsupported by timm": (None, "compose"),
+    "a checkpoint alone": (None, "without the config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkeypatch, capsys):
+    prepare, message = BROKEN[case]
+    source, to, before = tmp_path / "lm", "npz", set()
+    shutil.copytree(folders["lm"], source)
+    if prepare:
+        prepare(tmp_path)
+    to = {"unknown format": "numpi", "unsupported by timm": "timm", "unknown field": "hf"}.get(case, "npz")
+    break_source(case, source, folders, monkeypatch)
+    before = set(tmp_path.iterdir())
+    status = cli.run(convert.main, [str(source), str(tmp_path / "out"), "--to", to])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.count("\n") == 1
+    assert message.replace("numpy", "numpi") in error
+    assert set(tmp_path.iterdir()) == before
+
+
+def break_source(case, source, folders, monkeypatch):
+    """Make one thing wrong with a conversion."""
+    config = json.loads((source / "config.json").read_text())
+    if case == "no source":
+        shutil.rmtree(source)
+    elif case == "empty source":
+        (source / "model.safetensors").unlink()
+    elif case == "another value":
+        monkeypatch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * 1.1))
+    elif case == "not a number":
+        monkeypatch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * np.float32("nan")))
+    elif case == "full disk":
+        monkeypatch.setattr(zipfile.ZipFile, "open", full_disk)
+    elif case == "damaged weights":
+        (source / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{" + b"x" * 20)
+    elif case == "unknown field":
+        monkeypatch.delitem(dcvit_hf.FIELDS["lm"], "compose")
+    elif case == "wrong description":
+        config["dcvit"] = {"model_name": "lm"}
+        (source / "config.json").write_text(json.dumps(config))
+    elif case in ("missing tensor", "another shape"):
+        from safetensors.numpy import load_file, save_file
+
+        arrays = load_file(source / "model.safetensors")
+        kernel = arrays.pop("head/kernel")
+        if case == "another shape":
+            arrays["head/kernel"] = kernel[:, 1:].copy()
+        save_file(arrays, source / "model.safetensors")
+    elif case == "unsupported by timm":
+        shutil.rmtree(source)
+        shutil.copytree(folders["vit"], source)
+    elif case == "a checkpoint alone":
+        shutil.rmtree(source)
+        (source / "about").mkdir(parents=True)
+
+
+def test_errors_name_the_nearest_format(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
+        conversion.convert(tmp_path, tmp_path / "x", "safetensor")
+
+
+NATIVE = {
+    "gpt2": dict(preset="Transformer-405M", compose=None),
+    "llama": dict(preset="Transformer++-405M", num_key_heads=2),
+    "gpt_neox": dict(preset="Pythia-2.8B"),
+    "vit": dict(compose=None, pool_type="tok", mlp="gelu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NATIVE)
+def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+    pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    make = conversion_models.image_model if kind == "vit" else conversion_models.language_model
+    source = conversion_models.write(make(**NATIVE[kind])[2], tmp_path / "source")
+    report = conversion.convert(source, tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
+    assert not (tmp_path / "hf" / "modeling_dcvit.py").exists()
+    assert report.result == "transformers"
+    assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
+    back = conversion.convert(tmp_path / "hf", tmp_path / "run", "dcvit")
+    assert back.source == "transformers"
+    assert back.difference == pytest.approx(report.difference, abs=1e-6)
+    assert same_bits(values(tmp_path / "run"), values(source))
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+
+from dcvit.export import conversion, formats
+
+formats.SHARD_BYTES = int(sys.argv[3])
+report = conversion.convert(Path(sys.argv[1]), Path(sys.argv[2]), "safetensors")
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(peak.split()[1], report.difference)
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory_holds_one_shard_at_a_time(tmp_path):
+    """A model of 1.2 GB in shards of 64 MB needs at most 500 MB more than a small one."""
+    sizes = {"small": dict(width=64, depth=1, mlp_dim=64), "large": dict(width=1024, depth=24, mlp_dim=2816)}
+    peaks = {}
+    for name, size in sizes.items():
+        net = lm.Model(512, preset="DCFormer++-405M", **{**size, "num_heads": 8, "context": 32, "window": 8})
+        shapes = small_models.param_shapes(net, jnp.zeros((1, 2), jnp.int32))
+        rng = np.random.default_rng(0)
+        arrays = (
+            (small_models.name_of(path), rng.normal(0, 0.02, x.shape).astype(np.float32))
+            for path, x in jax.tree.leaves_with_path(shapes)
+        )
+        description = Description("lm", 512, conversion_models.fields_of(net, "lm"))
+        (tmp_path / name).mkdir()
+        write_shards(tmp_path / name, arrays, max_shard_bytes=SHARD)
+        (tmp_path / name / "config.json").write_text(json.dumps(own.config(description)))
+        argv = [sys.executable, "-c", MEASURE, str(tmp_path / name), str(tmp_path / f"{name}_out"), str(SHARD)]
+        process = subprocess.run(argv, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        kilobytes, difference = process.stdout.split()
+        assert float(difference) == 0
+        peaks[name] = int(kilobytes) * 1024
+    assert sum(path.stat().st_size for path in (tmp_path / "large").iterdir()) > 1.2e9
+    assert peaks["large"] - peaks["small"] < 5e8
