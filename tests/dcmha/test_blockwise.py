@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import output_and_gradients, random_case, relative_errors, worst
 
-from dcvit.dcmha import ComposeWeights, attention, blockwise, reference
+from dcvit.dcmha import ComposeWeights, attention, blockwise, partition, reference
 
 CASES = {
     "no mask": {"queries": 70},
@@ -29,6 +29,12 @@ CASES = {
 }
 # Together, these contain every branch, every kind of mask, more and fewer keys, and shared keys.
 DEFAULT = {"groups and shared keys", "key padding in a window", "window, fewer keys", "causal, more keys", "plain"}
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+    """The loop over examples, as on one device; tests have eight."""
+    monkeypatch.setattr(partition, "splits_arrays", lambda: False)
 
 
 def run(case, dtype=jnp.float32):

@@ -90,8 +90,22 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
     assert out.sharding.is_equivalent_to(inputs.sharding, 3)
     assert d_input.sharding.is_equivalent_to(inputs.sharding, 3)
     if kind == EXPLICIT:
-        assert jax.tree.map(lambda a, b: a.sharding == b.sharding, d_params, placed)
         assert jax.typeof(out) == jax.typeof(inputs)
+        assert jax.tree.map(jax.typeof, d_params) == jax.tree.map(jax.typeof, placed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+def test_gradients_of_the_parameters_alone_on_a_mesh(kind):
+    """The gradients that a user computes; the inputs have none, and have two leading axes."""
+    layer, x = Attention(2, compose="both", implementation="blockwise"), random_input(4, 2, 5, 16)
+    params = initialized(layer, x)
+    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer.apply(params, x)))))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        found = gradient(*place(params, x, mesh, P("data"), split_heads=False))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(params, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, float(jnp.abs(b).max())))
 
 
 @pytest.mark.exhaustive
