@@ -27,6 +27,7 @@ from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import Json
 from dcvit.interop.weights import FAMILIES
+from dcvit.training.inputs import OWN_TOKENIZER
 
 NATIVE = {"vit": ("hf_vit",), "lm": ("gpt2", "llama", "gpt_neox")}  # classes of transformers, by our models
 OURS = "dcvit_hf"  # the family of `MODELING`
@@ -69,16 +70,16 @@ def write_safetensors(model: Model, folder: Path) -> None:
 def write_dcvit(model: Model, folder: Path) -> None:
     """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one."""
     params = nested(dict(model.read()))
-    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description), **model.config}
+    has_tokenizer = (model.path / TOKENIZER).is_file()
+    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description, has_tokenizer), **model.config}
     if isinstance(record["model"], dict):
         record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
-    tokenizer = model.path / TOKENIZER
     if model.workdir:
         for name in ("data.json", TOKENIZER, "accepted.json"):
             if (model.workdir / name).is_file():
                 shutil.copyfile(model.workdir / name, folder / name)
-    elif tokenizer.is_file():
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    elif has_tokenizer:
+        shutil.copyfile(model.path / TOKENIZER, folder / TOKENIZER)
     _write_json(folder / "config.json", record)
     about: Json = {"config": record}
     if (folder / "data.json").is_file():
@@ -90,12 +91,15 @@ def write_dcvit(model: Model, folder: Path) -> None:
         checkpointer.close()
 
 
-def _config(description: Description) -> Json:
+def _config(description: Description, has_tokenizer: bool) -> Json:
     """Return the keys of a config that describe a model."""
     outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
     found: Json = {
         "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
     }  # fmt: skip
+    if description.model_name == "lm":  # without a tokenizer, the text is not known to be bytes
+        data = {"kind": "text", "tokenizer": OWN_TOKENIZER} if has_tokenizer else {"kind": "input_ids"}
+        return {**found, "input": {"data": data}}
     return found | ({"pp_predict": description.pp} if description.pp else {})
 
 

@@ -15,8 +15,9 @@ import pytest
 import small_models
 import tensorstore as ts
 from jax.experimental.array_serialization import serialization
+from PIL import Image
 
-from dcvit import cli, convert
+from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
 from dcvit.export import conversion, formats, logits
@@ -176,8 +177,6 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
 
 @pytest.mark.slow
 def test_a_converted_workdir_serves_all_commands(folders, lm_workdir, tmp_path, capsys, library_promotion):
-    from dcvit import evaluate, generate
-
     assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
     assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
     capsys.readouterr()
@@ -187,6 +186,26 @@ def test_a_converted_workdir_serves_all_commands(folders, lm_workdir, tmp_path, 
     argv[1] = str(lm_workdir)
     assert cli.run(generate.main, argv) == 0
     assert capsys.readouterr().out == converted
+
+
+@pytest.mark.slow
+def test_foreign_models_become_runs_that_predict_and_generate(folders, tmp_path, capsys, library_promotion):
+    Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
+    conversion.convert(folders["vit"], tmp_path / "vit", "dcvit")
+    argv = ["--workdir", str(tmp_path / "vit"), str(tmp_path / "a.png"), "--format", "json"]
+    assert cli.run(predict.main, argv) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 5
+    source = conversion_models.write(conversion_models.language_model(window_pattern="1:1")[2], tmp_path / "source")
+    conversion.convert(source, tmp_path / "tokens", "dcvit")
+    argv = ["--prompt", "ab", "--tokens", "3", "--workdir"]
+    assert cli.run(generate.main, [*argv, str(tmp_path / "tokens")]) == 2
+    assert "give --tokenizer" in capsys.readouterr().err
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
+    vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnop?")}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?")).save(str(source / "tokenizer.json"))
+    conversion.convert(source, tmp_path / "text", "dcvit")
+    assert cli.run(generate.main, [*argv, str(tmp_path / "text")]) == 0
+    assert set(capsys.readouterr().out.split()[0]) <= set(vocabulary)
 
 
 @pytest.mark.slow
