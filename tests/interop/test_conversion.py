@@ -10,6 +10,8 @@ import sys
 import zipfile
 
 import conversion_models
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models
@@ -87,9 +89,7 @@ def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
     for fields in (dict(window_pattern="3:1", depth=3), dict(preset="DCFormer-405M", tied=True, end_of_text=5)):
         net, params, model = conversion_models.language_model(**fields)
         tokens = logits.inputs(model)
-        whole = np.asarray(
-            jax.jit(lambda t, net=net, p=params: net.apply({"params": p}, t)[0])(jax.numpy.asarray(tokens))
-        )
+        whole = small_models.logits_of(net, params, jnp.asarray(tokens))
         assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
 
 
