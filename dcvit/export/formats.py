@@ -29,7 +29,8 @@ from dcvit.interop.tensors import Json
 from dcvit.interop.weights import FAMILIES
 from dcvit.training.inputs import OWN_TOKENIZER
 
-NATIVE = {"vit": ("hf_vit",), "lm": ("gpt2", "llama", "gpt_neox")}  # classes of transformers, by our models
+# Families of transformers by our models; the first that can express a model is used.
+NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_neox")}
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate

@@ -13,11 +13,14 @@ import numpy as np
 from dcvit.interop import dcvit_hf
 from dcvit.interop.tensors import Json
 
+WITH_TEXT = ("SiglipModel",)  # classes whose inputs are images and text
 MAX_BYTES = 2 << 30  # of parameters; these libraries hold all of them in memory
 
 
 def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
-    """Return the logits that transformers computes for a folder; None if its config.json names no known class.
+    """Return the logits, or else the features, that transformers computes for a folder.
+
+    None if its config.json names no class that takes images or tokens alone.
 
     Args:
       folder: config.json and weights. Code in the folder is not executed.
@@ -32,12 +35,16 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     if config.get("model_type") in dcvit_hf.CLASSES:
         from dcvit.interop import modeling_dcvit as library
     model_class = getattr(library, str(name), None)
-    if model_class is None:
+    if model_class is None or name in WITH_TEXT:
         return None
     transformers.utils.logging.disable_progress_bar()
-    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    has_pooler = not any("pooler" in name for name in report["missing_keys"])  # a missing one has random weights
     with torch.no_grad():
-        return np.asarray(model(_torch(x)).logits.numpy())
+        found = model.eval()(_torch(x))
+        if "logits" in found:
+            return np.asarray(found.logits.numpy())
+        return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
 
 
 def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:

@@ -6,6 +6,8 @@ class token; the classifier takes class token and mean of the patches (`pool_typ
 
 from __future__ import annotations
 
+import numpy as np
+
 from dcvit.interop import hf_config, preprocessing, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
@@ -87,7 +89,10 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     names = vit_links.Names(
         f"{prefix}{PATCHES}", positions, f"{prefix}encoder.layer.{{}}", block, f"{prefix}layernorm", "classifier"
     )  # fmt: skip
-    return vit_links.model_links(description, names)
+    found = vit_links.model_links(description, names)
+    if tensors is None and registers:
+        found.append(_mask_token(f"{prefix}embeddings.mask_token", fields["width"]))
+    return found
 
 
 def unused(name: str) -> bool:
@@ -128,6 +133,11 @@ def config(description: Description) -> Json:
     }
     found |= {"num_register_tokens": fields["registers"]} if fields["registers"] else {}
     return found | ({"num_labels": classes} if classes else {})
+
+
+def _mask_token(name: str, width: int) -> Link:
+    """Return the link of the token of masked patches, which the class with registers always has: written as zeros."""
+    return Link((name,), (), lambda *_: (), lambda: (np.zeros((1, width), np.float32),), ((1, width),))
 
 
 def _describe_original(tensors: Tensors) -> Description:

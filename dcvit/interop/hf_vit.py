@@ -107,6 +107,8 @@ def config(description: Description) -> Json:
         description, "Hugging Face's ViT", pool_type=("tok",), registers=(0, 1), layer_scale=(None,),
         mlp=("gelu", "gelu_tanh"), rep_size=(False, 0) if classes else (rep_size,),
     )  # fmt: skip
+    if not classes and not rep_size:
+        raise CheckpointError("Hugging Face's ViT cannot express features without pre_logits: ViTModel has a pooler")
     pp = preprocessing.from_pp(description.pp)
     kind = "DeiT" if fields["registers"] else "ViT"
     found: Json = {

@@ -101,7 +101,9 @@ def size_of(pp: str) -> tuple[int, int]:
 
 
 def of_processor(config: Json, default: Preprocessing) -> str:
-    """Return the preprocessing of a model of Hugging Face.
+    """Return the preprocessing of a model of Hugging Face, for images of the size of its position embeddings.
+
+    Transformers would interpolate the embeddings for another size; DINOv2's have 518 pixels, its processor 224.
 
     Args:
       config: the content of config.json, which holds that of preprocessor_config.json, if it exists, by that name.
@@ -120,10 +122,11 @@ def of_processor(config: Json, default: Preprocessing) -> str:
             tuple(map(float, found.get(key, values)))
             for key, values in (("image_mean", default.mean), ("image_std", default.std))
         )
+        resize = None
         if crop and found.get("do_center_crop", True):
-            resize = min(size) if size else default.resize
-            return to_pp(Preprocessing(crop, resize, method, mean, std))
-        return to_pp(Preprocessing(size or default.size, None, method, mean, std))
+            smaller = min(size) if size else default.resize or min(crop)
+            resize = round(smaller * min(default.size) / min(crop))
+        return to_pp(Preprocessing(default.size, resize, method, mean, std))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError):
         raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import safetensors.numpy
 import tensorstore
 
 from dcvit.errors import CheckpointError
+from dcvit.export import formats
+from dcvit.export.source import Model
 from dcvit.interop import big_vision
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
@@ -239,6 +242,30 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     assert len(message) < 700
 
 
+@pytest.mark.parametrize(
+    ("fields", "outputs", "family"),
+    [
+        ({}, 5, "hf_vit"),
+        ({"registers": 1}, 5, "hf_vit"),
+        ({"rep_size": True}, None, "hf_vit"),
+        ({"pool_type": "gap"}, 5, "siglip"),
+        ({"pool_type": "map"}, None, "siglip"),
+        ({"layer_scale": 0.1}, None, "dinov2"),
+        ({"layer_scale": 0.1, "registers": 4, "pool_type": "tok+gap"}, 5, "dinov2"),
+        ({"pool_type": "map"}, 5, None),
+        ({}, None, None),
+    ],
+)
+def test_class_of_transformers_is_the_first_that_can_express_a_model(fields, outputs, family):
+    """None stands for none, so that the export has this project's own class."""
+    model = Model(Path(), "", Description("vit", outputs, {**FIELDS, **fields}, PP), {}, {})
+    if family:
+        assert formats.native_family(model, formats.NATIVE["vit"])[0] == family
+    else:
+        with pytest.raises(CheckpointError, match=r"hf_vit: .*; siglip: .*; dinov2: .*cannot express"):
+            formats.native_family(model, formats.NATIVE["vit"])
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_intact_file_is_read(tmp_path, family):
     """So that the errors above are due to the damage."""
@@ -252,6 +279,7 @@ def test_intact_file_is_read(tmp_path, family):
         ("timm", {"compose": "both"}, r"timm cannot express compose='both', only None"),
         ("timm", {"norm_epsilon": 1e-3}, "norm_epsilon=0.001, only 1e-06"),
         ("timm", {"pool_type": "0"}, "pool_type='0', only"),
+        ("hf_vit", {"num_outputs": None}, "cannot express features without pre_logits"),
         ("hf_vit", {"layer_scale": 0.1}, "layer_scale=0.1, only None"),
         ("hf_vit", {"mlp": "swiglu"}, "mlp='swiglu', only"),
         ("hf_vit", {"posemb": "sincos2d"}, "posemb='sincos2d', only 'learn'"),
@@ -261,6 +289,7 @@ def test_intact_file_is_read(tmp_path, family):
     ],
 )
 def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
-    description = MODELS[family]
+    described = {**MODELS[family].fields, **fields}
+    outputs = described.pop("num_outputs", MODELS[family].num_outputs)
     with pytest.raises(CheckpointError, match=match):
-        FAMILIES[family].config(description._replace(fields={**description.fields, **fields}))
+        FAMILIES[family].config(MODELS[family]._replace(fields=described, num_outputs=outputs))
