@@ -22,7 +22,7 @@ from dcvit.interop.tensors import Json, Tensors
 from dcvit.interop.torch_layers import (
     attention,
     block,
-    check_vocab_size,
+    checked,
     embedding_and_head,
     linear_layer,
     norm_layer,
@@ -45,7 +45,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     fields = _fields({"use_qk_norm": QK_NORM in tensors, **config} if config else {})
-    check_vocab_size(tensors, EMBEDDING, hf.size(config, "vocab_size"))
     return fields.describe(hf.size(config, "vocab_size"))
 
 
@@ -114,42 +113,45 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     mlps = [("w1", "in", width, hidden), ("w2", "out", hidden, width)]
     if fields.mlp == "swiglu":
         mlps.append(("w3", "gate", width, hidden))
-    found = embedding_and_head(EMBEDDING, HEAD, fields.tied, tensors)
+    found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
     for i in range(fields.depth):
         theirs, ours = f"layers.{i}", attention(i)
-        found += norm_layer(f"{theirs}.attention_norm", f"{block(i)}/attention_norm", norm_bias)
-        found += [_fused(f"{theirs}.attention.wqkv.weight", f"{ours}/{{}}/kernel", fields)]
-        if bias:
-            found.append(_fused(f"{theirs}.attention.wqkv.bias", f"{ours}/{{}}/bias", fields))
+        found += norm_layer(f"{theirs}.attention_norm", f"{block(i)}/attention_norm", fields.width, norm_bias)
+        for part in ("weight", "bias") if bias else ("weight",):
+            found.append(_fused(f"{theirs}.attention.wqkv", ours, part, fields))
         heads = (fields.num_heads, fields.head_dim)
         found += linear_layer(f"{theirs}.attention.wo", f"{ours}/out", heads, width, bias)
         if fields.qk_norm:
             found += [
-                same(f"{theirs}.attention.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale")
+                checked(same(f"{theirs}.attention.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale"), fields.head_dim)
                 for name in ("query", "key")
             ]
         found += compositions([f"{theirs}.attention.dyn_w_proj.{name}" for name in ("dw1", "qkw", "dd")], ours, fields)
-        found += norm_layer(f"{theirs}.ffn_norm", f"{block(i)}/mlp_norm", norm_bias)
+        found += norm_layer(f"{theirs}.ffn_norm", f"{block(i)}/mlp_norm", fields.width, norm_bias)
         for their_name, our_name, inputs, outputs in mlps:
             path = f"{block(i)}/MlpBlock_0/{our_name}"
             found += linear_layer(f"{theirs}.feed_forward.{their_name}", path, inputs, outputs, bias)
         if fields.mlp_groups:
-            found.append(linear(f"{theirs}.feed_forward.mg.weight", f"{block(i)}/MlpBlock_0/group_gate/kernel"))
-    return found + norm_layer("norm", "Transformer/decoder_norm", norm_bias)
+            gate = f"{block(i)}/MlpBlock_0/group_gate/kernel"
+            found.append(linear(f"{theirs}.feed_forward.mg.weight", gate, width, (fields.mlp_groups,)))
+    return found + norm_layer("norm", "Transformer/decoder_norm", fields.width, norm_bias)
 
 
-def _fused(theirs: str, ours: str, fields: LMFields) -> Link:
-    """Link the rows of the queries, then those of the keys and of the values; `ours` is a path for their names."""
-    split, joined = (3, fields.num_heads, fields.head_dim), 3 * fields.width
+def _fused(theirs: str, ours: str, part: str, fields: LMFields) -> Link:
+    """Link the rows of the queries, then those of the keys and of the values."""
+    split, rows = (3, fields.num_heads, fields.head_dim), 3 * fields.width
+    end = "kernel" if part == "weight" else "bias"
 
     def to_ours(x: np.ndarray) -> Arrays:
-        return [np.moveaxis(part, (0, 1), (-2, -1)) for part in x.reshape(*split, *x.shape[1:])]  # M H D, or H D
+        return [np.moveaxis(y, (0, 1), (-2, -1)) for y in x.reshape(*split, *x.shape[1:])]  # M H D, or H D
 
     def to_theirs(*parts: np.ndarray) -> Arrays:
-        rows = np.stack([np.moveaxis(part, (-2, -1), (0, 1)) for part in parts])
-        return (rows.reshape(joined, *rows.shape[3:]),)
+        joined = np.stack([np.moveaxis(y, (-2, -1), (0, 1)) for y in parts])
+        return (joined.reshape(rows, *joined.shape[3:]),)
 
-    return Link((theirs,), tuple(ours.format(name) for name in ("query", "key", "value")), to_ours, to_theirs)
+    paths = tuple(f"{ours}/{name}/{end}" for name in ("query", "key", "value"))
+    shape = (rows, fields.width) if part == "weight" else (rows,)
+    return checked(Link((f"{theirs}.{part}",), paths, to_ours, to_theirs), *shape)
 
 
 def compositions(theirs: Sequence[str], ours: str, fields: LMFields) -> list[Link]:
@@ -171,16 +173,17 @@ def compositions(theirs: Sequence[str], ours: str, fields: LMFields) -> list[Lin
         Link(
             (first,), paths("1"),
             lambda x: [x.reshape(width, 1, 4, inner)[:, :, c] for c in range(4)],
-            lambda *parts: (np.stack(parts, axis=2),),
+            lambda *parts: (np.stack(parts, axis=2),), ((width, 1, 4, inner),),
         ),
         Link(
             (second,), paths("2"),
             lambda x: [x.reshape(1, 4, inner, inner)[:, c] for c in range(4)],
             lambda *parts: (np.stack(parts, axis=1).reshape(1, 4, inner, 2 * fields.rank, heads),),
+            ((1, 4, inner, 2 * fields.rank, heads),),
         ),
         Link(
             (gates,), paths("g"),
             lambda x: [x.reshape(width, 4, heads)[:, c] for c in range(4)],
-            lambda *parts: (np.stack(parts, axis=1).reshape(width, 1, 4 * heads),),
+            lambda *parts: (np.stack(parts, axis=1).reshape(width, 1, 4 * heads),), ((width, 1, 4 * heads),),
         ),
     ]  # fmt: skip

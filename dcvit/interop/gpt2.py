@@ -15,7 +15,7 @@ from dcvit.interop.family import Description
 from dcvit.interop.links import Arrays, Link, same
 from dcvit.interop.lm_fields import LMFields, check_expressible, vocab_size
 from dcvit.interop.tensors import Json, Tensors
-from dcvit.interop.torch_layers import attention, block, check_vocab_size, embedding_and_head, norm_layer
+from dcvit.interop.torch_layers import attention, block, checked, embedding_and_head, norm_layer
 
 PREFIX, HEAD = "transformer.", "lm_head.weight"
 BUFFERS = re.compile(r"(.*\.)?attn\.(masked_)?bias")
@@ -27,7 +27,6 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     fields = _fields(config)
-    check_vocab_size(tensors, f"{_prefix(tensors)}wte.weight", hf.size(config, "vocab_size", 50257))
     return fields.describe(hf.size(config, "vocab_size", 50257))
 
 
@@ -65,20 +64,21 @@ def unused(name: str) -> bool:
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     fields, prefix = LMFields.of(description), _prefix(tensors)
-    found = embedding_and_head(f"{prefix}wte.weight", HEAD, fields.tied, tensors)
-    found.append(same(f"{prefix}wpe.weight", "pos_embedding"))
-    width, split = fields.width, (fields.num_heads, fields.head_dim)
+    found = embedding_and_head(f"{prefix}wte.weight", HEAD, description, tensors)
+    found.append(checked(same(f"{prefix}wpe.weight", "pos_embedding"), fields.context, fields.width))
+    width, hidden, split = fields.width, fields.hidden, (fields.num_heads, fields.head_dim)
     for i in range(fields.depth):
         theirs, ours = f"{prefix}h.{i}", attention(i)
-        found += norm_layer(f"{theirs}.ln_1", f"{block(i)}/attention_norm", True)
+        found += norm_layer(f"{theirs}.ln_1", f"{block(i)}/attention_norm", fields.width, True)
         found += [_fused(f"{theirs}.attn.c_attn", ours, part, fields) for part in ("weight", "bias")]
-        found.append(same(f"{theirs}.attn.c_proj.weight", f"{ours}/out/kernel", (*split, width), (width, width)))
-        found.append(same(f"{theirs}.attn.c_proj.bias", f"{ours}/out/bias"))
-        found += norm_layer(f"{theirs}.ln_2", f"{block(i)}/mlp_norm", True)
-        for their_name, our_name in (("c_fc", "in"), ("c_proj", "out")):
-            for end, our_end in (("weight", "kernel"), ("bias", "bias")):
-                found.append(same(f"{theirs}.mlp.{their_name}.{end}", f"{block(i)}/MlpBlock_0/{our_name}/{our_end}"))
-    return found + norm_layer(f"{prefix}ln_f", "Transformer/decoder_norm", True)
+        out = same(f"{theirs}.attn.c_proj.weight", f"{ours}/out/kernel", (*split, width), (width, width))
+        found += [checked(out, width, width), checked(same(f"{theirs}.attn.c_proj.bias", f"{ours}/out/bias"), width)]
+        found += norm_layer(f"{theirs}.ln_2", f"{block(i)}/mlp_norm", fields.width, True)
+        for their_name, our_name, shape in (("c_fc", "in", (width, hidden)), ("c_proj", "out", (hidden, width))):
+            their_path, our_path = f"{theirs}.mlp.{their_name}", f"{block(i)}/MlpBlock_0/{our_name}"
+            found.append(checked(same(f"{their_path}.weight", f"{our_path}/kernel"), *shape))
+            found.append(checked(same(f"{their_path}.bias", f"{our_path}/bias"), shape[1]))
+    return found + norm_layer(f"{prefix}ln_f", "Transformer/decoder_norm", fields.width, True)
 
 
 def _prefix(tensors: Tensors | None) -> str:
@@ -96,6 +96,7 @@ def _fused(theirs: str, ours: str, part: str, fields: LMFields) -> Link:
     def to_theirs(*parts: np.ndarray) -> Arrays:
         return (np.concatenate([y.reshape(*y.shape[:-2], fields.width) for y in parts], axis=-1),)
 
-    return Link(
-        (f"{theirs}.{part}",), tuple(f"{ours}/{n}/{end}" for n in ("query", "key", "value")), to_ours, to_theirs
-    )
+    paths = tuple(f"{ours}/{name}/{end}" for name in ("query", "key", "value"))
+    columns = 3 * fields.width
+    shape = (fields.width, columns) if part == "weight" else (columns,)
+    return checked(Link((f"{theirs}.{part}",), paths, to_ours, to_theirs), *shape)

@@ -18,7 +18,7 @@ from dcvit.interop.tensors import Json, Tensors
 from dcvit.interop.torch_layers import (
     attention,
     block,
-    check_vocab_size,
+    checked,
     embedding_and_head,
     linear_layer,
     norm_layer,
@@ -35,9 +35,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     fields = _fields(config)
-    expected = hf.size(config, "vocab_size", VOCAB_SIZE)
-    check_vocab_size(tensors, EMBEDDING, expected)
-    return fields.describe(expected)
+    return fields.describe(hf.size(config, "vocab_size", VOCAB_SIZE))
 
 
 def _fields(config: Json) -> LMFields:
@@ -81,18 +79,18 @@ def unused(name: str) -> bool:
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     fields = LMFields.of(description)
     width, hidden = (fields.width,), (fields.hidden,)
-    found = embedding_and_head(EMBEDDING, HEAD, fields.tied, tensors)
+    found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
     for i in range(fields.depth):
         theirs, ours, mlp = f"gpt_neox.layers.{i}", attention(i), f"{block(i)}/MlpBlock_0"
-        found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", True)
+        found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", fields.width, True)
         found += [_fused(f"{theirs}.attention.query_key_value", ours, part, fields) for part in ("weight", "bias")]
         found += linear_layer(
             f"{theirs}.attention.dense", f"{ours}/out", (fields.num_heads, fields.head_dim), width, True
         )
-        found += norm_layer(f"{theirs}.post_attention_layernorm", f"{block(i)}/mlp_norm", True)
+        found += norm_layer(f"{theirs}.post_attention_layernorm", f"{block(i)}/mlp_norm", fields.width, True)
         found += linear_layer(f"{theirs}.mlp.dense_h_to_4h", f"{mlp}/in", width, hidden, True)
         found += linear_layer(f"{theirs}.mlp.dense_4h_to_h", f"{mlp}/out", hidden, width, True)
-    return found + norm_layer("gpt_neox.final_layer_norm", "Transformer/decoder_norm", True)
+    return found + norm_layer("gpt_neox.final_layer_norm", "Transformer/decoder_norm", fields.width, True)
 
 
 def _fused(theirs: str, ours: str, part: str, fields: LMFields) -> Link:
@@ -108,6 +106,7 @@ def _fused(theirs: str, ours: str, part: str, fields: LMFields) -> Link:
         split = np.stack([np.moveaxis(y, (-2, -1), (0, 1)) for y in parts], axis=1)
         return (split.reshape(3 * fields.width, *split.shape[3:]),)
 
-    return Link(
-        (f"{theirs}.{part}",), tuple(f"{ours}/{n}/{end}" for n in ("query", "key", "value")), to_ours, to_theirs
-    )
+    paths = tuple(f"{ours}/{name}/{end}" for name in ("query", "key", "value"))
+    rows = 3 * fields.width
+    shape = (rows, fields.width) if part == "weight" else (rows,)
+    return checked(Link((f"{theirs}.{part}",), paths, to_ours, to_theirs), *shape)

@@ -11,7 +11,7 @@ from dcvit.interop.tensors import Json, Tensors
 from dcvit.interop.torch_layers import (
     attention,
     block,
-    check_vocab_size,
+    checked,
     embedding_and_head,
     linear_layer,
     norm_layer,
@@ -30,9 +30,7 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     fields = _fields(config)
-    expected = hf.size(config, "vocab_size", VOCAB_SIZES[config["model_type"]])
-    check_vocab_size(tensors, EMBEDDING, expected)
-    return fields.describe(expected)
+    return fields.describe(hf.size(config, "vocab_size", VOCAB_SIZES[config["model_type"]]))
 
 
 def _fields(config: Json) -> LMFields:
@@ -90,18 +88,19 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     fields = LMFields.of(description)
     width, bias = (fields.width,), fields.use_bias
     queries, keys = (fields.num_heads, fields.head_dim), (fields.key_heads, fields.head_dim)
-    found = embedding_and_head(EMBEDDING, HEAD, fields.tied, tensors)
+    found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
     for i in range(fields.depth):
         theirs, ours, mlp = f"model.layers.{i}", attention(i), f"{block(i)}/MlpBlock_0"
-        found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", False)
+        found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", fields.width, False)
         for name, heads in (("query", queries), ("key", keys), ("value", keys)):
             found += linear_layer(f"{theirs}.self_attn.{name[0]}_proj", f"{ours}/{name}", width, heads, bias)
         found += linear_layer(f"{theirs}.self_attn.o_proj", f"{ours}/out", queries, width, bias)
         if fields.qk_norm:
             for name in ("query", "key"):
-                found.append(same(f"{theirs}.self_attn.{name[0]}_norm.weight", f"{ours}/{name}_norm/scale"))
-        found += norm_layer(f"{theirs}.post_attention_layernorm", f"{block(i)}/mlp_norm", False)
+                scale = same(f"{theirs}.self_attn.{name[0]}_norm.weight", f"{ours}/{name}_norm/scale")
+                found.append(checked(scale, fields.head_dim))
+        found += norm_layer(f"{theirs}.post_attention_layernorm", f"{block(i)}/mlp_norm", fields.width, False)
         for their_name, our_name in (("gate", "in"), ("up", "gate")):
             found += linear_layer(f"{theirs}.mlp.{their_name}_proj", f"{mlp}/{our_name}", width, (fields.hidden,), bias)
         found += linear_layer(f"{theirs}.mlp.down_proj", f"{mlp}/out", (fields.hidden,), width, bias)
-    return found + norm_layer("model.norm", "Transformer/decoder_norm", False)
+    return found + norm_layer("model.norm", "Transformer/decoder_norm", fields.width, False)

@@ -16,9 +16,9 @@ from dcvit.errors import CheckpointError
 from dcvit.interop.dcformer import compositions
 from dcvit.interop.family import Description
 from dcvit.interop.links import Arrays, Link, same
-from dcvit.interop.lm_fields import LMFields
+from dcvit.interop.lm_fields import LMFields, vocab_size
 from dcvit.interop.tensors import Json, Tensors
-from dcvit.interop.torch_layers import attention, block
+from dcvit.interop.torch_layers import attention, block, checked
 
 ROOTS = ("params.", "params.params.", "")
 EMBEDDING = "token_embedder.embedding"
@@ -40,7 +40,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
             raise CheckpointError(f"{root}{name} has shape {found}, expected {axes} dimensions")
         return found
 
-    vocab_size, width = shape(EMBEDDING, 2)
+    vocab, width = shape(EMBEDDING, 2)
     _, blocks, heads, head_dim = shape(f"{_sublayer(0)}.query.kernel", 4)
     if heads * head_dim != width:
         raise CheckpointError(f"{heads} heads of width {head_dim} are not supported, only of {width}/{heads}")
@@ -55,7 +55,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
         qk_norm="rmsnorm" if f"{root}{_sublayer(0)}.q_norm.scale" in tensors else None, qk_norm_epsilon=EPSILON,
         static=f"{root}{_sublayer(0)}.AttentionOp_0.pre_proj.w" in tensors,
     )  # fmt: skip
-    return fields.canonical().describe(vocab_size)
+    return fields.canonical().describe(vocab)
 
 
 def config(description: Description) -> Json:
@@ -69,10 +69,11 @@ def unused(name: str) -> bool:
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     fields, root = LMFields.of(description), _root(tensors)
     period = next(p for p, pattern in PATTERNS.items() if pattern == fields.window_pattern)
+    width, vocab = fields.width, vocab_size(description)
     found = [
-        same(f"{root}{EMBEDDING}", "embedding/embedding"),
-        same(f"{root}decoder.decoder_norm.scale", "Transformer/decoder_norm/scale"),
-        same(f"{root}decoder.logits_dense.kernel", "head/kernel"),
+        checked(same(f"{root}{EMBEDDING}", "embedding/embedding"), vocab, width),
+        checked(same(f"{root}decoder.decoder_norm.scale", "Transformer/decoder_norm/scale"), width),
+        checked(same(f"{root}decoder.logits_dense.kernel", "head/kernel"), width, vocab),
     ]
     for sublayer in range(period):
         layers = [_layer(root, sublayer, i, fields) for i in range(sublayer, fields.depth, period)]
@@ -83,19 +84,30 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 def _layer(root: str, sublayer: int, layer: int, fields: LMFields) -> list[Link]:
     """Link the tensors of a sublayer, without the axis of the blocks, to the parameters of one layer."""
     theirs, mlp, ours = f"{root}{_sublayer(sublayer)}", f"{root}{_mlp(sublayer)}", attention(layer)
-    found = [same(f"{theirs}.{name}.kernel", f"{ours}/{name}/kernel") for name in ("query", "key", "value", "out")]
+    width, split, hidden = fields.width, (fields.num_heads, fields.head_dim), fields.hidden
+    found = [
+        checked(same(f"{theirs}.{name}.kernel", f"{ours}/{name}/kernel"), width, *split)
+        for name in ("query", "key", "value")
+    ]
+    found.append(checked(same(f"{theirs}.out.kernel", f"{ours}/out/kernel"), *split, width))
     op = f"{theirs}.AttentionOp_0"
     names = [f"{op}.dyn_w_proj.{name}" for name in ("dw1.kernel", "qkw", "dd.kernel")]
     found += compositions(names, ours, fields)
     if fields.static:
-        found += [same(f"{op}.{where}_proj.w", f"{ours}/{where}/w_b") for where in ("pre", "post")]
+        square = (1, fields.num_heads, fields.num_heads)
+        found += [checked(same(f"{op}.{where}_proj.w", f"{ours}/{where}/w_b"), *square) for where in ("pre", "post")]
     if fields.qk_norm:
-        found += [same(f"{theirs}.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale") for name in ("query", "key")]
+        found += [
+            checked(same(f"{theirs}.{name[0]}_norm.scale", f"{ours}/{name}_norm/scale"), fields.head_dim)
+            for name in ("query", "key")
+        ]
     for their_name, our_name in (("pre", "attention"), ("post", "mlp")):
         name = f"{root}decoder.layers.{their_name}_self_attention_layer_norm_{sublayer}.scale"
-        found.append(same(name, f"{block(layer)}/{our_name}_norm/scale"))
-    for their_name, our_name in (("wi_0", "in"), ("wi_1", "gate"), ("wo", "out")):
-        found.append(same(f"{mlp}.{their_name}.kernel", f"{block(layer)}/MlpBlock_0/{our_name}/kernel"))
+        found.append(checked(same(name, f"{block(layer)}/{our_name}_norm/scale"), width))
+    up, down = (width, hidden), (hidden, width)
+    for their_name, our_name, shape in (("wi_0", "in", up), ("wi_1", "gate", up), ("wo", "out", down)):
+        path = f"{block(layer)}/MlpBlock_0/{our_name}/kernel"
+        found.append(checked(same(f"{mlp}.{their_name}.kernel", path), *shape))
     return found
 
 
@@ -104,15 +116,15 @@ def _stacked(links: Sequence[Link]) -> Link:
     per_layer = len(links[0].ours)
 
     def to_ours(x: np.ndarray) -> Arrays:
-        if x.ndim < 2 or x.shape[1] != len(links):
-            raise CheckpointError(f"{links[0].theirs[0]} {x.shape} should have {len(links)} blocks of layers in axis 1")
         return [value for i, link in enumerate(links) for value in link.to_ours(x[:, i])]
 
     def to_theirs(*values: np.ndarray) -> Arrays:
         parts = (values[i : i + per_layer] for i in range(0, len(values), per_layer))
         return (np.stack([link.to_theirs(*some)[0] for link, some in zip(links, parts, strict=True)], axis=1),)
 
-    return Link(links[0].theirs, tuple(path for link in links for path in link.ours), to_ours, to_theirs)
+    ((first, *others),) = links[0].shapes
+    paths = tuple(path for link in links for path in link.ours)
+    return Link(links[0].theirs, paths, to_ours, to_theirs, ((first, len(links), *others),))
 
 
 def _sublayer(index: int) -> str:

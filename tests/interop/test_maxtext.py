@@ -154,7 +154,7 @@ LAYERS = "decoder/layers"
         (change(f"{LAYERS}/self_attention_2/query/kernel", np.ones((2, 2))), "blocks of 3 layers are not supported"),
         (change(f"{LAYERS}/self_attention_0/query/kernel", np.ones((32, 2, 4, 16))), "4 heads of width 16 are not"),
         (change(f"{LAYERS}/mlp_0/wi_0/kernel", np.ones((32, 44))), "wi_0.kernel has shape (32, 44), expected 3 dim"),
-        (change(f"{LAYERS}/mlp_1/wi_0/kernel", np.ones((32, 3, 44))), "(32, 3, 44) should have 2 blocks of layers"),
+        (change(f"{LAYERS}/mlp_1/wi_0/kernel", np.ones((32, 3, 44))), "mlp_1.wi_0.kernel (file (32, 3, 44), model"),
         (change(f"{LAYERS}/self_attention_0/AttentionOp_0/dyn_w_proj/qkw", None), "tensors are those of no known mod"),
     ],
 )  # fmt: skip
