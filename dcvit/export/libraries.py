@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ MAX_BYTES = 2 << 30  # of parameters; these libraries hold all of them in memory
 def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     """Return the logits, or else the features, that transformers computes for a folder.
 
-    None if its config.json names no class that takes images or tokens alone.
+    None if its config.json names no class that takes images or tokens alone, or transformers cannot import the class.
 
     Args:
       folder: config.json and weights. Code in the folder is not executed.
@@ -34,7 +34,10 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     library: ModuleType = transformers
     if config.get("model_type") in dcvit_hf.CLASSES:
         from dcvit.interop import modeling_dcvit as library
-    model_class = getattr(library, str(name), None)
+    try:
+        model_class = getattr(library, str(name), None)
+    except (ImportError, RuntimeError):  # transformers imports a class late; torchvision may not fit torch
+        return None
     if model_class is None or name in WITH_TEXT:
         return None
     transformers.utils.logging.disable_progress_bar()
@@ -61,8 +64,11 @@ def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
 
 
 def installed(*names: str) -> bool:
-    """Return True if all modules can be imported."""
-    return all(importlib.util.find_spec(name) is not None for name in names)
+    """Return True if all modules can be imported. An installation that does not fit another library is as none."""
+    try:
+        return all(importlib.import_module(name) is not None for name in names)
+    except (ImportError, RuntimeError):
+        return False
 
 
 def _config(folder: Path) -> Json:
