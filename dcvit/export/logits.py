@@ -16,10 +16,11 @@ import numpy as np
 from PIL import Image
 
 import input_pipeline
-from dcvit.export.source import Model, build, example
+from dcvit.export.source import Model, example
 from dcvit.interop.tensors import Tensors
 from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
+from dcvit.training.model import build
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES, ROWS = 4, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ from dcvit import config as configs
 from dcvit.checkpoint import steps
 from dcvit.checkpoint.checkpointer import open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.errors import CheckpointError, ConfigError, first_line
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
 from dcvit.interop.weights import Weights, open_weights
 from dcvit.models import lm, vit
 from dcvit.training import setup
+from dcvit.training.model import build
 from dcvit.training.trained import TrainedModel, open_trained
 
 # Fields that change how a model is trained or computed, not its function.
@@ -33,7 +34,6 @@ COMPUTATION = (
 )  # fmt: skip
 SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 SIZE = re.compile(r"(?:resize\w*|central_crop)\((\d+)")  # of an image after preprocessing
-MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
 class Model(NamedTuple):
@@ -71,19 +71,6 @@ class Model(NamedTuple):
     def size(self) -> int:
         """The number of parameters."""
         return sum(int(np.prod(tensor.shape)) for tensor in self.params.values())
-
-
-def build(description: Description) -> vit.ViT | lm.LM:
-    """Return the module of a model in float32.
-
-    Raises:
-      CheckpointError: a field is unknown or has an invalid value.
-    """
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in description.fields.items()}
-    try:
-        return MAKERS[description.model_name](description.num_outputs, **{**fields, "dtype_mm": "float32"})
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
 
 
 def open_model(path: Path) -> Model:

@@ -58,11 +58,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
     classes = vit_links.shape_of(tensors, "classifier.weight", "ViT")[0] if "classifier.weight" in tensors else None
     image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
-    default = Preprocessing(image_size)
+    channels = hf_config.size(config, "num_channels", 3)
+    default = Preprocessing(image_size, channels=channels)
     if kind == "deit":
         resize = preprocessing.resized(min(image_size), 0.875)
         default = Preprocessing(
-            image_size, resize, "bicubic", preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD
+            image_size, resize, "bicubic", preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD,
+            channels,
         )  # fmt: skip
     return Description("vit", classes, fields, preprocessing.of_processor(config, default))
 
@@ -122,7 +124,7 @@ def config(description: Description) -> Json:
         "layer_norm_eps": fields["norm_epsilon"],
         "image_size": vit_links.square(pp.size),
         "patch_size": vit_links.square(fields["patch_size"]),
-        "num_channels": 3,
+        "num_channels": pp.channels,
         "qkv_bias": True,
     }
     if rep_size:

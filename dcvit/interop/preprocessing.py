@@ -29,6 +29,7 @@ class Preprocessing(NamedTuple):
       resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
       method: interpolation, of `METHODS`.
       mean, std: of each channel, for pixels in [0, 1].
+      channels: 3, or 1 for gray images.
     """
 
     size: tuple[int, int]
@@ -36,6 +37,7 @@ class Preprocessing(NamedTuple):
     method: str = "bilinear"
     mean: Sequence[float] = HALF
     std: Sequence[float] = HALF
+    channels: int = 3
 
 
 def to_pp(preprocessing: Preprocessing) -> str:
@@ -46,7 +48,9 @@ def to_pp(preprocessing: Preprocessing) -> str:
         resize = f'resize({size}, "{method}", True)'
     else:
         resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
-    return f"decode|{resize}|{_value_range(preprocessing.mean, preprocessing.std)}"
+    channels = preprocessing.channels
+    decode = "decode" if channels == 3 else f"decode({channels})"
+    return f"{decode}|{resize}|{_value_range(preprocessing.mean[:channels], preprocessing.std[:channels])}"
 
 
 def _value_range(mean: Sequence[float], std: Sequence[float]) -> str:
@@ -66,8 +70,10 @@ def from_pp(pp: str) -> Preprocessing:
     """
     resize = re.search(r"resize_small\((\d+)", pp)
     methods = [name for name, ours in METHODS.items() if f'"{ours}"' in pp or f"'{ours}'" in pp]
-    mean, std = mean_and_std(pp)
-    return Preprocessing(size_of(pp), int(resize[1]) if resize else None, (methods or ["bilinear"])[0], mean, std)
+    channels = 1 if re.match(r"decode\w*\(1\b", pp) else 3
+    mean, std = (values[:channels] for values in mean_and_std(pp))
+    smaller = int(resize[1]) if resize else None
+    return Preprocessing(size_of(pp), smaller, (methods or ["bilinear"])[0], mean, std, channels)
 
 
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
@@ -126,7 +132,7 @@ def of_processor(config: Json, default: Preprocessing) -> str:
         if crop and found.get("do_center_crop", True):
             smaller = min(size) if size else default.resize or min(crop)
             resize = round(smaller * min(default.size) / min(crop))
-        return to_pp(Preprocessing(default.size, resize, method, mean, std))
+        return to_pp(Preprocessing(default.size, resize, method, mean, std, default.channels))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError):
         raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
 

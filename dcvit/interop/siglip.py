@@ -54,7 +54,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     vit_links.check_heads(fields)
     image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embedding.weight", fields, image_size, 0)
-    default = Preprocessing(image_size, method="bicubic")
+    default = Preprocessing(image_size, method="bicubic", channels=hf_config.size(config, "num_channels", 3))
     return Description("vit", classes, fields, preprocessing.of_processor(config, default))
 
 
@@ -97,7 +97,7 @@ def config(description: Description) -> Json:
         "layer_norm_eps": fields["norm_epsilon"],
         "image_size": vit_links.square(pp.size),
         "patch_size": vit_links.square(fields["patch_size"]),
-        "num_channels": 3,
+        "num_channels": pp.channels,
         "vision_use_head": fields["pool_type"] != "none",
     }
     if not classes:

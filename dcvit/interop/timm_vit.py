@@ -123,8 +123,8 @@ def config(description: Description) -> Json:
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
     ratio = hidden / width
     arguments = {
-        "img_size": list(pp.size), "patch_size": list(fields["patch_size"]), "embed_dim": width,
-        "depth": fields["depth"], "num_heads": fields["num_heads"],
+        "img_size": list(pp.size), "in_chans": pp.channels, "patch_size": list(fields["patch_size"]),
+        "embed_dim": width, "depth": fields["depth"], "num_heads": fields["num_heads"],
         "mlp_ratio": ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,  # timm rounds down
         "init_values": fields["layer_scale"], "class_token": pool == "tok", "no_embed_class": True,
         "reg_tokens": fields["registers"], "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[pool],
@@ -141,7 +141,7 @@ def config(description: Description) -> Json:
         "global_pool": arguments["global_pool"],
         "model_args": arguments,
         "pretrained_cfg": {
-            "num_classes": classes, "input_size": [3, *pp.size], "pool_size": None, "fixed_input_size": True,
+            "num_classes": classes, "input_size": [pp.channels, *pp.size], "pool_size": None, "fixed_input_size": True,
             "crop_pct": pp.size[0] / pp.resize if pp.resize else 1.0, "crop_mode": "center" if pp.resize else "squash",
             "interpolation": pp.method, "mean": list(pp.mean), "std": list(pp.std),
             "first_conv": "patch_embed.proj", "classifier": "head",
@@ -235,13 +235,13 @@ def _pp(found: object) -> str:
         raise CheckpointError(f"config.json: crop_mode={mode!r} is not supported; supported: center, squash")
     try:
         assert isinstance(found, dict)
-        _, height, width = map(int, found.get("input_size", (3, 224, 224)))
+        channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
         resize = preprocessing.resized(min(height, width), float(found.get("crop_pct") or 0.875))
         return preprocessing.to_pp(
             Preprocessing(
                 (height, width), None if mode == "squash" else resize, found.get("interpolation", "bicubic"),
                 tuple(map(float, found.get("mean", preprocessing.HALF))),
-                tuple(map(float, found.get("std", preprocessing.HALF))),
+                tuple(map(float, found.get("std", preprocessing.HALF))), channels,
             )
         )  # fmt: skip
     except (AssertionError, TypeError, ValueError, KeyError, ZeroDivisionError):

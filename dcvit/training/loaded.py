@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, shardings
+from dcvit.training.model import build
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.files import read_regular
@@ -251,9 +251,7 @@ def _load_weights(source: str, sharding: str | None) -> LoadedModel:
     """Load weights of another library."""
     weights = open_weights(source)
     described = weights.description
-    module = importlib.import_module(f"dcvit.models.{described.model_name}").Model(
-        described.num_outputs, **described.fields
-    )
+    module = build(described)
     mesh = _mesh(sharding, module)
     params = _place(weights, module, mesh, str(sharding))
     names = [str(i) for i in range(described.num_outputs or 0)]

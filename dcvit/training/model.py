@@ -13,15 +13,17 @@ import jax
 from ml_collections import ConfigDict
 
 from dcvit.config import defaults, run_config
-from dcvit.errors import CheckpointError, ConfigError, check_call
+from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
+from dcvit.interop.family import Description
 from dcvit.interop.weights import is_weights, open_weights
-from dcvit.models import Params
+from dcvit.models import Params, lm, vit
 from dcvit.models.upcycling import other_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
+MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
 def make_model(config: ConfigDict) -> nn.Module:
@@ -47,6 +49,19 @@ def make_model(config: ConfigDict) -> nn.Module:
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
     return model
+
+
+def build(description: Description) -> vit.ViT | lm.LM:
+    """Return the module of a model of another library.
+
+    Raises:
+      CheckpointError: a field is unknown or has an invalid value.
+    """
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in description.fields.items()}
+    try:
+        return MAKERS[description.model_name](description.num_outputs, **fields)
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:

@@ -23,12 +23,13 @@ from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
 from dcvit.export import conversion, formats, logits
-from dcvit.export.source import build, open_model
-from dcvit.interop import dcvit_hf, own
+from dcvit.export.source import open_model
+from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import Tensor
 from dcvit.models import lm
+from dcvit.training.model import build
 
 SHARD = 64 << 20  # bytes
 OWN = ("npz", "bv", "safetensors", "dcvit")
@@ -382,3 +383,13 @@ def test_memory_holds_one_shard_at_a_time(tmp_path):
         peaks[name] = int(kilobytes) * 1024
     assert sum(path.stat().st_size for path in (tmp_path / "large").iterdir()) > 1.2e9
     assert peaks["large"] - peaks["small"] < 5e8
+
+
+def test_gray_images_stay_gray():
+    found = preprocessing.from_pp("decode(1, precise=True)|resize_pillow(8)|value_range(-1, 1)")
+    assert (found.channels, found.mean, found.std) == (1, [0.5], [0.5])
+    assert preprocessing.to_pp(found) == 'decode(1)|resize(8, "bilinear", True)|value_range(-1, 1)'
+    pp = "decode(1)|resize(8)|value_range(-1, 1)"
+    description = Description("vit", 10, {"pool_type": "gap", "patch_size": (4, 4)}, pp)
+    assert timm_vit.config(description)["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert siglip.config(description)["vision_config"]["num_channels"] == 1
