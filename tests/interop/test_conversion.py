@@ -390,6 +390,7 @@ def test_gray_images_stay_gray():
     assert (found.channels, found.mean, found.std) == (1, [0.5], [0.5])
     assert preprocessing.to_pp(found) == 'decode(1)|resize(8, "bilinear", True)|value_range(-1, 1)'
     pp = "decode(1)|resize(8)|value_range(-1, 1)"
-    description = Description("vit", 10, {"pool_type": "gap", "patch_size": (4, 4)}, pp)
+    fields = dict(width=8, depth=1, mlp_dim=16, num_heads=2, pool_type="gap", patch_size=(4, 4))
+    description = Description("vit", 10, fields, pp)
     assert timm_vit.config(description)["pretrained_cfg"]["input_size"] == [1, 8, 8]
     assert siglip.config(description)["vision_config"]["num_channels"] == 1
