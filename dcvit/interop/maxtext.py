@@ -1,8 +1,8 @@
 """DCFormer checkpoints of the authors' JAX code (github.com/Caiyun-AI/DCFormer, jax/MaxText), written by Orbax.
 
 Sublayers of a block have names, and a scan stacks the blocks along the second axis: with sublayers 0 and 1, layer i is
-sublayer i % 2 of block i // 2. The checkpoint does not hold the config; these are the values of all configs that the
-authors published: norms with epsilon 1e-5, windows of 256 in the first layer of each block and in all but the second,
+sublayer i % 2 of block i // 2. The checkpoint does not hold the config. These are assumed, as in the authors'
+config of 405M: norms with epsilon 1e-5, windows of 256 in the first layer of each block and in all but the second,
 and both compositions.
 """
 
