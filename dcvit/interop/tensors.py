@@ -152,6 +152,11 @@ def _own_header(path: Path) -> Json:
     return {}
 
 
+def is_npz(path: Path) -> bool:
+    """Return True for a zip archive that is no file of PyTorch."""
+    return zipfile.is_zipfile(path) and not _is_torch(path)
+
+
 def _is_torch(path: Path) -> bool:
     """Return True for a zip archive of PyTorch, whose members include a pickle of its structure."""
     try:

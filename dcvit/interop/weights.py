@@ -37,7 +37,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
-from dcvit.interop.tensors import Tensors, WeightsFile, has_files, open_file
+from dcvit.interop.tensors import Tensors, WeightsFile, has_files, is_npz, open_file
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -111,10 +111,14 @@ class Weights(NamedTuple):
 
 
 def is_weights(path: Path) -> bool:
-    """Return True for a file or folder that `open_weights` may read, unless it is a checkpoint of big_vision."""
-    if locate(path):
-        return False
-    return path.is_file() or orbax_tensors.find(path) is not None or has_files(path)
+    """Return True for a file or folder that `open_weights` reads, unless it is a checkpoint of big_vision's format."""
+    if path.is_dir():
+        return not locate(path) and (orbax_tensors.find(path) is not None or has_files(path))
+    if not path.is_file() or not is_npz(path):
+        return path.is_file()
+    file = open_file(path)
+    found = next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
+    return found == "dcmha_vit"  # other archives have the names of this project, which are big_vision's
 
 
 def open_weights(path: str | Path) -> Weights:

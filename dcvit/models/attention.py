@@ -60,7 +60,7 @@ class LayerInputs(NamedTuple):
 
         k, v = (None if x is None else merge(x) for x in (self.k, self.v))
         mask = None if self.mask is None else boolean_mask(self.mask, lead, self.q.shape[-2], keys)
-        positions = None if self.positions is None else self.positions.reshape(-1, self.positions.shape[-1])
+        positions = None if self.positions is None else flat_positions(self.positions, lead, self.q.shape[-2])
         return LayerInputs(merge(self.q), k, v, mask, positions, self.dropout_key)
 
 
@@ -80,9 +80,23 @@ def boolean_mask(
         mask = mask != 0
     if all(n == 1 for n in shape[:-3]):
         return mask.reshape(1, *shape[-3:])
-    return (
-        mask if mask.ndim == 4 else jnp.broadcast_to(mask.reshape(shape), (*lead, *shape[-3:])).reshape(-1, *shape[-3:])
-    )
+    if len(lead) == 1:
+        return mask.reshape(shape)
+    return jnp.broadcast_to(mask.reshape(shape), (*lead, *shape[-3:])).reshape(-1, *shape[-3:])
+
+
+def flat_positions(positions: Int[Array, "..."], lead: tuple[int, ...], length: int) -> Int[Array, "_ T"]:
+    """Return positions that broadcast to (*lead, T) with one leading axis.
+
+    Raises:
+      ValueError: the shape does not broadcast.
+    """
+    if positions.ndim and positions.shape[-1] == length and all(n == 1 for n in positions.shape[:-1]):
+        return positions.reshape(1, length)
+    try:
+        return jnp.broadcast_to(positions, (*lead, length)).reshape(-1, length)
+    except ValueError:
+        raise ValueError(f"positions of shape {positions.shape} do not broadcast to {(*lead, length)}") from None
 
 
 class FlatAttention(Projections):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -89,7 +90,7 @@ class DCMHA(nnx.Module):
             num_heads, qkv_features=qkv_features, out_features=out_features, num_key_heads=num_kv_heads, **fields
         )
         x_q, x_k = (jnp.zeros((1, 1, width)) for width in (in_features, in_kv_features or in_features))
-        drawn = jax.jit(self.layer.init, static_argnames="deterministic")(rngs.params(), x_q, x_k, deterministic=True)
+        drawn = _draw(self.layer, rngs.params(), x_q, x_k)
         inner = {"kernel": kernel_metadata, "bias": bias_metadata}
         outer = {"kernel": out_kernel_metadata or kernel_metadata, "bias": out_bias_metadata or bias_metadata}
         norms = {"query_ln": {"scale": query_ln_scale_metadata}, "key_ln": {"scale": key_ln_scale_metadata}}
@@ -143,6 +144,13 @@ class DCMHA(nnx.Module):
             self.sow(nnx.Intermediate, "attention_weights", found["intermediates"]["attention_weights"][0])
         return out
 
+    def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
+        """Set the attribute `deterministic`, for `nnx.view`. Raises ValueError if `decode` is true."""
+        if decode:
+            raise ValueError("DCMHA has no decode: leave its default, or use flax's layer")
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[bool, Array | None]:
         """Return whether there is no dropout, and its key."""
         if not self.layer.dropout_rate:
@@ -154,3 +162,10 @@ class DCMHA(nnx.Module):
         if not given and stream is None:
             raise ValueError("a layer without its own random stream (keep_rngs=False) needs rngs in the call")
         return given, None if given or stream is None else stream()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(layer: dcmha.DCMHA, key: Array, x_q: Array, x_k: Array) -> dict[str, Any]:
+    """Return the initial variables of a linen layer; equal layers compile once."""
+    variables: dict[str, Any] = layer.init(key, x_q, x_k, deterministic=True)  # type: ignore[assignment]
+    return variables

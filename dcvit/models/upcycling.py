@@ -25,9 +25,11 @@ QK_NORM = re.compile(r"(?:.*/)?(?:query|key)_norm/.*")
 # Fields in which a composed model may differ from the plain one that it starts from.
 FREE_FIELDS = {
     *(field.name for field in dataclasses.fields(AttentionFields) if field.name != "qk_norm"),
-    *("num_classes", "vocab_size", "context", "end_of_text"),  # follow from the data
-    *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb"),  # show in shapes
-    *("dropout", "stochastic_depth", "head_zeroinit", "init_std", "out_init_std"),  # concern training only
+    *("num_classes", "vocab_size", "context"),  # follow from the data
+    # These show in the names and shapes of parameters.
+    *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb", "layer_scale"),
+    # These concern training only.
+    *("dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std"),
     *("scan", "remat", "dtype_mm"),
     *("parent", "name"),
 }
@@ -88,7 +90,7 @@ def other_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[obj
     """
     names = {field.name for field in dataclasses.fields(plain)} - FREE_FIELDS
     if {getattr(net, "window_pattern", None) for net in (plain, composed)} == {"none"}:
-        names.discard("window")  # unused
+        names -= {"window", "prefill_window"}  # unused
     values = {name: (getattr(plain, name), getattr(composed, name)) for name in sorted(names)}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 

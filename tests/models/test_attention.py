@@ -144,6 +144,18 @@ def test_leading_axes_are_examples():
     np.testing.assert_allclose(layer.apply(params, x[0, 0]), out[0, 0], atol=1e-6)
 
 
+def test_positions_broadcast_over_leading_axes():
+    layer, x = Attention(2, rotary=4), random_input(2, 3, 5, 16)
+    params = initialized(layer, x)
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 3, 5)))
+    for positions in (rows, rows[:1], rows[:, :1], rows[0], rows[0, :1], rows[0, 0]):
+        found = layer.apply(params, x, positions=positions)
+        expected = layer.apply(params, x, positions=jnp.broadcast_to(positions, (2, 3, 5)))
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(ValueError, match=r"positions of shape \(2, 5\) do not broadcast to \(2, 3, 5\)"):
+        layer.apply(params, x, positions=rows[:, 0])
+
+
 def flax_masks():
     """Masks by name, for tokens of shape (2, 3, 5), as flax makes them and as arrays of the user."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 3, 5)) | np.eye(5, dtype=int)[0])
@@ -158,6 +170,7 @@ def flax_masks():
         "1 1 T S": jnp.tril(jnp.ones((1, 1, 5, 5), bool)),
         "B 1 1 S": (tokens > 0)[:, :, None, None, :],
         "1 B 1 T S": nn.make_causal_mask(tokens)[:1],
+        "B 1 T S": nn.make_causal_mask(tokens)[0],
     }
 
 

@@ -199,6 +199,7 @@ def test_shapes_stay_shapes_where_nothing_is_loaded(tmp_path):
         ("DCFormer++-405M", {"qk_norm": None, "window_pattern": "none", "window": 5, "rank": 4, "scan": True}, {}),
         ("Transformer++-405M", {"mlp": "gelu", "context": 7}, {"mlp": ("swiglu", "gelu")}),
         ("Transformer++-405M", {"norm_epsilon": 1e-5}, {"norm_epsilon": (1e-6, 1e-5)}),
+        ("Transformer++-405M", {"end_of_text": 4, "prefill_window": 9}, {"end_of_text": (None, 4)}),
     ],
 )
 def test_fields_that_change_the_function_are_found(preset, fields, expected):
@@ -208,5 +209,5 @@ def test_fields_that_change_the_function_are_found(preset, fields, expected):
 
 def test_fields_of_images_that_change_the_function_are_found():
     plain = vit.Model(7, variant="S/16", patch_size=[16, 16])
-    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", dropout=0.1)) == {}
+    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", dropout=0.1, head_bias_init=-7.0)) == {}
     assert other_function(plain, vit.Model(7, variant="DCViT-S/16", pool_type="0")) == {"pool_type": ("gap", "0")}
