@@ -25,7 +25,10 @@ from input_pipeline.files import read_regular
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
-FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "params.npz")  # in a folder without an index, in this order
+FILE_NAMES = (  # in a folder, in this order; indexes of other formats, such as flax_model.msgpack, are not among them
+    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
+    "params.npz",
+)  # fmt: skip
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
@@ -62,22 +65,26 @@ def open_file(path: Path) -> WeightsFile:
     processor = config.with_name(PROCESSOR)
     if description and processor.is_file():
         description[PROCESSOR] = _read_json(processor)
-    if not path.is_dir():
-        return WeightsFile(path, _open_one(path), {**_own_header(path), **description})
-    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-    if indexes:
-        return WeightsFile(path, _open_shards(indexes[0], _read_json(indexes[0])), description)
-    files = [path / name for name in FILE_NAMES if (path / name).is_file()] or sorted(path.glob("*.safetensors"))
-    if len(files) > 1 and files[0].name not in FILE_NAMES:
+    tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
+    return WeightsFile(path, tensors, {**_own_header(first), **description})
+
+
+def _open_folder(path: Path) -> tuple[Tensors, Path]:
+    """Return the tensors of a folder, and its file or first shard."""
+    found = next((path / name for name in FILE_NAMES if (path / name).is_file()), None)
+    if found and found.name.endswith(INDEX_SUFFIX):
+        return _open_shards(found, _read_json(found))
+    files = [found] if found else sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
         raise CheckpointError(f"{path} has {len(files)} files of weights and no index of them; give one of them")
     if not files:
-        raise CheckpointError(f"{path} has no weights: expected {', '.join(FILE_NAMES)}, or shards with their index")
-    return WeightsFile(path, _open_one(files[0]), description)
+        raise CheckpointError(f"{path} has no weights: expected one of {', '.join(FILE_NAMES)}")
+    return _open_one(files[0]), files[0]
 
 
 def has_files(path: Path) -> bool:
     """Return True for a folder with files of weights by the names that `open_file` expects."""
-    return any(next(path.glob(pattern), None) for pattern in (f"*{INDEX_SUFFIX}", *FILE_NAMES, "*.safetensors"))
+    return any(next(path.glob(pattern), None) for pattern in (*FILE_NAMES, "*.safetensors"))
 
 
 def _read_json(path: Path) -> Json:
@@ -90,20 +97,20 @@ def _read_json(path: Path) -> Json:
     return found
 
 
-def _open_shards(index: Path, content: Json) -> Tensors:
-    """Open the tensors that an index lists, each in its shard."""
+def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
+    """Return the tensors that an index lists, each in its shard, and the first shard."""
     shards = content.get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{index}: expected weight_map, the file of each tensor")
     opened: dict[str, Tensors] = {}
     for name in sorted(set(shards.values())):
-        if Path(name).name != name:
+        if not name or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
         opened[name] = _open_one(index.with_name(name))
     missing = [tensor for tensor, name in shards.items() if tensor not in opened[name]]
     if missing:
         raise CheckpointError(f"{index}: {shards[missing[0]]} has no {missing[0]}, which the index lists")
-    return {tensor: opened[name][tensor] for tensor, name in shards.items()}
+    return {tensor: opened[name][tensor] for tensor, name in shards.items()}, index.with_name(next(iter(opened)))
 
 
 def _open_one(path: Path) -> Tensors:
