@@ -15,6 +15,7 @@ from dcvit.interop.tensors import Json, Tensors
 
 PREFIXES = ("vit.", "deit.", "")
 PATCHES, CLS, DISTILLATION = "embeddings.patch_embeddings.projection", "embeddings.cls_token", "distillation_token"
+POOLER = ("pooler.dense.weight", "pooler.dense.bias")
 BLOCK_4 = vit_links.BlockNames(
     ("layernorm_before", "layernorm_after"),
     ("attention.attention.query", "attention.attention.key", "attention.attention.value", "attention.output.dense"),
@@ -52,10 +53,10 @@ def describe(tensors: Tensors, config: Json) -> Description:
     vit_links.check_heads(fields)
     if f"{prefix}embeddings.{DISTILLATION}" in tensors:
         fields["registers"] = 1
-    if f"{prefix}pooler.dense.weight" in tensors:
-        size = vit_links.shape_of(tensors, f"{prefix}pooler.dense.weight", "ViT")[0]
-        fields["rep_size"] = True if size == fields["width"] else size
     classes = vit_links.shape_of(tensors, "classifier.weight", "ViT")[0] if "classifier.weight" in tensors else None
+    if classes is None and any(f"{prefix}{name}" in tensors for name in POOLER):  # a classifier takes the class token
+        size = vit_links.shape_of(tensors, f"{prefix}{POOLER[0]}", "ViT")[0]
+        fields["rep_size"] = True if size == fields["width"] else size
     image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
     channels = hf_config.size(config, "num_channels", 3)
@@ -97,8 +98,8 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
 
 
 def unused(name: str) -> bool:
-    """Return True for the token of masked patches, which pretraining uses."""
-    return name.endswith("embeddings.mask_token")
+    """Return True for the token of masked patches, which pretraining uses, and a pooler beside a classifier."""
+    return name.endswith(("embeddings.mask_token", *POOLER))
 
 
 def config(description: Description) -> Json:
