@@ -192,12 +192,15 @@ def _open_torch(path: Path) -> Tensors:
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise CheckpointError(f"{path} does not hold tensors by name")
 
-    def read(tensor: torch.Tensor) -> np.ndarray:
-        if tensor.dtype == torch.bfloat16:  # numpy has no such dtype of its own
-            return np.asarray(tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
-        return np.asarray(tensor.numpy())
+    def read(name: str, tensor: torch.Tensor) -> np.ndarray:
+        try:
+            if tensor.dtype == torch.bfloat16:  # numpy has no such dtype of its own
+                return np.asarray(tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
+            return np.asarray(tensor.numpy())
+        except (TypeError, RuntimeError) as e:  # sparse, quantized, or of a dtype that numpy lacks
+            raise CheckpointError(f"{path}: cannot read {name}: {first_line(e)}") from None
 
     return {
-        str(name): Tensor(tuple(tensor.shape), functools.partial(read, tensor.detach()))
+        str(name): Tensor(tuple(tensor.shape), functools.partial(read, str(name), tensor.detach()))
         for name, tensor in content.items()
     }

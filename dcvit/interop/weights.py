@@ -6,12 +6,14 @@ first whose `matches` is true reads a file.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
+import ml_dtypes
 import numpy as np
 
 from dcvit.checkpoint.big_vision import locate
@@ -37,7 +39,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
-from dcvit.interop.tensors import Tensors, WeightsFile, has_files, is_npz, open_file
+from dcvit.interop.tensors import Tensor, Tensors, WeightsFile, has_files, is_npz, open_file
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -54,6 +56,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": gpt_neox,
     "maxtext": maxtext,
 }
+
+
+# Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
+DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 
 
 class Weights(NamedTuple):
@@ -131,6 +137,8 @@ def open_weights(path: str | Path) -> Weights:
     path = Path(path)
     arrays = orbax_tensors.find(path) if path.is_dir() and not locate(path) else None
     file = WeightsFile(path, orbax_tensors.open_arrays(arrays), {}) if arrays else open_file(path)
+    tensors = {name: Tensor(x.shape, functools.partial(_read, path, name, x)) for name, x in file.tensors.items()}
+    file = file._replace(tensors=tensors)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:
@@ -143,3 +151,11 @@ def open_weights(path: str | Path) -> Weights:
             return Weights(path, name, description, links, file.tensors)
     some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
     raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+
+
+def _read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
+    """Return the numbers of a tensor. Raise CheckpointError if they are of none of `DTYPES`."""
+    array = tensor.read()
+    if array.dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has numbers of {array.dtype}; expected {', '.join(map(str, DTYPES))}")
+    return array

@@ -264,7 +264,7 @@ def _load_weights(source: str, sharding: str | None) -> LoadedModel:
 def _place(weights: Weights, module: ViT | LM, mesh: Mesh | None, sharding: str) -> Params:
     """Return the parameters on their devices; those of a language model, which can be large, are read one at a time."""
     if isinstance(module, ViT):
-        tree = weights.tree()
+        tree = jax.tree.map(lambda x: np.asarray(x, np.float32), weights.tree())
         placed: Params = jax.device_put(tree, None if mesh is None else shardings(tree, mesh, sharding))
         return placed
     shapes = param_shapes(module, jax.ShapeDtypeStruct((1, 1), np.int32))

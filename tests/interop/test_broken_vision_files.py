@@ -5,11 +5,14 @@ import os
 import pickle
 from pathlib import Path
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 import tensorstore
 
+import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import Model
@@ -159,6 +162,19 @@ def pickled(folder):
     return folder / "a.pth"
 
 
+def of_dtype(name, dtype):
+    return lambda tensors, config: tensors.update({name: tensors[name].astype(dtype)})
+
+
+def sparse(folder):
+    torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+    tensors, config = model("timm")
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}
+    torch.save({**tensors, "norm.bias": tensors["norm.bias"].to_sparse()}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def add(name, shape=(16,)):
     return lambda tensors, config: tensors.update({name: np.ones(shape, np.float32)})
 
@@ -182,6 +198,9 @@ CASES = {
     "empty folder": (lambda folder: folder, "has no weights"),
     "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
     "pipe for an array": (pipe_in_bv, "has other entries than files"),
+    "integers": (changed("timm", of_dtype("norm.bias", np.int8)), r"norm\.bias has numbers of int8; expected float32"),
+    "complex": (changed("big_vision", of_dtype("cls", np.complex64)), "cls has numbers of complex64|damaged"),
+    "sparse": (sparse, r"pytorch_model\.bin: cannot read norm\.bias: "),
     "config is no JSON": (lambda f: save(f, model("timm")[0], "{"), "cannot read .*config.json"),
     "config is a list": (lambda f: save(f, model("timm")[0], "[]"), "expected a JSON object"),
     "another kind of model": (lambda f: save(f, {"layer1.0.conv1.weight": np.ones(3)}), "those of no known model"),
@@ -271,6 +290,24 @@ def test_intact_file_is_read(tmp_path, family):
     """So that the errors above are due to the damage."""
     tensors, config = model(family)
     assert open_weights(save(tmp_path, tensors, config)).family == family
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_loaded_as_float32(tmp_path, dtype):
+    tensors, config = model("hf_vit")
+    save(tmp_path, {name: array.astype(dtype) for name, array in tensors.items()}, config)
+    params = jax.tree.leaves(dcvit.load(tmp_path).params)
+    assert {x.dtype for x in params} == {np.dtype(np.float32)}
+
+
+def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
+    """ViTForImageClassification classifies the class token, whatever else its file holds."""
+    tensors, config = model("hf_vit")
+    add("vit.pooler.dense.weight", (16, 16))(tensors, config)
+    add("vit.pooler.dense.bias")(tensors, config)
+    weights = open_weights(save(tmp_path, tensors, config))
+    assert not weights.description.fields.get("rep_size")
+    assert "pre_logits" not in weights.tree()
 
 
 @pytest.mark.parametrize(
