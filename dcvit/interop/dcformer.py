@@ -55,7 +55,7 @@ def _fields(config: Json) -> LMFields:
     if config.get("n_local_heads") not in (None, -1, heads):
         raise CheckpointError(f"config.json: n_local_heads={config['n_local_heads']!r} is not supported, only n_head")
     kind, size = config.get("window_type"), config.get("window_size", WINDOW)
-    if kind not in PATTERNS:
+    if kind not in (*PATTERNS,):
         raise CheckpointError(f"config.json: window_type={kind!r} is not supported; supported: LG, LGLL, LGL6, null")
     if kind is not None and size != WINDOW:
         raise CheckpointError(f"config.json: window_size={size!r} with window_type={kind!r} is not supported")

@@ -41,7 +41,7 @@ FIELDS: dict[str, Json] = {
 
 def matches(tensors: Tensors, config: Json) -> bool:
     """Return True for a folder of the modeling file."""
-    return config.get("model_type") in CLASSES
+    return config.get("model_type") in (*CLASSES,)  # a tuple, because the value may be a list
 
 
 def describe(tensors: Tensors, config: Json) -> Description:

@@ -21,10 +21,19 @@ def check_type(config: Json, *known: str) -> str:
     """Return `model_type`. Raises CheckpointError if there is no config.json, or its model is of another type."""
     if not config:
         raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
-    found = config.get("model_type")
+    found = text(config, "model_type")
     if found not in known:
         raise CheckpointError(f"config.json: model_type={found!r} is not supported; supported: {', '.join(known)}")
-    return str(found)
+    return found
+
+
+def text(config: Json, name: str, default: str | None = None) -> str:
+    """Return a string; a key that is absent or null has the default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a string")
+    return value
 
 
 def size(config: Json, name: str, default: int | None = None) -> int:
@@ -66,7 +75,7 @@ def check_only(config: Json, **supported: Any) -> None:
 
 def activation(config: Json, name: str, default: str) -> str:
     """Return the activation of MLPs in the words of `dcvit.models.layers.ACTIVATIONS`."""
-    found = config.get(name, default)
+    found = text(config, name, default)
     if found not in ACTIVATIONS:
         raise CheckpointError(f"config.json: {name}={found!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[found]

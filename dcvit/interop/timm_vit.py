@@ -178,9 +178,9 @@ def _pool(tensors: Tensors, named: object) -> str:
     """Return the pooling, for its name in config.json or, without one, for the tensors that exist."""
     if named is None:
         named = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
-    if named not in POOLS:
+    if not isinstance(named, str) or named not in POOLS:
         raise CheckpointError(f"config.json: global_pool={named!r} is not supported; supported: {', '.join(POOLS)}")
-    return POOLS[str(named)]
+    return POOLS[named]
 
 
 def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
