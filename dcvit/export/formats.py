@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
 TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
+log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
 
 
@@ -135,6 +137,8 @@ def write_hf(model: Model, folder: Path) -> None:
         except CheckpointError as e:
             raise CheckpointError(f"{e} ({native})") from None
         shutil.copyfile(MODELING, folder / MODELING.name)
+        log.info("transformers has no class for the model: %s", native)
+    log.info("class of the model: %s", config["architectures"][0])
     _write_json(folder / "config.json", {**config, **_image_size(model)})
     write_shards(folder, _theirs(name, model), max_shard_bytes=SHARD_BYTES)
     if model.description.model_name == "vit":

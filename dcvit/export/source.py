@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from dcvit.checkpoint.checkpointer import open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.interop import links as linking
+from dcvit.interop import preprocessing
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
 from dcvit.interop.weights import Weights, open_weights
@@ -33,7 +35,7 @@ COMPUTATION = (
     "out_init_std",
 )  # fmt: skip
 SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
-SIZE = re.compile(r"(?:resize\w*|central_crop)\((\d+)")  # of an image after preprocessing
+log = logging.getLogger(__name__)
 
 
 class Model(NamedTuple):
@@ -154,7 +156,26 @@ def from_weights(weights: Weights) -> Model:
     params = {
         path: Tensor(shapes[path], functools.partial(read, at, path, shapes[path])) for path, at in places.items()
     }
-    return Model(weights.path, weights.family, weights.description, params, {})
+    return Model(weights.path, weights.family, _with_preprocessing(weights, params), params, {})
+
+
+def _with_preprocessing(weights: Weights, params: Tensors) -> Description:
+    """Return the description, with big_vision's usual preprocessing if the weights name none.
+
+    Without it, the description of an image model has no size, which other libraries need. The size is that of the
+    position embeddings; without them, or for other than square grids or 1 or 3 channels, nothing is assumed.
+    """
+    found = weights.description
+    if found.model_name != "vit" or found.pp or "pos_embedding" not in params:
+        return found
+    _, height, width, channels = example(found, params).shape
+    patch_height, patch_width = params["embedding/kernel"].shape[:2]
+    if height * patch_width != width * patch_height or channels not in (1, 3):
+        return found
+    size = height if height == width else [height, width]
+    pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
+    log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
+    return found._replace(pp=pp)
 
 
 def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
@@ -171,16 +192,24 @@ def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[
 def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
     """Return the shape of an input for one example: two tokens, or an image.
 
-    The size of the images follows from the position embeddings, or else from the preprocessing.
+    The size of the images is that of the preprocessing. Without one, it follows from the number of position embeddings,
+    whose grid is taken to be as square as possible, or else is 14×14 patches.
+
+    Raises:
+      CheckpointError: the size of the preprocessing does not fit the position embeddings.
     """
     if description.model_name == "lm":
         return jax.ShapeDtypeStruct((1, 2), np.int32)
     height, width, channels, _ = params["embedding/kernel"].read().shape
-    if "pos_embedding" in params:
-        tokens = params["pos_embedding"].read().shape[1]
-        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0)
-        size = rows * height, tokens // rows * width
-    else:
-        found = SIZE.findall(description.pp)
-        size = (int(found[-1]),) * 2 if found else (14 * height, 14 * width)
+    tokens = params["pos_embedding"].read().shape[1] if "pos_embedding" in params else None
+    try:
+        size = preprocessing.size_of(description.pp)
+    except CheckpointError:
+        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0) if tokens else 14
+        size = rows * height, (tokens // rows if tokens else 14) * width
+    if tokens not in (None, found := (size[0] // height) * (size[1] // width)):
+        raise CheckpointError(
+            f"the model has {tokens} position embeddings, expected {found}, for patches of {height}x{width} of images "
+            f"of {size[0]}x{size[1]}, the size in pp={description.pp!r}"
+        )
     return jax.ShapeDtypeStruct((1, *size, channels), np.float32)

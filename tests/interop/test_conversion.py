@@ -394,3 +394,19 @@ def test_gray_images_stay_gray():
     description = Description("vit", 10, fields, pp)
     assert timm_vit.config(description)["pretrained_cfg"]["input_size"] == [1, 8, 8]
     assert siglip.config(description)["vision_config"]["num_channels"] == 1
+
+
+def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_path, caplog):
+    """Files of big_vision hold no size, which the native classes of other libraries need."""
+    arrays = {f"params/{k}": v for k, v in conversion_models.image_model(compose=None, pool_type="tok")[2].read()}
+    np.savez(tmp_path / "params.npz", **arrays)
+    with caplog.at_level("INFO", "dcvit"):
+        model = open_model(tmp_path / "params.npz")
+        (tmp_path / "hf").mkdir()
+        formats.write_hf(model, tmp_path / "hf")
+    assert (model.origin, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
+    assert "names no preprocessing" in caplog.text
+    assert "class of the model: ViTForImageClassification" in caplog.text
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
+    assert formats.native_family(model, ("timm",))[0] == "timm"
+    assert open_model(folders["vit"]).description.pp == conversion_models.PP
