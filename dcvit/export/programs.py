@@ -153,16 +153,27 @@ def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    logits: np.ndarray = session.run(None, {session.get_inputs()[0].name: x})[0]
-    return logits
+    (given,) = session.get_inputs()
+    return _with_length(lambda rows: session.run(None, {given.name: rows})[0], x, given.shape[1])
 
 
 def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
     """Evaluate a SavedModel with TensorFlow."""
     tf = library("tensorflow")
     with _silent():
-        loaded = tf.saved_model.load(str(path))
-        return np.asarray(loaded.signatures["serving_default"](tf.constant(x))["logits"].numpy())
+        function = tf.saved_model.load(str(path)).signatures["serving_default"]
+        (given,) = function.structured_input_signature[1].values()
+        return _with_length(lambda rows: function(tf.constant(rows))["logits"].numpy(), x, given.shape[1])
+
+
+def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
+    """Apply a program to images, or to rows of tokens, padded if their length is fixed.
+
+    A causal model has the same logits at the tokens before the padding.
+    """
+    if x.ndim != 2 or not isinstance(length, int):
+        return np.asarray(apply(x))
+    return np.asarray(apply(np.pad(x, ((0, 0), (0, length - x.shape[1])))))[:, : x.shape[1]]
 
 
 def run_stablehlo(path: Path, model: Model, x: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from PIL import Image
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import ConfigError
-from dcvit.export import conversion, formats, logits
+from dcvit.export import conversion, formats, logits, programs
 from dcvit.export.source import open_model
 from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.interop.family import Description
@@ -121,7 +121,7 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
         plain = conversion_models.image_model(compose=None, pool_type="tok")[2]
         source = conversion_models.write(plain, tmp_path / "plain")
     if (name, to) == ("lm", "onnx"):  # which lacks the cumulative maximum that finds documents
-        unlimited = conversion_models.language_model("DCFormer-405M", window_pattern="1:1")[2]
+        unlimited = conversion_models.language_model("DCFormer-405M", window_pattern="1:1", context=160)[2]
         source = conversion_models.write(unlimited, tmp_path / "unlimited")
     # In a process of its own: the libraries trace with values that the executed annotations of tests refuse.
     argv = [sys.executable, "-m", "dcvit.convert", str(source), str(out), "--to", to]
@@ -410,3 +410,25 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
     assert formats.native_family(model, ("timm",))[0] == "timm"
     assert open_model(folders["vit"]).description.pp == conversion_models.PP
+
+
+def test_rows_are_padded_to_the_fixed_length_of_a_program(tmp_path):
+    """An ONNX file has rows of the model's context, longer than those that are compared."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx; pip install -e .[interop]")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime; pip install -e .[interop]")
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, ["B", 200]) for name in ("tokens", "logits")
+    ]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("CumSum", ["tokens", "axis"], ["logits"])],
+        "sums",
+        [ends[0]],
+        [ends[1]],
+        [onnx.helper.make_tensor("axis", onnx.TensorProto.INT32, [], [1])],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8),
+        tmp_path / "a.onnx",
+    )
+    tokens = np.arange(256, dtype=np.int32).reshape(2, 128)
+    np.testing.assert_array_equal(programs.run_onnx(tmp_path / "a.onnx", tokens), np.cumsum(tokens, axis=1))
