@@ -24,6 +24,7 @@ from dcvit.training.model import build
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES, ROWS = 4, 2
+DARKEST = 0.4  # brightness of the last channel of an image; that of the first is 1
 BEYOND = 32  # tokens of a row beyond the first window, as far as the context allows
 TOKENS = 128  # of a row without windows
 EPSILON = 1e-3  # smallest scale of logits for the tolerance
@@ -41,12 +42,12 @@ def inputs(model: Model) -> np.ndarray:
 
 
 def _digits(height: int, width: int, channels: int) -> np.ndarray:
-    """Return digits in [-1, 1]."""
+    """Return digits in [-1, 1], each channel in another brightness: the order of the channels should matter."""
     source = input_pipeline.open_source("digits", split="test")
     images = []
     for i in range(IMAGES):
         gray = Image.fromarray(source[i]["image"][..., 0]).resize((width, height), Image.Resampling.BILINEAR)
-        images.append(np.repeat(np.asarray(gray)[..., None], channels, axis=-1))
+        images.append(np.asarray(gray)[..., None] * np.linspace(1, DARKEST, channels))
     return np.stack(images).astype(np.float32) / 127.5 - 1
 
 

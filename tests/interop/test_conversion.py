@@ -432,3 +432,15 @@ def test_rows_are_padded_to_the_fixed_length_of_a_program(tmp_path):
     )
     tokens = np.arange(256, dtype=np.int32).reshape(2, 128)
     np.testing.assert_array_equal(programs.run_onnx(tmp_path / "a.onnx", tokens), np.cumsum(tokens, axis=1))
+
+
+def test_the_comparison_sees_the_order_of_the_channels():
+    _, _, model = conversion_models.image_model(compose=None, depth=1)
+    kernel = model.params["embedding/kernel"]
+    swapped = Tensor(kernel.shape, lambda: kernel.read()[:, :, ::-1])
+    x = logits.inputs(model)
+    found = [
+        logits.compute(m, x) for m in (model, model._replace(params={**model.params, "embedding/kernel": swapped}))
+    ]
+    largest, scale = logits.difference(*found)
+    assert largest > 10 * conversion.TOLERANCE * scale
