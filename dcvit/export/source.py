@@ -31,8 +31,8 @@ from dcvit.training.trained import TrainedModel, open_trained
 
 # Fields that change how a model is trained or computed, not its function.
 COMPUTATION = (
-    "scan", "remat", "implementation", "dtype_mm", "dropout", "stochastic_depth", "head_zeroinit", "init_std",
-    "out_init_std",
+    "scan", "remat", "implementation", "dtype_mm", "dropout", "stochastic_depth", "head_zeroinit",
+    "head_bias_init", "init_std", "out_init_std",
 )  # fmt: skip
 SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 log = logging.getLogger(__name__)

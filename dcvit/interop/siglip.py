@@ -87,6 +87,9 @@ def config(description: Description) -> Json:
         layer_scale=(None,), mlp=("gelu", "gelu_tanh"),
     )  # fmt: skip
     pp = preprocessing.from_pp(description.pp)
+    for key, (height, width) in {"image_size": pp.size, "patch_size": fields["patch_size"]}.items():
+        if height != width:
+            raise CheckpointError(f"Hugging Face's SigLIP cannot express {key}={height}x{width}, only squares")
     vision: Json = {
         "model_type": "siglip_vision_model",
         "hidden_size": fields["width"],
@@ -95,8 +98,8 @@ def config(description: Description) -> Json:
         "intermediate_size": fields["mlp_dim"],
         "hidden_act": hf_config.activation_name(fields["mlp"]),
         "layer_norm_eps": fields["norm_epsilon"],
-        "image_size": vit_links.square(pp.size),
-        "patch_size": vit_links.square(fields["patch_size"]),
+        "image_size": pp.size[0],
+        "patch_size": fields["patch_size"][0],
         "num_channels": pp.channels,
         "vision_use_head": fields["pool_type"] != "none",
     }

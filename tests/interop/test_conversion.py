@@ -1,5 +1,6 @@
 """Conversions are bitwise or within the tolerance, and leave nothing behind when they fail."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -21,14 +22,14 @@ from PIL import Image
 
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion, formats, logits, programs
-from dcvit.export.source import open_model
+from dcvit.export.source import COMPUTATION, example, open_model
 from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import Tensor
-from dcvit.models import lm
+from dcvit.models import lm, vit
 from dcvit.training.model import build
 
 SHARD = 64 << 20  # bytes
@@ -444,3 +445,26 @@ def test_the_comparison_sees_the_order_of_the_channels():
     ]
     largest, scale = logits.difference(*found)
     assert largest > 10 * conversion.TOLERANCE * scale
+
+
+@pytest.mark.parametrize(("net", "outputs"), [(vit.ViT, "num_classes"), (lm.LM, "vocab_size")])
+def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
+    """A field of training, such as the initial bias of the head, prevents no export."""
+    fields = {field.name for field in dataclasses.fields(net)} - {"parent", "name", outputs}
+    assert fields - set(COMPUTATION) == set(dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"])
+
+
+def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
+    """8x32 pixels have as many patches as 16x16; a size with another number is an error."""
+    _, _, model = conversion_models.image_model(compose=None, pool_type="map", mlp="gelu_tanh")
+
+    def resized(size):
+        pp = f"decode|resize({size})|value_range(-1, 1)"
+        return model._replace(description=model.description._replace(num_outputs=None, pp=pp))
+
+    assert example(resized([8, 32]).description, model.params).shape == (1, 8, 32, 3)
+    with pytest.raises(CheckpointError, match="16 position embeddings, expected 4"):
+        example(resized(8).description, model.params)
+    assert formats.native_family(resized(16), formats.NATIVE["vit"])[0] == "siglip"
+    with pytest.raises(CheckpointError, match="cannot express image_size=8x32"):
+        formats.native_family(resized([8, 32]), formats.NATIVE["vit"])
