@@ -102,7 +102,10 @@ class LoadedModel:
           ConfigError: the model has no intermediate of this name; the message has the nearest one.
           InputError: see `predict`.
         """
-        return np.concatenate([self._run(batch, name) for batch in self._inputs(inputs)])
+        arrays = [self._run(batch, name) for batch in self._inputs(inputs)]
+        if not arrays:
+            raise InputError("no image is given")
+        return np.concatenate(arrays)
 
     def generate(
         self,
@@ -150,12 +153,12 @@ class LoadedModel:
           ConfigError: there is no layer of a number, or the inputs are too many for one batch.
           InputError: see `predict`.
         """
-        batch, *more = self._inputs(inputs)
-        if more:
-            raise ConfigError(f"attention of more than {classifier.BATCH} images at once")
+        batches = list(self._inputs(inputs))
+        if len(batches) != 1:
+            raise ConfigError(f"expected 1 … {classifier.BATCH} images at once")
         with self._devices():
             try:
-                found = attention_maps(self.module, self.params, jnp.asarray(batch), layers)
+                found = attention_maps(self.module, self.params, jnp.asarray(batches[0]), layers)
             except ValueError as e:
                 raise ConfigError(str(e)) from None
         return jax.device_get(found)

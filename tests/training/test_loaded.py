@@ -149,9 +149,13 @@ class TestErrors:
             (lambda: model.predict(self.IMAGE, topk=0), "topk=0"),
             (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'block00/sa'"),
             (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
+            (lambda: model.attention([]), "expected 1 … 64 images"),
         ]:
             with pytest.raises(ConfigError, match=facts):
                 call()
+        assert model.predict([]) == []
+        with pytest.raises(InputError, match="no image"):
+            model.features([])
         for tokens in ([], [300], [[[1]]], [0.5]):
             with pytest.raises(InputError, match="tokens"):
                 words.features(np.asarray(tokens))
