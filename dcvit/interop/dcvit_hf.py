@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.interop import field_checks, hf_config, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link, linear, same
 from dcvit.interop.tensors import Json, Tensors
@@ -49,10 +50,14 @@ def describe(tensors: Tensors, config: Json) -> Description:
     name = "vit" if config["model_type"] == IMAGE else "lm"
     known = {**config, "tied": config.get("tie_word_embeddings", False)}
     fields = {key: known[key] for key, value in FIELDS[name].items() if key in known and known[key] != value}
-    outputs = len(config.get("id2label", {})) or None if name == "vit" else config.get("vocab_size")
-    if name == "lm" and not isinstance(outputs, int):
-        raise CheckpointError("config.json has no vocab_size")
-    return Description(name, outputs, fields, str(config.get("pp", "")))
+    pp = hf_config.text(config, "pp", "")
+    if name == "lm":
+        return field_checks.check(Description(name, hf_config.size(config, "vocab_size"), fields, pp))
+    labels = config.get("id2label") or {}
+    if not isinstance(labels, dict):
+        raise CheckpointError(f"config.json: id2label={labels!r:.100}; expected an object")
+    vit_links.pair(config, "image_size", 224)  # transformers needs it; the parameters show the same
+    return field_checks.check(Description(name, len(labels) or None, fields, pp))
 
 
 def config(description: Description) -> Json:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, type_name
+from dcvit.interop import field_checks
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link, same
 from dcvit.interop.tensors import OWN_KEY, Json, Tensors
@@ -35,8 +36,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
         raise CheckpointError(f"the entry {OWN_KEY!r} should have {', '.join(expected)}")
     for key, kind in expected.items():
         if not isinstance(found[key], kind):
-            raise CheckpointError(f"the entry {OWN_KEY!r} has {key}={found[key]!r}, which is no {kind}")
-    return Description(**found)
+            raise CheckpointError(f"the entry {OWN_KEY!r} has {key}={found[key]!r:.100}; expected {type_name(kind)}")
+    return field_checks.check(Description(**found))
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:

@@ -38,3 +38,47 @@ def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     with pytest.raises(CheckpointError, match=message):
         open_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(model_name="mlp"), "model_name='mlp'; expected vit or lm"),
+        (dict(pp=5), "pp=5; expected str"),
+        (dict(num_outputs=0), "num_outputs=0; expected an integer in 1"),
+        (dict(fields={"depth": "x"}), "depth='x'; expected an integer in 1 … 4096"),
+        (dict(fields={"depth": 10**9}), "depth=1000000000; expected an integer in 1 … 4096"),
+        (dict(fields={"num_heads": 0}), "num_heads=0; expected an integer"),
+        (dict(fields={"num_heads": 5}), "5 heads should divide the width 768"),
+        (dict(fields={"width": [1]}), r"width=\[1\]; expected an integer"),
+        (dict(fields={"compose": ["both"]}), "compose=.*expected a string"),
+        (dict(fields={"gate": "yes"}), "gate='yes'; expected true or false"),
+        (dict(fields={"norm_epsilon": 10**400}), "norm_epsilon=10*; expected a positive number"),
+        (dict(fields={"patch_size": [16]}), r"patch_size=\[16\]; expected a height and width"),
+    ],
+)
+def test_a_description_of_no_model_is_refused(tmp_path, values, message):
+    description = own.to_json(DESCRIPTION._replace(**values))
+    write_shards(tmp_path, iter(ARRAYS.items()), metadata={"dcvit": json.dumps(description)})
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_weights(tmp_path)
+    assert len(str(error.value)) < len(str(tmp_path)) + 300
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(depth="x"), "depth='x'; expected an integer in 1"),
+        (dict(num_heads=0), "num_heads=0; expected an integer"),
+        (dict(width=[1]), r"width=\[1\]; expected an integer"),
+        (dict(id2label=5), "id2label=5; expected an object"),
+        (dict(image_size="q"), "image_size='q'; expected a positive integer"),
+        (dict(pp=5), "pp=5; expected a string"),
+        (dict(model_type="dcformer"), "vocab_size=None; expected a positive integer"),
+    ],
+)
+def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
+    write_shards(tmp_path, iter(ARRAYS.items()))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", **values}))
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(tmp_path)
