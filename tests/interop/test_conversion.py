@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -23,7 +24,7 @@ from PIL import Image
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.export import conversion, formats, logits, programs
+from dcvit.export import conversion, formats, libraries, logits, programs
 from dcvit.export.source import COMPUTATION, example, open_model
 from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.interop.family import Description
@@ -258,6 +259,8 @@ BROKEN = {
     "another shape": (None, "has the shape"),
     "unsupported by timm": (None, "compose"),
     "a checkpoint alone": (None, "without the config.json"),
+    "target inside": (None, "is inside of"),
+    "no head": (None, "the model has no head"),
 }
 
 
@@ -268,10 +271,13 @@ def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkey
     shutil.copytree(folders["lm"], source)
     if prepare:
         prepare(tmp_path)
-    to = {"unknown format": "numpi", "unsupported by timm": "timm", "unknown field": "hf"}.get(case, "npz")
+    to = {"unknown format": "numpi", "unsupported by timm": "timm", "unknown field": "hf", "no head": "dcvit"}.get(
+        case, "npz"
+    )
     break_source(case, source, folders, monkeypatch)
     before = set(tmp_path.iterdir())
-    status = cli.run(convert.main, [str(source), str(tmp_path / "out"), "--to", to])
+    target = source / "out" if case == "target inside" else tmp_path / "out"
+    status = cli.run(convert.main, [str(source), str(target), "--to", to])
     error = capsys.readouterr().err
     assert status == 2
     assert error.count("\n") == 1
@@ -310,6 +316,12 @@ def break_source(case, source, folders, monkeypatch):
     elif case == "unsupported by timm":
         shutil.rmtree(source)
         shutil.copytree(folders["vit"], source)
+    elif case == "no head":
+        shutil.rmtree(source)
+        model = conversion_models.image_model()[2]
+        params = {path: tensor for path, tensor in model.params.items() if not path.startswith("head/")}
+        description = model.description._replace(num_outputs=None)
+        conversion_models.write(model._replace(description=description, params=params), source)
     elif case == "a checkpoint alone":
         shutil.rmtree(source)
         (source / "about").mkdir(parents=True)
@@ -468,3 +480,38 @@ def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
     assert formats.native_family(resized(16), formats.NATIVE["vit"])[0] == "siglip"
     with pytest.raises(CheckpointError, match="cannot express image_size=8x32"):
         formats.native_family(resized([8, 32]), formats.NATIVE["vit"])
+
+
+@pytest.mark.parametrize("named", [None, 5, {"a": 1}, [], [["ViTModel"]], ["pipeline"], ["GPT2LMHeadModel"]])
+def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
+    """The name in a config.json is no reason to call any attribute of transformers."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": named}))
+    assert libraries.transformers_logits(tmp_path, np.zeros((1, 4, 4, 3), np.float32)) is None
+
+
+def test_the_known_classes_are_those_that_are_written():
+    for make in (conversion_models.image_model, conversion_models.language_model):
+        model = make()[2]
+        assert libraries.class_name(dcvit_hf.config(model.description)) in sum(dcvit_hf.CLASSES.values(), ())
+    _, _, plain = conversion_models.image_model(compose=None, pool_type="tok")
+    assert libraries.class_name(formats.native_family(plain, ("hf_vit",))[1]) == "ViTForImageClassification"
+
+
+@pytest.mark.parametrize("error", ["SIGTERM", "full disk"])
+def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_path, monkeypatch):
+    def stop(model, folder):
+        (folder / "params.npz").write_bytes(b"a part")
+        if error == "SIGTERM":
+            signal.raise_signal(signal.SIGTERM)
+        full_disk()
+
+    monkeypatch.setitem(conversion.WRITERS, "npz", stop)
+    before = signal.getsignal(signal.SIGTERM)
+    argv = [str(folders["lm"]), str(tmp_path / "a" / "b" / "out"), "--to", "npz"]
+    if error == "SIGTERM":
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            cli.run(convert.main, argv)
+    else:
+        assert cli.run(convert.main, argv) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
