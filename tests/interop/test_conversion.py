@@ -250,7 +250,8 @@ BROKEN = {
     "no source": (None, "no file"),
     "empty source": (None, "has no weights"),
     "another value": (None, "largest difference of logits"),
-    "not a number": (None, "largest difference of logits: inf"),
+    "not a number": (None, "the logits of the result, by dcvit, which read the files back, are not finite"),
+    "source not a number": (None, "the logits of the source, by dcvit, are not finite"),
     "full disk": (None, "No space left on device"),
     "damaged weights": (None, "damaged"),
     "unknown field": (None, "cannot express compose='both'"),
@@ -296,6 +297,12 @@ def break_source(case, source, folders, monkeypatch):
         monkeypatch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * 1.1))
     elif case == "not a number":
         monkeypatch.setitem(conversion.WRITERS, "npz", failing(lambda x: x * np.float32("nan")))
+    elif case == "source not a number":
+        model = conversion_models.language_model(window_pattern="1:1")[2]
+        embedding = np.full(model.params["embedding/embedding"].shape, np.nan, np.float32)
+        shutil.rmtree(source)
+        model.params["embedding/embedding"] = Tensor(embedding.shape, lambda: embedding)
+        conversion_models.write(model, source)
     elif case == "full disk":
         monkeypatch.setattr(zipfile.ZipFile, "open", full_disk)
     elif case == "damaged weights":
