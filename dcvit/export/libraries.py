@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import ModuleType
@@ -13,32 +14,47 @@ import numpy as np
 from dcvit.interop import dcvit_hf
 from dcvit.interop.tensors import Json
 
-WITH_TEXT = ("SiglipModel",)  # classes whose inputs are images and text
+# Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "vit": ("ViTForImageClassification", "ViTModel"),
+    "deit": ("DeiTForImageClassification", "DeiTModel"),
+    "siglip": ("SiglipForImageClassification",),
+    "siglip_vision_model": ("SiglipVisionModel",),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
+    "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
+    "gpt2": ("GPT2LMHeadModel",),
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "gpt_neox": ("GPTNeoXForCausalLM",),
+    **{kind: (model_class,) for kind, (_, model_class) in dcvit_hf.CLASSES.items()},
+}
 MAX_BYTES = 2 << 30  # of parameters; these libraries hold all of them in memory
 
 
 def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     """Return the logits, or else the features, that transformers computes for a folder.
 
-    None if its config.json names no class that takes images or tokens alone, or transformers cannot import the class.
+    None if its config.json names no class of `KNOWN`, or transformers cannot import the class.
 
     Args:
       folder: config.json and weights. Code in the folder is not executed.
       x: images B height width channels, or tokens B T.
     """
+    name = class_name(_config(folder))
+    if name is None:
+        return None
     import torch
     import transformers
 
-    config = _config(folder)
-    name = (config.get("architectures") or [""])[0]
     library: ModuleType = transformers
-    if config.get("model_type") in dcvit_hf.CLASSES:
+    if name in itertools.chain(*dcvit_hf.CLASSES.values()):
         from dcvit.interop import modeling_dcvit as library
     try:
-        model_class = getattr(library, str(name), None)
+        model_class = getattr(library, name, None)
     except (ImportError, RuntimeError):  # transformers imports a class late; torchvision may not fit torch
         return None
-    if model_class is None or name in WITH_TEXT:
+    if model_class is None:
         return None
     transformers.utils.logging.disable_progress_bar()
     model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -48,6 +64,13 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
         if "logits" in found:
             return np.asarray(found.logits.numpy())
         return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
+
+
+def class_name(config: Json) -> str | None:
+    """Return the class of `KNOWN` that a config.json names; None if it names another or none."""
+    kind, names = config.get("model_type"), config.get("architectures")
+    known = KNOWN.get(kind, ()) if isinstance(kind, str) else ()
+    return next((name for name in known if names == [name]), None)
 
 
 def timm_logits(folder: Path, x: np.ndarray) -> np.ndarray:
