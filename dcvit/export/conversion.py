@@ -61,6 +61,8 @@ def convert(source: Path, target: Path, to: str) -> Report:
         raise ConfigError(f"--to {to}; {nearest(to, WRITERS)}")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} is inside of {source}; give a path outside")
     model = open_model(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -72,7 +72,13 @@ def write_safetensors(model: Model, folder: Path) -> None:
 
 
 def write_dcvit(model: Model, folder: Path) -> None:
-    """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one."""
+    """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one.
+
+    Raises:
+      CheckpointError: the model has no head.
+    """
+    if not model.description.num_outputs:
+        raise CheckpointError(f"{model.path}: the model has no head, which a run needs; choose another format")
     params = nested(dict(model.read()))
     has_tokenizer = (model.path / TOKENIZER).is_file()
     record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description, has_tokenizer), **model.config}
