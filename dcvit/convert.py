@@ -7,8 +7,10 @@ anything else fails, nothing is left at DST.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dcvit import cli
 
@@ -35,8 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
 
     runtime.configure()
-    print(f"{args.target}: {convert(args.source, args.target, args.to)}")
+    before = signal.signal(signal.SIGTERM, _exit)  # by default, it would leave a temporary folder
+    try:
+        print(f"{args.target}: {convert(args.source, args.target, args.to)}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    """Exit as a shell reports a process that a signal ended."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,23 +65,35 @@ def convert(source: Path, target: Path, to: str) -> Report:
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} is inside of {source}; give a path outside")
     model = open_model(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        WRITERS[to](model, folder)
-        report = compare(model, folder, to)
-        if not report.difference <= report.allowed:
-            raise CheckpointError(f"{source} to {to}: {report}")
-        card.write(model, folder, to, str(report))
-        folder.chmod(0o755)  # `mkdtemp` allows only the owner
-        folder.rename(target)
+        with _new_folder(target) as folder:
+            WRITERS[to](model, folder)
+            report = compare(model, folder, to)
+            if not report.difference <= report.allowed:
+                raise CheckpointError(f"{source} to {to}: {report}")
+            card.write(model, folder, to, str(report))
+            folder.chmod(0o755)  # `mkdtemp` allows only the owner
+            folder.rename(target)
     except OSError as e:
-        if isinstance(e, CheckpointError | ConfigError):
-            raise
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return report
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside the target; afterwards, remove it, and after an error also new parents."""
+    created = [parent for parent in target.parents if not parent.exists()]
+    folder = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield folder
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a parent with other content, such as the target
+            for parent in created:
+                parent.rmdir()
 
 
 def compare(model: Model, folder: Path, to: str) -> Report:
