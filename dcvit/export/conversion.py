@@ -97,7 +97,11 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def compare(model: Model, folder: Path, to: str) -> Report:
-    """Compare the logits of a model with those of the files in a folder, for real inputs."""
+    """Compare the logits of a model with those of the files in a folder, for real inputs.
+
+    Raises:
+      CheckpointError: the format cannot express the model, or some logits are not finite.
+    """
     x = logits.inputs(model)
     expected, by = _source_logits(model, x)
     try:
@@ -106,6 +110,9 @@ def compare(model: Model, folder: Path, to: str) -> Report:
         raise
     except Exception as e:  # each library has error types of its own
         raise CheckpointError(f"{to} cannot express the model: {first_line_with_type(e)}") from None
+    for side, values, library in (("source", expected, by), ("result", found, result_by)):
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{model.path} to {to}: the logits of the {side}, by {library}, are not finite")
     largest, scale = logits.difference(expected, found)
     return Report(largest, TOLERANCE * scale, by, result_by)
 
