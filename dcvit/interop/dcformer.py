@@ -61,10 +61,10 @@ def _fields(config: Json) -> LMFields:
         raise CheckpointError(f"config.json: window_size={size!r} with window_type={kind!r} is not supported")
     window = WINDOW if size is None else hf.size(config, "window_size", WINDOW)
     head_dim = width // heads
-    rotary = int(head_dim * hf.number(config, "rotary_pct", 0.25)) if pythia else head_dim
+    rotary = int(head_dim * hf.fraction(config, "rotary_pct", 0.25)) if pythia else head_dim
     mgate = not pythia and hf.flag(config, "mgate", False)
     return LMFields(
-        width=width, depth=hf.size(config, "n_layer"), num_heads=heads, context=hf.size(config, "block_size", 2048),
+        width=width, depth=hf.depth(config, "n_layer"), num_heads=heads, context=hf.size(config, "block_size", 2048),
         mlp_dim=hf.size(config, "intermediate_size", 4 * width if pythia else None),
         mlp="gelu" if pythia else "swiglu", mlp_groups=hf.size(config, "mgate_dim", 44) if mgate else None,
         rotary_fraction=rotary / max(head_dim, 1), rotary_base=hf.number(config, "rope_base"),

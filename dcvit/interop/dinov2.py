@@ -44,7 +44,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     has_head = "classifier.weight" in tensors
     fields: Json = {
         "width": width,
-        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "depth": hf_config.depth(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),
         "mlp_dim": (int(mlp_dim * 2 / 3) + 7) // 8 * 8 if gated else mlp_dim,
         "patch_size": vit_links.pair(config, "patch_size", 16 if "register" in config.get("model_type", "") else 14),

@@ -9,13 +9,9 @@ import math
 
 from dcvit.errors import CheckpointError
 from dcvit.interop.family import Description
+from dcvit.interop.hf_config import LARGEST, LARGEST_DEPTH
 
 MODELS = ("vit", "lm")
-# Largest integers, far above those of published models: an absurd one would take hours, or overflow.
-LARGEST_DEPTH, LARGEST_CONTEXT, LARGEST = 1 << 12, (1 << 31) - 1, 1 << 24
-LARGEST_OF = {
-    "depth": LARGEST_DEPTH, "context": LARGEST_CONTEXT, "window": LARGEST_CONTEXT, "prefill_window": LARGEST_CONTEXT,
-}  # fmt: skip
 INTEGERS = ("width", "depth", "num_heads", "mlp_dim", "rank", "groups", "context", "num_key_heads", "mlp_groups",
             "window", "prefill_window", "registers", "end_of_text")  # fmt: skip
 FROM_ZERO = ("registers", "end_of_text", "mlp_groups")
@@ -54,7 +50,7 @@ def check(description: Description) -> Description:
 def _expected(name: str, value: object) -> str:
     """Return what a field should be, or "" if the value is; a field of another name is not checked."""
     if name in INTEGERS:
-        least, largest = 0 if name in FROM_ZERO else 1, LARGEST_OF.get(name, LARGEST)
+        least, largest = int(name not in FROM_ZERO), LARGEST_DEPTH if name == "depth" else LARGEST
         return "" if _is_integer(value, least, largest) else f"an integer in {least} … {largest}"
     if name == "rep_size":
         return "" if isinstance(value, bool) or _is_integer(value, 0, LARGEST) else "true, false or an integer"

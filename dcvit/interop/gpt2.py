@@ -37,7 +37,7 @@ def _fields(config: Json) -> LMFields:
     )  # fmt: skip
     width = hf.size(config, "n_embd", 768)
     return LMFields(
-        width=width, depth=hf.size(config, "n_layer", 12), num_heads=hf.size(config, "n_head", 12),
+        width=width, depth=hf.depth(config, "n_layer", 12), num_heads=hf.size(config, "n_head", 12),
         mlp_dim=hf.size(config, "n_inner", 4 * width), context=hf.size(config, "n_positions", 1024),
         position="learned", norm="layernorm", norm_epsilon=hf.number(config, "layer_norm_epsilon", 1e-5),
         mlp=hf.activation(config, "activation_function", "gelu_new"), use_bias=True,

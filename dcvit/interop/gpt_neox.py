@@ -49,7 +49,7 @@ def _fields(config: Json) -> LMFields:
             f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers; expected pairs"
         )
     return LMFields(
-        width=width, depth=hf.size(config, "num_hidden_layers"), num_heads=heads,
+        width=width, depth=hf.depth(config, "num_hidden_layers"), num_heads=heads,
         mlp_dim=hf.size(config, "intermediate_size"), context=hf.size(config, "max_position_embeddings", 2048),
         rotary_fraction=rotary / head_dim, rotary_base=hf.rotary_base(config, "rotary_emb_base"), norm="layernorm",
         norm_epsilon=hf.number(config, "layer_norm_eps", 1e-5), mlp=hf.activation(config, "hidden_act", "gelu"),

@@ -6,11 +6,14 @@ applies them to a key that the file does not have.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from dcvit.errors import CheckpointError
 from dcvit.interop.tensors import Json
 
+# Largest integers, far above those of published models: an absurd one would take hours, or overflow.
+LARGEST, LARGEST_DEPTH = (1 << 31) - 1, 1 << 12
 # Activations by their names in transformers. "gelu_new" and the like are all the approximation by a tanh.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -37,21 +40,37 @@ def text(config: Json, name: str, default: str | None = None) -> str:
 
 
 def size(config: Json, name: str, default: int | None = None) -> int:
-    """Return a positive integer; a key that is absent or null has the default, if there is one."""
+    """Return a positive integer up to `LARGEST`; a key that is absent or null has the default, if there is one."""
     value = config.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name}={value!r}; expected a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive integer up to {LARGEST}")
+    return value
+
+
+def depth(config: Json, name: str, default: int | None = None) -> int:
+    """Return a number of layers, up to `LARGEST_DEPTH`; each has links, which take time and memory."""
+    value = size(config, name, default)
+    if value > LARGEST_DEPTH:
+        raise CheckpointError(f"config.json: {name}={value}; expected a number of layers up to {LARGEST_DEPTH}")
     return value
 
 
 def number(config: Json, name: str, default: float | None = None) -> float:
     """Return a positive number; a key that is absent has the default, if there is one."""
     value = config.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise CheckpointError(f"config.json: {name}={value!r}; expected a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive number")
     return float(value)
+
+
+def fraction(config: Json, name: str, default: float | None = None) -> float:
+    """Return a number in (0, 1]."""
+    value = number(config, name, default)
+    if value > 1:
+        raise CheckpointError(f"config.json: {name}={value!r}; expected a number in (0, 1]")
+    return value
 
 
 def flag(config: Json, name: str, default: bool) -> bool:
@@ -98,7 +117,7 @@ def rotary_base(config: Json, name: str = "rope_theta", default: float = 10_000.
 
 def rotary_fraction(config: Json, name: str, default: float) -> float:
     """Return the part of a head's width that is rotated."""
-    return number(_rope(config, "rope_parameters"), "partial_rotary_factor", number(config, name, default))
+    return fraction(_rope(config, "rope_parameters"), "partial_rotary_factor", fraction(config, name, default))
 
 
 def _rope(config: Json, key: str) -> Json:

@@ -42,7 +42,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     prefix = _prefix(tensors)
     fields: Json = {
         "width": hf_config.size(config, "hidden_size", 768),
-        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "depth": hf_config.depth(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),
         "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
         "patch_size": vit_links.pair(config, "patch_size", 16),

@@ -51,7 +51,7 @@ def _fields(config: Json) -> LMFields:
         raise CheckpointError("config.json: partial_rotary_factor is not supported, only 1")
     epsilon = hf.number(config, "rms_norm_eps", 1e-6)
     return LMFields(
-        width=width, depth=hf.size(config, "num_hidden_layers"), num_heads=heads,
+        width=width, depth=hf.depth(config, "num_hidden_layers"), num_heads=heads,
         num_key_heads=hf.size(config, "num_key_value_heads", heads), mlp_dim=hf.size(config, "intermediate_size"),
         context=hf.size(config, "max_position_embeddings", CONTEXTS[kind]), rotary_base=hf.rotary_base(config),
         norm="rmsnorm", norm_epsilon=epsilon, mlp="swiglu", use_bias=bias,
@@ -61,7 +61,7 @@ def _fields(config: Json) -> LMFields:
 
 
 def _layer_types(config: Json) -> list[str]:
-    return ["full_attention"] * hf.size(config, "num_hidden_layers")
+    return ["full_attention"] * hf.depth(config, "num_hidden_layers")
 
 
 def config(description: Description) -> Json:

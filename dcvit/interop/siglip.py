@@ -43,7 +43,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
         pool, classes = "gap", vit_links.shape_of(tensors, "classifier.weight", "SigLIP")[0]
     fields: Json = {
         "width": hf_config.size(config, "hidden_size", 768),
-        "depth": hf_config.size(config, "num_hidden_layers", 12),
+        "depth": hf_config.depth(config, "num_hidden_layers", 12),
         "num_heads": hf_config.size(config, "num_attention_heads", 12),
         "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
         "patch_size": vit_links.pair(config, "patch_size", 16),
@@ -129,8 +129,8 @@ def _head(fields: Json, head: str) -> list[Link]:
 
 def _ignored(link: Link) -> Link:
     """Return the link of tensors that must exist but have no effect: not read, and written as zeros."""
-    zeros = [np.zeros([size or 1 for size in shape], np.float32) for shape in link.shapes]
-    return Link(link.theirs, (), lambda *_: (), lambda: zeros, link.shapes)
+    shapes = [[size or 1 for size in shape] for shape in link.shapes]
+    return Link(link.theirs, (), lambda *_: (), lambda: [np.zeros(s, np.float32) for s in shapes], link.shapes)
 
 
 def _prefix(tensors: Tensors) -> str | None:

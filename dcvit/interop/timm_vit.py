@@ -236,7 +236,7 @@ def _pp(found: object) -> str:
     try:
         assert isinstance(found, dict)
         channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
-        resize = preprocessing.resized(min(height, width), float(found.get("crop_pct") or 0.875))
+        resize = preprocessing.resized(min(height, width), _fraction(found.get("crop_pct") or 0.875))
         return preprocessing.to_pp(
             Preprocessing(
                 (height, width), None if mode == "squash" else resize, found.get("interpolation", "bicubic"),
@@ -246,3 +246,10 @@ def _pp(found: object) -> str:
         )  # fmt: skip
     except (AssertionError, TypeError, ValueError, KeyError, ZeroDivisionError):
         raise CheckpointError(f"config.json: pretrained_cfg is not as timm writes it: {str(found)[:100]}") from None
+
+
+def _fraction(found: object) -> float:
+    """Return a number in (0, 1]. Raises ValueError for another value."""
+    if not isinstance(found, int | float) or not 1e-3 <= found <= 1:
+        raise ValueError(found)
+    return float(found)

@@ -322,6 +322,28 @@ def test_a_tensor_of_another_shape_is_named_before_any_is_read(name, tensor, sha
 
 
 @pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("gpt2", "n_layer", 10**9, "n_layer=1000000000; expected a number of layers up to 4096"),
+        ("gpt2", "n_embd", 1 << 40, "n_embd=1099511627776; expected a positive integer up to"),
+        ("llama", "rms_norm_eps", 10**400, "rms_norm_eps=1000"),
+        ("llama", "rope_theta", 10**400, "rope_theta=1000"),
+        ("gpt_neox", "partial_rotary_factor", 1e308, "partial_rotary_factor=1e+308; expected a number in (0, 1]"),
+    ],
+)
+def test_an_absurd_number_is_refused_at_once(family, key, value, message):
+    net = dict(norm="layernorm", mlp="gelu", use_bias=True) if family != "llama" else {}
+    net |= dict(position="learned") if family == "gpt2" else {}
+    config = FAMILIES[family].config(Description("lm", 61, net))
+    where = config["rope_parameters"] if key in ("rope_theta", "partial_rotary_factor") else config
+    where[key] = value
+    with pytest.raises(CheckpointError) as raised:
+        FAMILIES[family].describe({}, config)
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
         ("gpt2", dict(position="learned"), "norm='rmsnorm' (only 'layernorm')"),
