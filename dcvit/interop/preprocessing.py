@@ -27,6 +27,8 @@ class Preprocessing(NamedTuple):
     Fields:
       size: height and width of the images that the model takes.
       resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
+      squash: height and width to which an image is resized instead, whatever its shape, before the center is cropped.
+        `resize` is then what a library without it may do.
       method: interpolation, of `METHODS`.
       mean, std: of each channel, for pixels in [0, 1].
       channels: 3, or 1 for gray images.
@@ -38,13 +40,22 @@ class Preprocessing(NamedTuple):
     mean: Sequence[float] = HALF
     std: Sequence[float] = HALF
     channels: int = 3
+    squash: tuple[int, int] | None = None
 
 
 def to_pp(preprocessing: Preprocessing) -> str:
-    """Return a preprocessing string. Interpolation antialiases, as Pillow's does."""
+    """Return a preprocessing string. Interpolation antialiases, as Pillow's does.
+
+    Raises:
+      ValueError: a standard deviation is not positive, or a mean or standard deviation is not finite.
+    """
+    if min(preprocessing.std) <= 0 or not all(map(math.isfinite, (*preprocessing.mean, *preprocessing.std))):
+        raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
     method = METHODS[preprocessing.method]
     size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)
-    if preprocessing.resize is None:
+    if preprocessing.squash:
+        resize = f'resize({list(preprocessing.squash)}, "{method}", True)|central_crop({size})'
+    elif preprocessing.resize is None:
         resize = f'resize({size}, "{method}", True)'
     else:
         resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
@@ -72,8 +83,10 @@ def from_pp(pp: str) -> Preprocessing:
     methods = [name for name, ours in METHODS.items() if f'"{ours}"' in pp or f"'{ours}'" in pp]
     channels = 1 if re.match(r"decode\w*\(1\b", pp) else 3
     mean, std = (values[:channels] for values in mean_and_std(pp))
-    smaller = int(resize[1]) if resize else None
-    return Preprocessing(size_of(pp), smaller, (methods or ["bilinear"])[0], mean, std, channels)
+    squash = re.search(r"\bresize\(\s*\[(\d+), (\d+)\].*\|central_crop\(", pp)
+    squashed = (int(squash[1]), int(squash[2])) if squash else None
+    smaller = int(resize[1]) if resize else min(squashed) if squashed else None
+    return Preprocessing(size_of(pp), smaller, (methods or ["bilinear"])[0], mean, std, channels, squashed)
 
 
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
@@ -122,19 +135,45 @@ def of_processor(config: Json, default: Preprocessing) -> str:
     if not found:
         return to_pp(default)
     try:
-        size, crop = _size(found.get("size")), _size(found.get("crop_size"))
-        method = NUMBERS[found["resample"]] if "resample" in found else default.method
-        mean, std = (
-            tuple(map(float, found.get(key, values)))
-            for key, values in (("image_mean", default.mean), ("image_std", default.std))
-        )
-        resize = None
-        if crop and found.get("do_center_crop", True):
-            smaller = min(size) if size else default.resize or min(crop)
-            resize = round(smaller * min(default.size) / min(crop))
-        return to_pp(Preprocessing(default.size, resize, method, mean, std, default.channels))
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError):
+        if not _flag(found, "do_resize") or found.get("rescale_offset"):
+            raise CheckpointError(f"{PROCESSOR}: do_resize=false and rescale_offset are not supported")
+        size, crop = found.get("size"), _size(found.get("crop_size"))
+        number = found.get("resample", NUMBERS.index(default.method))
+        if number not in range(len(NUMBERS)):
+            raise CheckpointError(f"{PROCESSOR}: resample={number!r:.100}; expected 0 to {len(NUMBERS) - 1}")
+        mean, std = _normalization(found, default)
+        resize = squash = None
+        if crop and _flag(found, "do_center_crop"):
+            height, width = _size(size) or (default.resize or min(crop),) * 2
+            scale = min(default.size) / min(crop)
+            resize = round(min(height, width) * scale)
+            if isinstance(size, dict) and "height" in size:  # for any shape of image, as DeiT's processor does
+                resize, squash = None, (round(height * scale), round(width * scale))
+        return to_pp(Preprocessing(default.size, resize, NUMBERS[number], mean, std, default.channels, squash))
+    except (AttributeError, TypeError, ValueError, KeyError, ArithmeticError) as e:
+        if isinstance(e, CheckpointError):
+            raise
         raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
+
+
+def _flag(found: Json, key: str) -> bool:
+    """Return a boolean, by default true. Raises TypeError for another value."""
+    value = found.get(key)
+    if not isinstance(value, bool | None):
+        raise TypeError(key)
+    return value is not False
+
+
+def _normalization(found: Json, default: Preprocessing) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel for pixels in [0, 1], of a processor with any factor."""
+    factor = found.get("rescale_factor")
+    scale = 255 * (float(1 / 255 if factor is None else factor) if _flag(found, "do_rescale") else 1.0)
+    if math.isclose(scale, 1, rel_tol=1e-6):
+        scale = 1.0
+    mean, std = found.get("image_mean", default.mean), found.get("image_std", default.std)
+    if not _flag(found, "do_normalize"):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return [float(m) / scale for m in mean], [float(s) / scale for s in std]
 
 
 def _size(found: object) -> tuple[int, int] | None:

@@ -119,7 +119,7 @@ def config(description: Description) -> Json:
     )
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
-    gated = fields["mlp"] == "swiglu"
+    gated, resized = fields["mlp"] == "swiglu", pp.squash[0] if pp.squash else pp.resize
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
     ratio = hidden / width
     arguments = {
@@ -142,7 +142,8 @@ def config(description: Description) -> Json:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": classes, "input_size": [pp.channels, *pp.size], "pool_size": None, "fixed_input_size": True,
-            "crop_pct": pp.size[0] / pp.resize if pp.resize else 1.0, "crop_mode": "center" if pp.resize else "squash",
+            "crop_pct": pp.size[0] / resized if resized else 1.0,
+            "crop_mode": "squash" if pp.squash or not pp.resize else "center",
             "interpolation": pp.method, "mean": list(pp.mean), "std": list(pp.std),
             "first_conv": "patch_embed.proj", "classifier": "head",
         },
@@ -236,15 +237,18 @@ def _pp(found: object) -> str:
     try:
         assert isinstance(found, dict)
         channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
-        resize = preprocessing.resized(min(height, width), _fraction(found.get("crop_pct") or 0.875))
+        crop = _fraction(found.get("crop_pct") or 0.875)
+        squash = (preprocessing.resized(height, crop), preprocessing.resized(width, crop))
+        is_squashed = mode == "squash"
         return preprocessing.to_pp(
             Preprocessing(
-                (height, width), None if mode == "squash" else resize, found.get("interpolation", "bicubic"),
+                (height, width), None if is_squashed else min(squash), found.get("interpolation", "bicubic"),
                 tuple(map(float, found.get("mean", preprocessing.HALF))),
                 tuple(map(float, found.get("std", preprocessing.HALF))), channels,
+                squash if is_squashed and crop < 1 else None,
             )
         )  # fmt: skip
-    except (AssertionError, TypeError, ValueError, KeyError, ZeroDivisionError):
+    except (AssertionError, TypeError, ValueError, KeyError, ArithmeticError):
         raise CheckpointError(f"config.json: pretrained_cfg is not as timm writes it: {str(found)[:100]}") from None
 
 

@@ -222,6 +222,7 @@ CASES = {
     "timm, pooling": (configured("timm", global_pool="avgmax"), "global_pool='avgmax' is not supported"),
     "timm, pooling in a list": (configured("timm", global_pool=["token"]), r"global_pool=\['token'\] is not supp"),
     "timm, crop to nothing": (configured("timm", pretrained_cfg__crop_pct=1e-320), "pretrained_cfg is not as timm wr"),
+    "timm, no deviation": (configured("timm", pretrained_cfg__std=[0, 1, 1]), "pretrained_cfg is not as timm wr"),
     "timm, heads": (configured("timm", model_args__num_heads=5), "5 heads do not divide the width 16"),
     "timm, heads of another type": (configured("timm", model_args__num_heads="2"), "num_heads='2'; expected a pos"),
     "timm, positions": (changed("timm", reshape("pos_embed", (1, 7, 16))), "pos_embed has 7 rows, but images of 16x16"),

@@ -1,4 +1,4 @@
-"""Files of weights: which file of a folder is read, where its description is, and which indexes are refused."""
+"""Files of weights: which file of a folder is read, where its description is, and what is refused in descriptions."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import own
+from dcvit.interop import own, preprocessing, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import open_file
@@ -82,3 +82,44 @@ def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", **values}))
     with pytest.raises(CheckpointError, match=message):
         open_weights(tmp_path)
+
+
+DEFAULT = preprocessing.Preprocessing((32, 32))
+CROP = {"crop_size": {"height": 28, "width": 28}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"do_normalize": False}, 'resize(32, "bilinear", True)|value_range(0, 1, [0.0, 0.0, 0.0], [255.0, 255.0, '),
+        ({"rescale_factor": 1 / 255}, "True)|value_range(-1, 1)"),
+        ({"rescale_factor": 1 / 127.5}, "True)|value_range(0, 1, [63.75, 63.75, 63.75], [127.5, 127.5, 127.5])"),
+        ({"do_rescale": False, "image_mean": [9] * 3, "image_std": [2] * 3}, "[9.0, 9.0, 9.0], [11.0, 11.0, 11.0])"),
+        ({"size": {"height": 32, "width": 35}, **CROP}, 'resize([37, 40], "bilinear", True)|central_crop(32)|'),
+        ({"size": {"shortest_edge": 35}, **CROP}, 'resize_small(40, "bilinear", True)|central_crop(32)|'),
+        ({"do_resize": False}, CheckpointError("do_resize=false")),
+        ({"do_normalize": "no"}, CheckpointError("not as transformers writes it")),
+        ({"image_std": [0, 1, 1]}, CheckpointError("not as transformers writes it")),
+        ({"rescale_factor": 0}, CheckpointError("not as transformers writes it")),
+        ({"rescale_factor": 10**400}, CheckpointError("not as transformers writes it")),
+        ({"resample": -1}, CheckpointError("resample=-1; expected 0 to 3")),
+    ],
+)
+def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
+    """Expected ends are those of (p · factor - mean) / std for pixels p in [0, 255]."""
+    config = {"preprocessor_config.json": {"size": 32, **processor}}
+    if isinstance(expected, str):
+        pp = preprocessing.of_processor(config, DEFAULT)
+        assert expected in pp
+        assert preprocessing.to_pp(preprocessing.from_pp(pp)) == pp
+    else:
+        with pytest.raises(CheckpointError, match=str(expected)):
+            preprocessing.of_processor(config, DEFAULT)
+
+
+def test_crop_of_a_squashed_image_is_read_and_written_for_timm():
+    pp = 'decode|resize([40, 40], "bicubic", True)|central_crop(32)|value_range(-1, 1)'
+    fields = dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
+    found = timm_vit.config(Description("vit", 4, fields, pp))["pretrained_cfg"]
+    assert (found["crop_mode"], found["crop_pct"]) == ("squash", 0.8)
+    assert timm_vit._pp(found) == pp
