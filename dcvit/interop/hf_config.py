@@ -24,10 +24,10 @@ def check_type(config: Json, *known: str) -> str:
     """Return `model_type`. Raises CheckpointError if there is no config.json, or its model is of another type."""
     if not config:
         raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
-    found = text(config, "model_type")
+    found = config.get("model_type")
     if found not in known:
         raise CheckpointError(f"config.json: model_type={found!r} is not supported; supported: {', '.join(known)}")
-    return found
+    return str(found)
 
 
 def text(config: Json, name: str, default: str | None = None) -> str:

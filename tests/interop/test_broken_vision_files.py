@@ -229,7 +229,7 @@ CASES = {
     "timm, crop": (configured("timm", pretrained_cfg__crop_mode="border"), "crop_mode='border' is not supported"),
     "timm, mean": (configured("timm", pretrained_cfg__mean="0.5"), "pretrained_cfg is not as timm writes it"),
     "ViT, no config": (changed("hf_vit", lambda tensors, config: {}), "no config.json beside the weights"),
-    "ViT, type in a list": (configured("hf_vit", model_type=["vit"]), r"model_type=\['vit'\]; expected a string"),
+    "ViT, type in a list": (configured("hf_vit", model_type=["vit"]), r"model_type=\['vit'\] is not supported"),
     "ViT, activation in a list": (configured("hf_vit", hidden_act=["gelu"]), "hidden_act=.*expected a string"),
     "ViT, activation": (configured("hf_vit", hidden_act="relu"), "hidden_act='relu' is not supported"),
     "ViT, biases": (configured("hf_vit", qkv_bias=False), "qkv_bias=False is not supported"),
