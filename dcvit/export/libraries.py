@@ -48,9 +48,9 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     import transformers
 
     library: ModuleType = transformers
-    if name in itertools.chain(*dcvit_hf.CLASSES.values()):
-        from dcvit.interop import modeling_dcvit as library
     try:
+        if name in itertools.chain(*dcvit_hf.CLASSES.values()):
+            from dcvit.interop import modeling_dcvit as library
         model_class = getattr(library, name, None)
     except (ImportError, RuntimeError):  # transformers imports a class late; torchvision may not fit torch
         return None

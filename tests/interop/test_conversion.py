@@ -127,7 +127,7 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
         source = conversion_models.write(unlimited, tmp_path / "unlimited")
     # In a process of its own: the libraries trace with values that the executed annotations of tests refuse.
     argv = [sys.executable, "-m", "dcvit.convert", str(source), str(out), "--to", to]
-    process = subprocess.run(argv, capture_output=True, text=True)
+    process = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("\n") == 1
     found = re.search(r"logits: (\S+) \(at most (\S+)\); source evaluated by dcvit, result by (\S+)", process.stdout)
@@ -153,13 +153,19 @@ def test_the_card_loads_own_formats(to, folders, tmp_path):
     run_snippets(tmp_path / "out", tmp_path)
 
 
+def environment(**variables):
+    """Return the variables of a process that can import transformers and timm; see tests/interop/site."""
+    folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+
+
 def run_snippets(folder, tmp_path):
     """Run the Python code of a model card in its folder, as a user does."""
     card = (folder / "README.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert snippets
     for code in snippets:
-        env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+        env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
         process = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert process.stdout.strip()

@@ -40,7 +40,7 @@ IMAGES = {
     "both": {},
     "map": dict(posemb="sincos2d", pool_type="map", static=True, groups=2),
     "tok": dict(pool_type="tok", rep_size=24, qk_norm="rmsnorm", compose="pre", norm_epsilon=1e-5),
-    "plain": dict(pool_type="tok+gap", registers=3, layer_scale=0.1, mlp="swiglu", compose=None),
+    "plain": dict(pool_type="tok+gap", registers=3, layer_scale=0.1, mlp="swiglu", rep_size=24, compose=None),
     "first": dict(pool_type="0", mlp="gelu", branches="k", compose="post"),
 }
 FAST = ("both", "map")
