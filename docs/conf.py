@@ -27,6 +27,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "ignore-module-all": True}
 autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_custom_sections = [("Fields", "params_style")]
 
@@ -70,8 +71,11 @@ def short_annotations(app, what, name, obj, options, signature, returns):
 
 
 def skip_fields(app, what, name, obj, skip, options):
-    """Fields of a NamedTuple, which its signature lists, have no docstring of their own."""
-    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field number") else None
+    """Skip fields: those of a NamedTuple, and defaults that are functions or classes of other libraries."""
+    if (getattr(obj, "__doc__", "") or "").startswith("Alias for field number"):
+        return True
+    origin = (getattr(obj, "__module__", None) or "dcvit").partition(".")[0]
+    return True if callable(obj) and origin not in ("dcvit", "input_pipeline") else None
 
 
 def setup(app):
