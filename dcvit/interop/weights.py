@@ -121,7 +121,7 @@ def is_weights(path: Path) -> bool:
     if path.is_dir():
         return not locate(path) and (orbax_tensors.find(path) is not None or has_files(path))
     if not path.is_file() or not is_npz(path):
-        return path.is_file()
+        return path.is_file() and path.suffix != ".npz"  # the reader of archives reports a damaged one
     file = open_file(path)
     found = next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
     return found == "dcmha_vit"  # other archives have the names of this project, which are big_vision's

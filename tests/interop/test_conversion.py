@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import conversion_models
 import jax
