@@ -41,7 +41,8 @@ def image_model(shape=(16, 16, 3), **fields):
     net = vit.Model(10, **{**VIT, "compose": "both", **fields})
     params = small_models.random_params(small_models.param_shapes(net, jnp.zeros((1, *shape))))
     described = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(net, "vit").items()}
-    return net, params, Model(Path("vit"), "dcvit", Description("vit", 10, described, PP), tensors(params), {})
+    pp = PP if shape[0] == shape[1] else PP.replace("(16)", f"({list(shape[:2])})")
+    return net, params, Model(Path("vit"), "dcvit", Description("vit", 10, described, pp), tensors(params), {})
 
 
 def write(model, folder):
