@@ -128,7 +128,7 @@ def test_preset_with_another_function_is_refused_with_the_options_that_keep_it(r
     words = [f"model_init={workdir}", "model_load.upcycle=True", "model.compose=both"]
     message = loading_error(configs.load(PILE.format(family), words))
     assert "\n" not in message
-    assert ("upcycling preserves the function of the run" in message) == bool(expected)
+    assert ("upcycling preserves the function of" in message) == bool(expected)
     options = [word.removeprefix("--config.") for word in shlex.split(message) if word.startswith("--config.model.")]
     assert {option.partition("=")[0].removeprefix("model.") for option in options} == expected
     assert "SHA256SUMS is missing" in loading_error(configs.load(PILE.format(family), [*words, *options]))
