@@ -53,7 +53,7 @@ def test_its_snippet_is_a_working_block():
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     block = names["Block"]()
     variables = jax.jit(block.init)(jax.random.key(1), x)
-    assert {"pre", "post"} <= variables["params"]["Attention_0"].keys()
+    assert {"pre", "post"} <= variables["params"]["DCMHA_0"].keys()
     assert jax.eval_shape(block.apply, variables, x).shape == x.shape
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
     grads = jax.jit(jax.grad(lambda v: jnp.sum(block.apply(v, x) ** 2)))(variables)
