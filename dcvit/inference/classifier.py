@@ -92,7 +92,7 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
 def classify(
     model: nn.Module,
     params: Mapping[str, Any],
-    batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "N height width channels"]]],
+    batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]],
     *,
     class_names: Sequence[str],
     topk: int,
@@ -161,7 +161,7 @@ class PredictionLines:
 
 def read_images(
     files: Sequence[Path], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "N height width channels"]]]:
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"]]]:
     """Yield batches of up to `BATCH` files with their preprocessed images.
 
     Args:
@@ -178,7 +178,7 @@ def read_images(
 
 def preprocess_images(
     images: Iterable[tuple[str, Callable[[], bytes]]], pp: str, on_error: Callable[[str], None]
-) -> Iterator[tuple[list[str], Float32[np.ndarray, "N height width channels"]]]:
+) -> Iterator[tuple[list[str], Float32[np.ndarray, "_ height width channels"]]]:
     """Yield batches as `read_images`, from names of images and functions that read their encoded bytes."""
     if not pp:
         raise ConfigError("config.pp_predict is empty: give the preprocessing of an image file")

@@ -82,7 +82,7 @@ class LoadedModel:
         return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
 
     def classify(
-        self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "N height width channels"]]], topk: int
+        self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]], topk: int
     ) -> Iterator[list[list[Prediction]]]:
         """Yield the predictions for each batch of preprocessed images and their names."""
         if not isinstance(self.module, ViT):
