@@ -77,13 +77,17 @@ def control(folder):
         end.close()
 
 
+# Modules that start a command, or need a library of an extra when they are imported.
+EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.interop.modeling_dcvit")
+
+
 def import_packages(folder):
     import dcvit
     import input_pipeline
 
     for package in (dcvit, input_pipeline):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if module.name not in ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness"):
+            if module.name not in EXCLUDED:
                 importlib.import_module(module.name)
 
 
