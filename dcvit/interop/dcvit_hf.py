@@ -83,7 +83,7 @@ def config(description: Description) -> Json:
 
 
 def unused(name: str) -> bool:
-    """Return True for the head of a model whose head is the embedding, which some writers store twice."""
+    """Return False: the modeling file stores no tensor but parameters."""
     return False
 
 

@@ -114,7 +114,7 @@ def _open_shards(index: Path, content: Json) -> tuple[Tensors, Path]:
 
 
 def _open_one(path: Path) -> Tensors:
-    """Open a file whose format is told by its first bytes."""
+    """Open a file; its first bytes determine the format."""
     try:
         if not path.is_file():  # opening a named pipe would block
             raise CheckpointError(f"no file {path}")

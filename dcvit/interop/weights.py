@@ -43,7 +43,7 @@ from dcvit.interop.tensors import Tensor, Tensors, WeightsFile, has_files, is_np
 
 FAMILIES: dict[str, Family] = {
     "own": own,
-    "dcformer": dcformer,  # before dcvit_hf, which is told by the same model_type
+    "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
     "dcvit_hf": dcvit_hf,
     "dcmha_vit": dcmha_vit,
     "big_vision": big_vision,
