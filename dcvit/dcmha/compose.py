@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
@@ -135,6 +136,28 @@ def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -
     if w.kg is not None:
         out = out + grouped * jnp.einsum("bsgh->bghs", split(w.kg))[..., None, :]
     return out.reshape(a.shape)
+
+
+def query_map(
+    w: ComposeWeights, *, batch: int, length: int, heads: int, groups: int, dtype: DTypeLike
+) -> Float[Array, "#B #T G J J"]:
+    """Return 1 + W_b + w_q1·w_q2 + diag(w_qg) for each query and group, J = H/G.
+
+    A compose without its key-wise branches multiplies the scores or weights of the heads of a group, as a row vector,
+    by this matrix. The axes B and T have length 1 if no branch is dynamic.
+    """
+    per_group = heads // groups
+    one = jnp.eye(per_group, dtype=dtype)[None, None, None]
+    out = jnp.broadcast_to(one, (1, 1, groups, per_group, per_group))
+    if w.static is not None:
+        out = out + w.static.astype(dtype)[None, None]
+    if w.q1 is not None and w.q2 is not None:
+        down, up = (x.astype(dtype).reshape(batch, length, -1, groups, per_group) for x in (w.q1, w.q2))
+        for rank in range(down.shape[2]):
+            out = out + down[:, :, rank, :, :, None] * up[:, :, rank, :, None]
+    if w.qg is not None:
+        out = out + one * w.qg.astype(dtype).reshape(batch, length, groups, 1, per_group)
+    return out
 
 
 def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, keys: int, groups: int) -> None:

@@ -3,9 +3,9 @@
 One product per example reads the keys, and one the values, once and in their own layout. The query of each head is a
 column of a (K·D)×H matrix that is zero outside the rows of the head's own key head, so that no copy of the cache is
 needed to move the heads to the front. The product computes K times the required values; with one query, memory
-bandwidth is the limit. Scores have the layout S×H, as the key-wise weights. The query-wise part of a compose is one H×H
-matrix for each example (`query_map`). Sums over the heads, which are the innermost axis, are products with a matrix of
-ones: on CPUs they take half the time of XLA's reduction.
+bandwidth is the limit. Scores have the layout S×H, as the key-wise weights. The query-wise part of a compose is one
+H×H matrix for each example (`map_of_heads`). Sums over the heads, which are the innermost axis, are products with a
+matrix of ones: on CPUs they take half the time of XLA's reduction.
 
 scripts/bench_dcmha.py measured this on two CPU cores. The speed on GPUs has not been measured.
 """
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
@@ -77,7 +77,7 @@ def attention(
 def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[Array, "B S H"]:
     """Compute `dcvit.dcmha.compose` (Eqn 7) for one query, with the heads as the last axis."""
     batch, _, heads = a.shape
-    out = exact_einsum("bsn,bnh->bsh", a, query_map(w, batch, heads, groups, a.dtype))
+    out = exact_einsum("bsn,bnh->bsh", a, map_of_heads(w, batch, heads, groups, a.dtype))
     if w.k1 is not None and w.k2 is not None:
         same_group = jnp.kron(jnp.eye(groups, dtype=a.dtype), jnp.ones((heads // groups,) * 2, a.dtype))
         # The hidden value of a group, repeated for each of its heads.
@@ -89,19 +89,8 @@ def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[A
     return out
 
 
-def query_map(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: DTypeLike) -> Float[Array, "B H H"]:
-    """Return 1 + W_b + w_q1·w_q2 + diag(w_qg), zero between groups.
-
-    A compose without its key-wise part multiplies scores or weights by this matrix.
-    """
-    per_group = heads // groups
-    one = jnp.broadcast_to(jnp.eye(per_group, dtype=dtype), (batch, groups, per_group, per_group))
-    out = one
-    if w.static is not None:
-        out = out + w.static.astype(dtype)[None]
-    if w.q1 is not None and w.q2 is not None:
-        down, up = (x[:, 0].astype(dtype).reshape(batch, -1, groups, per_group) for x in (w.q1, w.q2))
-        out = out + exact_einsum("brgn,brgh->bgnh", down, up)
-    if w.qg is not None:
-        out = out + one * w.qg.astype(dtype).reshape(batch, groups, 1, per_group)
-    return jnp.einsum("bgnh,gf->bgnfh", out, jnp.eye(groups, dtype=dtype)).reshape(batch, heads, heads)
+def map_of_heads(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: DTypeLike) -> Float[Array, "B H H"]:
+    """Return the matrices of `query_map` for one query as one matrix, zero between groups."""
+    matrix = query_map(w, batch=batch, length=1, heads=heads, groups=groups, dtype=dtype)[:, 0]
+    separate = matrix[:, :, :, None] * jnp.eye(groups, dtype=dtype)[None, :, None, :, None]
+    return jnp.broadcast_to(separate.reshape(-1, heads, heads), (batch, heads, heads))

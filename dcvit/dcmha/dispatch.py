@@ -9,7 +9,7 @@ from typing import Protocol, TypedDict, Unpack
 
 import jax
 
-from dcvit.dcmha import blockwise, decode, reference
+from dcvit.dcmha import blockwise, decode, folded, reference
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.partition import splits_arrays
@@ -66,8 +66,20 @@ def _pallas_gpu(
     return api.attention(q, k, v, pre, post, **options)
 
 
+def _folded(
+    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
+) -> Array:
+    groups = options.pop("groups")
+    if (reason := folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
+        raise UnsupportedError(reason)
+    q = folded.compose_heads(q, pre, groups=groups)
+    out = attention(q, k, v, None, None, None, groups=1, **options)
+    return folded.compose_heads(out, post, groups=groups)
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.attention,
+    "folded": _folded,
     "blockwise": blockwise.attention,
     "decode": decode.attention,
     "pallas_tpu": _pallas_tpu,
@@ -103,7 +115,7 @@ def attention(
     Raises:
       ValueError: the named implementation does not support the case.
     """
-    names = candidates(q, k, pre, post) if implementation is None else (implementation,)
+    names = candidates(q, k, pre, post, options["groups"]) if implementation is None else (implementation,)
     reasons: list[str] = []
     for name in names:
         try:
@@ -125,8 +137,12 @@ def attention(
     raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case
 
 
-def candidates(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None) -> tuple[str, ...]:
+def candidates(
+    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, groups: int = 1
+) -> tuple[str, ...]:
     """Return the names of implementations for these shapes on the current platform, fastest first.
+
+    A composition that can be folded into plain attention is.
 
     On two CPU cores, gradients of composed attention take `blockwise` 10 to 20 % of `reference`'s time at the sizes in
     docs/performance.md, and `reference` is faster for small plain attention (scripts/bench_dcmha.py). Attention of one
@@ -136,6 +152,8 @@ def candidates(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeig
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
+    if folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups) is None:
+        return ("folded", "reference")  # `folded` does not support dropout
     plain = pre is None and post is None
     if queries > 1 and plain and here == "cpu" and queries * keys < SMALL:
         return ("reference",)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dcvit import dcmha
+from dcvit.dcmha import folded
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
 from dcvit.parallel.mesh import BATCH, active_mesh, divisible_axes
@@ -36,16 +37,25 @@ def attention(
 ) -> Float[Array, "B T H D"]:
     """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
-    Examples are split over the batch axes, heads over "tensor". If heads are composed with heads of another device, the
-    compiler splits the reference implementation, which exchanges the least. If another implementation is named, each
-    device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the
-    examples as their inputs are.
+    Examples are split over the batch axes, heads over "tensor". A composition that can be folded into queries and
+    outputs (`dcvit.dcmha.folded`) is folded before the heads are split. If heads are composed with heads of another
+    device, the compiler splits the reference implementation, which exchanges the least. If another implementation is
+    named, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the
+    compiler splits the examples as their inputs are.
     """
     mesh = active_mesh()
     attend = functools.partial(dcmha.attention, causal=causal, window=window)
     if mesh is None or implementation == "reference" or dropout is not None:
         return attend(q, k, v, pre, post, mask=mask, groups=groups, dropout=dropout, implementation=implementation)
     tensor = mesh.shape.get("tensor", 1)
+    if (
+        tensor > 1
+        and implementation in (None, "folded")
+        and not folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)
+    ):
+        q = folded.compose_heads(q, pre, groups=groups)
+        out = attention(q, k, v, None, None, mask=mask, causal=causal, window=window)
+        return folded.compose_heads(out, post, groups=groups)
     independent = (pre is None and post is None) or groups % tensor == 0  # no composition across devices
     if tensor > 1 and not independent and implementation is None:
         return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation="reference")

@@ -330,7 +330,7 @@ def kernel_inputs(
     for phase, (name, w) in enumerate((("pre", pre), ("post", post))):
         if w is None:
             continue
-        query_map = decode.query_map(w, batch, config.heads, config.groups, jnp.float32)
+        query_map = decode.map_of_heads(w, batch, config.heads, config.groups, jnp.float32)
         inputs.add_whole(f"{name}_map", query_map.swapaxes(1, 2))
         for field, x in (("k1", w.k1), ("k2", w.k2), ("kg", w.kg)):
             if x is not None:
