@@ -86,6 +86,7 @@ class TransformerFields(AttentionFields, kw_only=True):
       depth: L, the number of layers.
       mlp_dim: F, the width of the MLPs; None means 4·M.
       num_heads: H; divides `width`.
+      num_key_heads: K, for grouped-query attention; None means `num_heads`.
       scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
         matrix products), "full" (whole layers), or what a policy of `jax.checkpoint_policies` does not keep, by name.
@@ -96,6 +97,7 @@ class TransformerFields(AttentionFields, kw_only=True):
     depth: int = 12
     mlp_dim: int | None = None
     num_heads: int = 12
+    num_key_heads: int | None = None
     scan: bool = False
     remat: str = "none"
     dtype_mm: str = "float32"
@@ -163,5 +165,5 @@ def check_transformer(module: TransformerFields) -> None:
     check_choices(module, remat=REMATS, dtype_mm=DTYPES)
     check_largest(module)
     check_positive(module, "width", "num_heads")
-    check_not_negative(module, "depth", "mlp_dim")
+    check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
     check_heads(module.num_heads, module.width)

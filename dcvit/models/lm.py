@@ -52,7 +52,6 @@ class LM(TransformerFields):
     Fields:
       vocab_size: V.
       context: T of training rows, and the number of learned positions.
-      num_key_heads: K, for grouped-query attention; None means `num_heads`.
       position: "rotary" or "learned" position embeddings.
       rotary_fraction: part of a head's width that carries the rotary embedding.
       rotary_base: base of the frequencies of the rotary embedding.
@@ -75,7 +74,6 @@ class LM(TransformerFields):
 
     vocab_size: int
     context: int = 2048
-    num_key_heads: int | None = None
     position: str = "rotary"
     rotary_fraction: float = 1.0
     rotary_base: float = 10_000.0
@@ -168,7 +166,7 @@ def check_fields(net: LM, length: int) -> None:
     check_choices(net, position=POSITIONS, norm=NORMS, mlp=ACTIVATIONS, window_pattern=WINDOW_PATTERNS)
     check_transformer(net)
     check_positive(net, "vocab_size", "context", "window")
-    check_not_negative(net, "num_key_heads", "out_init_std", "mlp_groups", "prefill_window")
+    check_not_negative(net, "out_init_std", "mlp_groups", "prefill_window")
     if net.mlp_groups and (net.mlp_dim or 4 * net.width) % net.mlp_groups:
         raise ValueError(f"mlp_groups={net.mlp_groups} does not divide mlp_dim={net.mlp_dim or 4 * net.width}")
     if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:

@@ -120,7 +120,12 @@ class ViT(TransformerFields):
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
         attention = functools.partial(
-            Attention, self.num_heads, dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields)
+            Attention,
+            self.num_heads,
+            num_key_heads=self.num_key_heads,
+            dtype=dtype,
+            remat=self.remat == "attention",
+            **values_of(self, AttentionFields),
         )
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
