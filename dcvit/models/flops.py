@@ -71,7 +71,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     tokens = patches + net.pool_type.startswith("tok") + net.registers
     mlp = (3 if net.mlp == "swiglu" else 2) * net.width * (net.mlp_dim or 4 * net.width)
     total = patches * p_h * p_w * channels * net.width
-    block = _attention(net.width, net.width, tokens, tokens, tokens**2) + _compositions(net, tokens, tokens**2)
+    block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2) + _compositions(net, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
@@ -95,13 +95,12 @@ def lm_flops(net: LM, length: int) -> int:
     Pairs of different documents count although `end_of_text` masks them, because their number depends on the data.
     """
     windows = [window and (net.prefill_window or window) for window in layer_windows(net)]
-    key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
     matrices = 3 if net.mlp == "swiglu" else 2
     mlp = net.width * (matrices * (net.mlp_dim or 4 * net.width) + (net.mlp_groups or 0))
     total = length * (net.depth * mlp + net.width * net.vocab_size)
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
-        total += _attention(net.width, key_width, length, length, pairs) + _compositions(net, length, pairs)
+        total += _attention(net.width, _key_width(net), length, length, pairs) + _compositions(net, length, pairs)
     return 2 * total
 
 
@@ -109,6 +108,11 @@ def visible_pairs(length: int, window: int | None) -> int:
     """Return the visible query-key pairs of a causal row: Σ min(i, window) for i = 1 … T, or T·(T+1)/2 if unlimited."""
     full = length if window is None else min(window, length)
     return full * (full + 1) // 2 + (length - full) * full
+
+
+def _key_width(net: TransformerFields) -> int:
+    """Return K·D, the width of the keys."""
+    return (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
 
 
 def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) -> int:
@@ -122,14 +126,25 @@ def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
       each side of T tokens:    T·(M·G·I + G·I²) for w_1 and w_2,   T·M·H for the gate
       each of P pairs:          2·R·H (down H→R, up R→H) and H (gate) for each side,   H·J for the static W_b
 
-    With G = 1 the weights are the paper's T·(M·2RH + (2RH)² + M·H).
+    With G = 1 the weights are the paper's T·(M·2RH + (2RH)² + M·H). A composition that can be folded into queries and
+    outputs (`dcvit.dcmha.folded`) costs nothing for a pair:
+
+      each of T tokens:         R·H·J and H·J for the J×J matrices (projection and gate), H·J·D to apply them
     """
     if net.compose is None:
         return 0
     heads, rank, per_group = net.num_heads, net.rank, net.num_heads // net.groups
     inner = 2 * rank * per_group
     weights = net.projection * net.groups * inner * (net.width + inner) + net.gate * net.width * heads
-    each_pair = net.projection * 2 * rank * heads + net.gate * heads
-    sides = len(net.branches)
-    one = tokens * sides * weights + pairs * (sides * each_pair + net.static * heads * per_group)
-    return (2 if net.compose == "both" else 1) * one
+    sides, composes = len(net.branches), 2 if net.compose == "both" else 1
+    if foldable(net):
+        matrix = net.projection * rank + net.gate
+        return composes * tokens * (weights + heads * per_group * (matrix + net.width // heads))
+    each_pair = sides * (net.projection * 2 * rank * heads + net.gate * heads) + net.static * heads * per_group
+    return composes * (tokens * sides * weights + pairs * each_pair)
+
+
+def foldable(net: TransformerFields) -> bool:
+    """Return whether the composition of a model can be folded into queries and outputs (`dcvit.dcmha.folded`)."""
+    key_wise = "k" in net.branches and (net.projection or net.gate)
+    return net.compose is not None and not key_wise and net.groups % (net.num_key_heads or net.num_heads) == 0

@@ -65,7 +65,15 @@ def counted(of, net, example, tokens):
             elif name == "conv_general_dilated":
                 kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)
                 total += 2 * math.prod(out) * math.prod(kernel[:-1])
-            elif name == "mul" and len(out) == 5 and out[-2:] == (tokens, tokens):  # a gate on B G H/G T S
+            elif (
+                name == "mul"
+                and len(out) == 5
+                and (
+                    out[-2:] == (tokens, tokens)  # a gate on B G H/G T S
+                    or out[1:4]
+                    == (tokens, net.groups, net.num_heads // net.groups)  # a term on B T G J _, where folded
+                )
+            ):
                 total += 2 * math.prod(out)  # the product, and the sum that it is added to
             times = equation.params.get("length", 1) if name == "scan" else 1
             total += times * sum(map(walk, jaxprs_in_params(equation.params)))
@@ -94,13 +102,22 @@ COMPOSED = [
     {"compose": "both", "gate": False, "rank": 3},
     {"compose": "both", "static": True, "groups": 2},
     {"compose": "both", "static": True, "projection": False, "gate": False},
-    {"compose": "pre", "static": True, "branches": "q", "groups": 6},
+    {"compose": "pre", "branches": "q", "groups": 3},
     {"compose": "both", "pool_type": "map", "rank": 3, "groups": 3},
     {"compose": "both", "pool_type": "tok", "scan": True, "registers": 2},
 ]
 
 
-@pytest.mark.parametrize("fields", PLAIN + COMPOSED, ids=str)
+FOLDED = [
+    {"num_key_heads": 2, "branches": "q", "groups": 2},
+    {"num_key_heads": 1, "branches": "q", "gate": False, "rank": 1, "static": True},
+    {"num_key_heads": 3, "projection": False, "gate": False, "static": True, "groups": 3},
+    {"num_key_heads": 2, "branches": "q", "projection": False, "groups": 2},
+]
+FOLDED = [{"compose": "both", "implementation": "folded", **fields} for fields in FOLDED]
+
+
+@pytest.mark.parametrize("fields", PLAIN + COMPOSED + FOLDED, ids=str)
 def test_every_product_of_the_program_is_counted(fields):
     net = small(**fields)
     tokens = 15 + net.pool_type.startswith("tok") + net.registers
@@ -171,7 +188,7 @@ def all_pairs(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_pairs")
-@pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS, ids=str)
+@pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS + FOLDED, ids=str)
 def test_every_product_of_the_language_model_is_counted(fields):
     net = small_lm(**fields)
     assert lm_flops(net, ROW) == counted(logits_of, net, a_row(), ROW)
