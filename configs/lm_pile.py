@@ -12,22 +12,29 @@ perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 a
     DCFormer-405M           415,595,520   13,500    256      7B   Figure 3
     Transformer++-405M      411,257,856   13,500    256      7B   11.68
     DCFormer++-405M         419,518,464   13,500    256      7B   10.83
+    DCFlash-405M            377,493,504   13,500    256      7B   (2)
     Transformer-834M        837,494,784   28,610    256     15B   Figure 3
     DCFormer-834M           856,077,312   28,610    256     15B   Figure 3
     Transformer++-834M      833,942,016   28,610    256     15B   Figure 3
     DCFormer++-834M         852,524,544   28,610    256     15B   Figure 3
+    DCFlash-834M            757,931,520   28,610    256     15B   (2)
     Transformer-1.4B      1,418,649,600   49,591    256     26B   Figure 3
     DCFormer-1.4B         1,451,682,816   49,591    256     26B   Figure 3
     Transformer++-1.4B    1,439,078,400   49,591    256     26B   Figure 3
     DCFormer++-1.4B       1,472,111,616   49,591    256     26B   Figure 3
+    DCFlash-1.4B          1,303,913,472   49,591    256     26B   (2)
     Transformer++-2.8B    2,795,036,160  143,000  1,024    300B   (1)
     DCFormer++-2.8B       2,849,562,112  143,000  1,024    300B   6.11 / 56.4
+    DCFlash-2.8B          2,506,808,832  143,000  1,024    300B   (2)
     Transformer++-6.9B    6,887,976,960  143,000  1,024    300B   (1)
     DCFormer++-6.9B       6,973,960,192  143,000  1,024    300B   (1)
+    DCFlash-6.9B          6,124,744,704  143,000  1,024    300B   (2)
     Transformer++-13B    13,202,816,000  143,000  1,024    300B   (1)
     DCFormer++-13B       13,370,752,000  143,000  1,024    300B   (1)
+    DCFlash-13B          11,712,076,800  143,000  1,024    300B   (2)
     Transformer++-33B    32,771,980,800  143,000  1,024    300B   (1)
     DCFormer++-33B       33,197,698,560  143,000  1,024    300B   (1)
+    DCFlash-33B          28,992,837,120  143,000  1,024    300B   (2)
     Pythia-2.8B           2,775,208,960  143,000  1,024    300B   6.63 / 53.1
     DCPythia-2.8B         2,829,740,032  143,000  1,024    300B   6.36 / 54.5
     Pythia-6.9B           6,857,302,016  143,000  1,024    300B   6.29 / 55.1
@@ -36,6 +43,9 @@ perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 a
 
     (1) Table 6 has the speed of these models; the paper does not train them. Steps and batch are those of the 2.8B
         models, learning rates those of LLaMA (Touvron et al., 2023, Table 2).
+    (2) Not a model of the paper: DCFormer++ with four query heads to a key head, composed query-wise among these four.
+        Composition then costs about 1 % more operations than none, and any plain attention computes the rest
+        (docs/performance.md).
 
 Transformer is GPT-3's architecture with untied embeddings, Transformer++ LLaMA's. DCFormer(++) and DCPythia replace
 their attention by DCMHA, with every other layer, the first included, local (256 tokens); the models of Table 3 and
@@ -184,6 +194,8 @@ def vocabulary(preset: str) -> int:
 
 def _shrink(config: ConfigDict) -> None:
     """Reduce the config to a tiny model of the same architecture and a few steps, for a test on a laptop."""
+    if config.model.preset.startswith("DCFlash"):
+        config.model.update({"num_key_heads": 1, "groups": 1})
     tiny = {"width": 64, "depth": 4, "num_heads": 2, "mlp_dim": 128, "window": 16, "dtype_mm": "float32"}
     config.model.update(tiny)
     config.input.batch_size = 2

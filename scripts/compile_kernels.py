@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from tpu_bundles import bundles
 
+from dcvit.models.flops import foldable
 from dcvit.models.lm import Model, layer_windows
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
@@ -46,7 +47,8 @@ def shapes() -> dict[AttentionShape, list[str]]:
             found.setdefault(shape, []).append(f"{'DCViT' if composed else 'ViT'}-{name}")
     for name in PRESETS:
         net = Model(50257, preset=name)
-        heads, width, composed = net.num_heads, net.width // net.num_heads, net.compose is not None
+        heads, width = net.num_heads, net.width // net.num_heads
+        composed = net.compose is not None and not foldable(net)
         for window in dict.fromkeys(layer_windows(net)):
             found.setdefault(AttentionShape(heads, width, TEXT, TEXT, window, composed), []).append(name)
             found.setdefault(AttentionShape(heads, width, 1, window or TEXT, window, composed), []).append(name)

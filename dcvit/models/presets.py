@@ -1,4 +1,8 @@
-"""Language models of the paper by name: architectures, and sizes from Tables 3, 4 and 6."""
+"""Language models of the paper by name: architectures, and sizes from Tables 3, 4 and 6.
+
+The models "DCFlash-…" are not the paper's: they are DCFormer++ with four query heads to a key head, composed query-wise
+among these four, so that the composition can be folded into any plain attention (`dcvit.dcmha.folded`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ COMPOSED = {"compose": "both", "window_pattern": "1:1"}
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    """Return the fields of `dcvit.models.lm.LM` for each model that the paper trains or times."""
+    """Return the fields of `dcvit.models.lm.LM` for each model that the paper trains or times, and for DCFlash."""
     presets: dict[str, dict[str, Any]] = {}
     for size, (depth, width, heads, mlp_dim) in SIZES.items():
         shape = {"depth": depth, "width": width, "num_heads": heads}
@@ -41,6 +45,8 @@ def _presets() -> dict[str, dict[str, Any]]:
             presets[f"DCFormer-{size}"] = GPT3 | shape | composed
         presets[f"Transformer++-{size}"] = LLAMA | shape | {"mlp_dim": mlp_dim}
         presets[f"DCFormer++-{size}"] = LLAMA | shape | {"mlp_dim": mlp_dim} | composed
+        grouped = {"num_key_heads": heads // 4, "groups": heads // 4, "branches": "q"}
+        presets[f"DCFlash-{size}"] = presets[f"DCFormer++-{size}"] | grouped
     for size, (depth, width, heads) in PYTHIA_SIZES.items():
         # GPT-NeoX's "small init" (Nguyen and Salazar, 2019) and "Wang init" (Wang and Komatsuzaki, 2021).
         init = {"init_std": math.sqrt(2 / (5 * width)), "out_init_std": 2 / (depth * math.sqrt(width))}

@@ -99,7 +99,7 @@ def test_all_kernels_are_lowered_for_cuda(preset, dtype, tokens, window, monkeyp
 
 
 def test_every_preset_with_dynamic_composition_is_supported():
-    names = [name for name, fields in PRESETS.items() if "compose" in fields]
+    names = [name for name, fields in PRESETS.items() if "compose" in fields and "groups" not in fields]  # not folded
     assert names
     for name in names:
         jax.eval_shape(lambda *args: tiling.check_supported(*args, groups=1), *layer(name, jnp.bfloat16, 2048))

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from small_models import jit
 
-from dcvit.models import lm
+from dcvit.models import flops, lm
 from dcvit.models.presets import PRESETS
 
 VOCAB = 50_257  # GPT-2's
 PYTHIA_VOCAB = {"2.8B": 50_304, "6.9B": 50_432, "12B": 50_688}  # as padded when they were trained
-COMPOSED = sorted(name for name in PRESETS if name.startswith("DC"))
+COMPOSED = sorted(name for name in PRESETS if name.startswith(("DCFormer", "DCPythia")))
+FLASH = sorted(name for name in PRESETS if name.startswith("DCFlash"))
 
 
 def exhaustive(*values):
@@ -59,7 +60,7 @@ def check_gradient(preset, **fields):
 def test_every_model_of_the_paper_has_a_name():
     table_3, table_4, table_6 = ("405M", "834M", "1.4B"), ("2.8B", "6.9B"), ("2.8B", "6.9B", "13B", "33B")
     names = {f"{kind}-{size}" for kind in ("Transformer", "DCFormer") for size in table_3}
-    names |= {f"{kind}-{size}" for kind in ("Transformer++", "DCFormer++") for size in table_3 + table_6}
+    names |= {f"{kind}-{size}" for kind in ("Transformer++", "DCFormer++", "DCFlash") for size in table_3 + table_6}
     names |= {f"{kind}-{size}" for kind in ("Pythia", "DCPythia") for size in table_4} | {"Pythia-12B"}
     assert PRESETS.keys() == names
 
@@ -92,6 +93,25 @@ def test_pythia_has_its_published_number_of_parameters(size, number):
 )
 def test_transformer_plus_plus_with_llamas_vocabulary_has_llamas_number_of_parameters(size, number):
     assert count(trace(f"Transformer++-{size}", 32_000)[1]) == number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", FLASH)
+def test_dcflash_is_dcformer_plus_plus_with_a_composition_that_is_folded(preset):
+    size = preset.removeprefix("DCFlash-")
+    (net, params), (full, _) = trace(preset), trace(f"DCFormer++-{size}")
+    key_heads = full.num_heads // 4
+    assert net == full.clone(num_key_heads=key_heads, groups=key_heads, branches="q")
+    _, plain = trace(f"Transformer++-{size}", num_key_heads=key_heads)
+    inner = 2 * net.rank * 4  # of each group, in pre-compose and post-compose
+    composition = 2 * (key_heads * (net.width * inner + inner**2) + net.width * net.num_heads)
+    norms = 2 * (net.width // net.num_heads) if net.qk_norm else 0
+    assert count(params) == count(plain) + net.depth * (composition + norms)
+    operations = flops.lm_flops(net, 2048) / flops.lm_flops(net.clone(compose=None), 2048)
+    assert 1 < operations < 1.015
+    assert flops.foldable(net)
+    caches = [jax.eval_shape(lambda n=n: lm.init_cache(n, 1, 64)) for n in (net, net.clone(compose=None))]
+    assert jax.tree.map(lambda x: x.shape, caches[0]) == jax.tree.map(lambda x: x.shape, caches[1])
 
 
 @pytest.mark.slow
