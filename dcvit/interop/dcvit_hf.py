@@ -21,9 +21,9 @@ IMAGE, TEXT = "dcvit", "dcformer"  # model types in config.json
 CLASSES = {IMAGE: ("DCViTConfig", "DCViTForImageClassification"), TEXT: ("DCFormerConfig", "DCFormerForCausalLM")}
 AUTO = {IMAGE: "AutoModelForImageClassification", TEXT: "AutoModelForCausalLM"}
 SHARED: Json = {
-    "width": 768, "depth": 12, "num_heads": 12, "mlp_dim": None, "compose": None, "branches": "qk", "projection": True,
-    "gate": True, "static": False, "rank": 2, "groups": 1, "compose_gelu": "tanh", "qk_norm": None,
-    "qk_norm_epsilon": 1e-6,
+    "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": None,
+    "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1,
+    "compose_gelu": "tanh", "qk_norm": None, "qk_norm_epsilon": 1e-6,
 }  # fmt: skip
 # The fields that the modeling file reads, with the defaults of `dcvit.models`.
 FIELDS: dict[str, Json] = {
@@ -32,7 +32,7 @@ FIELDS: dict[str, Json] = {
         "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
     },
     "lm": {
-        **SHARED, "context": 2048, "num_key_heads": None, "position": "rotary", "rotary_fraction": 1.0,
+        **SHARED, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
         "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu", "mlp_groups": None,
         "use_bias": False, "parallel": False, "tied": False, "window_pattern": "none", "window": 256,
         "prefill_window": None, "end_of_text": None,
@@ -132,7 +132,7 @@ def _image_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
         found += _mlp(f"{theirs}.mlp", f"{ours}/MlpBlock_0", names, fields, bias=True)
     found += _norm("norm", "Transformer/encoder_norm", True)
     if fields["pool_type"] == "map":
-        plain = {**fields, "compose": None, "qk_norm": None}
+        plain = {**fields, "compose": None, "qk_norm": None, "num_key_heads": None}
         found.append(same("pool.probe", "MAPHead_0/probe"))
         found += _attention("pool.attention", "MAPHead_0/MultiHeadDotProductAttention_0", plain, bias=True)
         found += _norm("pool.norm", "MAPHead_0/LayerNorm_0", True)

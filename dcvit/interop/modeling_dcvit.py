@@ -26,8 +26,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ImageClassifie
 RMS_EPSILON = 1e-6  # of the dynamic projections
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}  # L: a layer with a window
 FIELDS = {  # of both models, with their defaults
-    "width": 768, "depth": 12, "num_heads": 12, "mlp_dim": None, "compose": "both", "branches": "qk",
-    "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1, "compose_gelu": "tanh",
+    "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": "both",
+    "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1, "compose_gelu": "tanh",
     "qk_norm": None, "qk_norm_epsilon": 1e-6, "initializer_range": 0.02,
 }  # fmt: skip
 IMAGE_FIELDS = {
@@ -35,7 +35,7 @@ IMAGE_FIELDS = {
     "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
 }  # fmt: skip
 TEXT_FIELDS = {
-    **FIELDS, "vocab_size": 50257, "context": 2048, "num_key_heads": None, "position": "rotary",
+    **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary",
     "rotary_fraction": 1.0, "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu",
     "mlp_groups": None, "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256,
     "prefill_window": None, "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
@@ -123,7 +123,10 @@ class Composition(nn.Module):
         return torch.cat(parts, dim=-1) if parts else x.new_zeros((*x.shape[:2], 0), dtype=torch.float32)
 
     def forward(self, a: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Compose scores or attention weights `a`, B H T S in float32 (Eqn 7); the others are those of `weights`."""
+        """Compose scores or attention weights `a`, B H T S in float32 (Eqn 7); the others are those of `weights`.
+
+        Without key-wise branches, `a` may also be queries or outputs, B H T D.
+        """
         a = a.unflatten(1, (self.groups, -1))  # B G J T S
         out = a
         if hasattr(self, "w_b"):
@@ -169,7 +172,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer, self.heads = config, layer, config.num_heads
         self.head_dim = config.width // config.num_heads
-        keys = self.head_dim * (getattr(config, "num_key_heads", None) or config.num_heads)
+        key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
+        keys = self.head_dim * key_heads
         self.query = nn.Linear(config.width, config.width, bias=bias)
         self.key, self.value = (nn.Linear(config.width, keys, bias=bias) for _ in range(2))
         self.out = nn.Linear(config.width, config.width, bias=bias)
@@ -178,6 +182,9 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = make_norm(*norm), make_norm(*norm)
         self.pre = Composition(config) if compose in ("pre", "both") else None
         self.post = Composition(config) if compose in ("post", "both") else None
+        # Heads that share a key head, composed by their query alone: both products of attention commute with that.
+        key_wise = "k" in config.branches and (config.projection or config.gate)
+        self.folded = not key_wise and config.groups % key_heads == 0
         rotary = getattr(config, "position", None) == "rotary"
         self.rotary = round(config.rotary_fraction * self.head_dim) if rotary else 0
 
@@ -204,12 +211,15 @@ class Attention(nn.Module):
         keys = [c.weights(source, "k") for c in compositions]
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-            if compositions:  # the two compositions take the places of keys and values in a layer of their own
+            if compositions and not self.folded:
+                # The two compositions take the places of keys and values in a layer of their own.
                 first, last = cache.update(keys[0][:, None], keys[-1][:, None], self.config.depth + self.layer)
                 keys = [first[:, 0], last[:, 0]][: len(keys)]
         k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
-        if not compositions:
+        if self.folded or not compositions:
+            q = q if self.pre is None else self.pre(q.float(), queries[0], keys[0]).to(q.dtype)
             out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = out if self.post is None else self.post(out.float(), queries[-1], keys[-1]).to(out.dtype)
             return self.out(out.transpose(1, 2).flatten(2))
         a = q.float() @ k.float().transpose(-1, -2) / math.sqrt(self.head_dim)  # Eqn 4 in float32
         a = a if self.pre is None else self.pre(a, queries[0], keys[0])

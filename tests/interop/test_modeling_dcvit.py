@@ -31,6 +31,7 @@ TEXT = {
     "windows": dict(preset="DCFormer-405M", window_pattern="3:1", depth=4),
     "pythia": dict(preset="DCPythia-2.8B", prefill_window=4, compose_gelu="exact"),
     "groups": dict(static=True, groups=2, num_key_heads=2, rank=1),
+    "folded": dict(preset="DCFlash-405M", num_key_heads=2, groups=2, static=True, end_of_text=END),
     "keys": dict(branches="k", compose="pre", qk_norm="layernorm"),
     "queries": dict(branches="q", compose="post", gate=False, mlp_groups=4),
     "gate": dict(projection=False, end_of_text=END),
@@ -41,6 +42,7 @@ IMAGES = {
     "map": dict(posemb="sincos2d", pool_type="map", static=True, groups=2),
     "tok": dict(pool_type="tok", rep_size=24, qk_norm="rmsnorm", compose="pre", norm_epsilon=1e-5),
     "plain": dict(pool_type="tok+gap", registers=3, layer_scale=0.1, mlp="swiglu", rep_size=24, compose=None),
+    "folded": dict(pool_type="map", num_key_heads=2, groups=4, branches="q", static=True),
     "first": dict(pool_type="0", mlp="gelu", branches="k", compose="post"),
 }
 FAST = ("both", "map")
