@@ -73,8 +73,8 @@ def attention(
         implementation does not exist or does not support the case.
     """
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
-    if dropout is not None and not 0 <= dropout.rate < 1:
-        raise ValueError(f"dropout rate {dropout.rate}: expected at least 0 and less than 1")
+    if dropout is not None and not 0 <= dropout.rate <= 1:
+        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))

@@ -19,7 +19,7 @@ class Dropout(NamedTuple):
 
     Fields:
       key: random key.
-      rate: share of the weights that become zero; the others are divided by 1 - rate.
+      rate: share of the weights that become zero; the others are divided by 1 - rate. A rate of 1 removes all.
       broadcast: all examples and heads lose the weights of the same pairs of tokens.
     """
 
@@ -132,6 +132,8 @@ def _repeat(x: Float[Array, "B S K D"], heads: int) -> Float[Array, "B S H D"]:
 
 
 def _drop(weights: Float[Array, "B H T S"], dropout: Dropout) -> Float[Array, "B H T S"]:
+    if dropout.rate == 1:
+        return jnp.zeros_like(weights)
     shape = (1, 1, *weights.shape[2:]) if dropout.broadcast else weights.shape
     kept = jax.random.bernoulli(dropout.key, 1 - dropout.rate, shape)
     return weights * (kept.astype(weights.dtype) / (1 - dropout.rate))

@@ -42,7 +42,7 @@ class AttentionInputs(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Arrays of one call of a layer. With several leading axes or none, see `LayerInputs.flat`."""
+    """Arrays of one call of a layer, with any number of leading axes; `LayerInputs.flat` makes it one."""
 
     q: Float[Array, "*B T M"]
     k: Float[Array, "*B S _"] | None = None  # None: as q
@@ -50,32 +50,49 @@ class LayerInputs(NamedTuple):
     mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None
     positions: Int[Array, "..."] | None = None
     dropout_key: Array | None = None
+    cache: Cache | None = None  # the tokens before; see `FlatAttention.decode`
+    update: CacheUpdate | None = None
 
-    def flat(self) -> LayerInputs:
-        """Return the inputs with a single leading axis B, and the mask as `dcvit.dcmha.attention` takes it."""
-        lead, keys = self.q.shape[:-2], (self.q if self.k is None else self.k).shape[-2]
+    def flat(self, mask_heads: int) -> LayerInputs:
+        """Return the inputs with a single leading axis B, and the mask as booleans with 1 or `mask_heads` heads."""
+        lead, queries = self.q.shape[:-2], self.q.shape[-2]
+        keys = (self.q if self.k is None else self.k).shape[-2]
+        if self.cache is not None and queries == 1:
+            keys = self.cache.k.shape[-2]
 
         def merge(x: Array) -> Array:
-            return x if x.ndim == 3 else x.reshape(-1, *x.shape[-2:])
+            return x if len(lead) == 1 else x.reshape(-1, *x.shape[len(lead) :])
 
-        k, v = (None if x is None else merge(x) for x in (self.k, self.v))
-        mask = None if self.mask is None else boolean_mask(self.mask, lead, self.q.shape[-2], keys)
-        positions = None if self.positions is None else flat_positions(self.positions, lead, self.q.shape[-2])
-        return LayerInputs(merge(self.q), k, v, mask, positions, self.dropout_key)
+        q, k, v, cache, update = jax.tree.map(merge, (self.q, self.k, self.v, self.cache, self.update))
+        mask = None if self.mask is None else boolean_mask(self.mask, (*lead, mask_heads, queries, keys))
+        positions = None if self.positions is None else flat_positions(self.positions, lead, queries)
+        return LayerInputs(q, k, v, mask, positions, self.dropout_key, cache, update)
+
+
+class LayerOutputs(NamedTuple):
+    """Results of one call of a layer; weights and cache are None unless they are asked for."""
+
+    out: Float[Array, "*B T _"]
+    weights: Float[Array, "*B H T S"] | None = None  # the composed weights
+    cache: Cache | None = None  # the given cache with the new tokens, or these alone
 
 
 def boolean_mask(
-    mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."], lead: tuple[int, ...], queries: int, keys: int
-) -> Bool[Array, "_ 1 _ _"]:
-    """Return a mask as flax makes it, of numbers or booleans that broadcast to (*lead, 1, T, S), with one leading axis.
+    mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."], expected: tuple[int, ...]
+) -> Bool[Array, "_ _ _ _"]:
+    """Return a mask as flax makes it, of numbers or booleans that broadcast to `expected`, with one leading axis.
+
+    Args:
+      mask: True or not zero where a query attends to a key.
+      expected: shape (*B, H, T, S); with a composition, (*B, 1, T, S).
 
     Raises:
-      ValueError: the shape does not broadcast, or the mask differs between heads, which a composition mixes.
+      ValueError: the shape does not broadcast.
     """
-    expected = (*lead, 1, queries, keys)
-    shape = (1,) * (len(expected) - mask.ndim) + mask.shape
+    lead, shape = expected[:-3], (1,) * (len(expected) - mask.ndim) + mask.shape
     if len(shape) > len(expected) or any(n not in (1, most) for n, most in zip(shape, expected, strict=True)):
-        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {expected}, the same for all heads")
+        why = ", because a composition mixes the heads: all share one mask" if expected[-3] == 1 else ""
+        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {expected}{why}")
     if mask.dtype != jnp.bool_:
         mask = mask != 0
     if all(n == 1 for n in shape[:-3]):
@@ -139,19 +156,13 @@ class FlatAttention(Projections):
         Returns:
           The output, and the cache with the new tokens.
         """
-        out, _, extended = self._attend(LayerInputs(x, mask=mask, positions=positions), cache=cache, update=update)
-        assert extended is not None  # because `cache` is not
-        return out, extended
+        result = self._attend(LayerInputs(x, mask=mask, positions=positions, cache=cache, update=update))
+        assert result.cache is not None
+        return result.out, result.cache
 
     @nn.compact
-    def _attend(
-        self,
-        inputs: LayerInputs,
-        return_weights: bool = False,
-        cache: Cache | None = None,
-        update: CacheUpdate | None = None,
-    ) -> tuple[Array, Array | None, Cache | None]:
-        """Return the output, the composed weights if asked for, and the extended cache if one is given."""
+    def _attend(self, inputs: LayerInputs, return_weights: bool = False) -> LayerOutputs:
+        """Return the output, the composed weights if asked for, and the cache, for flat inputs."""
         x_q, mask = inputs.q, inputs.mask
         x_k = x_q if inputs.k is None else inputs.k
         if self.rotary and x_k is not x_q:
@@ -163,27 +174,38 @@ class FlatAttention(Projections):
         compose = self._compose_weights(x_q.shape[-1], to_compose)
         arrays = AttentionInputs(q, k, v, compose.get("pre"), compose.get("post"))
         causal, window = self.causal, self.window and (self.prefill_window or self.window)
-        if cache is not None and update is not None:
-            cache = _extend_cache(cache, arrays, update)
+        cache = _cache_of(arrays)
+        if inputs.cache is not None and inputs.update is not None:
+            cache = extend(inputs.cache, cache, inputs.update.start, inputs.update.added)
             if x_q.shape[1] == 1:  # several tokens attend to each other only, because the cache was empty
-                arrays, mask = _attend_to_cache(cache, arrays, update, mask, self.window)
+                arrays, mask = _attend_to_cache(cache, arrays, inputs.update, mask, self.window)
                 causal, window = False, None
-        groups, key = self.groups if self.compose else 1, inputs.dropout_key
-        dropout = None if key is None else Dropout(key, self.dropout_rate, self.broadcast_dropout)
+        by_head = mask is not None and mask.shape[1] > 1
+        if mask is not None and by_head:
+            arrays, mask = _heads_as_examples(arrays, mask)
+        groups = self.groups if self.compose else 1
         attend: Callable[..., Array] = functools.partial(
-            sharded_attention.attention, causal=causal, window=window, groups=groups, dropout=dropout,
+            sharded_attention.attention, causal=causal, window=window, groups=groups, dropout=self._dropout(inputs),
             implementation=self.implementation,
         )  # fmt: skip
         if self.remat:
             attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        out = self.output(constrain(attend(*arrays, mask=mask), BATCH, None, "tensor", None), x_q.shape[-1])
-        out = shard_as(out, x_q)
-        weights = None
-        if return_weights:
-            weights = attention_weights(
-                q, k, arrays.pre, arrays.post, causal=causal, window=window, mask=mask, groups=groups
-            )
-        return out, weights, cache
+        heads = attend(*arrays, mask=mask)
+        if by_head:
+            heads = heads.reshape(len(q), -1, *heads.shape[1:2], heads.shape[-1]).swapaxes(1, 2)
+        out = shard_as(self.output(constrain(heads, BATCH, None, "tensor", None), x_q.shape[-1]), x_q)
+        if not return_weights:
+            return LayerOutputs(out, None, cache)
+        weights = attention_weights(
+            arrays.q, arrays.k, arrays.pre, arrays.post, mask=mask, causal=causal, window=window, groups=groups
+        )
+        return LayerOutputs(out, weights.reshape(len(q), -1, *weights.shape[2:]), cache)
+
+    def _dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Return the dropout of a call, or None."""
+        if inputs.dropout_key is None:
+            return None
+        return Dropout(inputs.dropout_key, self.dropout_rate, self.broadcast_dropout)
 
     def _compose_weights(self, width: int, inputs: Mapping[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the weights of the compositions "pre" and "post", as far as `compose` asks for them."""
@@ -235,8 +257,9 @@ class Attention(FlatAttention):
         Args:
           x_q: inputs of the queries, with any number of leading axes.
           x_kv: inputs of the keys and values; None means `x_q`.
-          mask: True or not zero where a query attends to a key; broadcasts to (*B, 1, T, S), as masks of flax do. The
-            output of a query whose keys are all masked is that of attention weights of zero.
+          mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), as masks of flax do, and
+            to (*B, 1, T, S) with a composition, which mixes the heads. The output of a query whose keys are all masked
+            is that of attention weights of zero.
           positions: positions of the tokens for a rotary embedding, which broadcast to (*B, T); None means 0 … T-1.
           x_v: inputs of the values, if not `x_kv`.
           deterministic: no dropout. If there is a dropout rate, exactly one of field and argument is given.
@@ -248,19 +271,42 @@ class Attention(FlatAttention):
             not divide each other as they must, the mask does not broadcast, or a rotary embedding is combined with
             `x_kv`.
         """
-        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
-            dropout_rng = None
-        elif dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
         inputs = LayerInputs(x_q, x_kv, x_v, mask, positions, dropout_rng)
+        result = self.attend(inputs, deterministic=deterministic, return_weights=return_weights)
+        if result.weights is not None:
+            return result.out, result.weights
+        return result.out
+
+    def attend(
+        self,
+        inputs: LayerInputs,
+        *,
+        deterministic: bool | None = None,
+        return_weights: bool = False,
+        return_cache: bool = False,
+    ) -> LayerOutputs:
+        """Attend as `__call__`, also to the tokens of a cache.
+
+        Args:
+          inputs: arrays of the call, all with the leading axes *B of the queries. `cache` needs `update`.
+          deterministic: no dropout.
+          return_weights: return the composed attention weights.
+          return_cache: return the cache with the new tokens; without a cache in `inputs`, that of the new tokens alone.
+
+        Raises:
+          ValueError: as `__call__`.
+        """
+        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
+            inputs = inputs._replace(dropout_key=None)
+        elif inputs.dropout_key is None:
+            inputs = inputs._replace(dropout_key=self.make_rng("dropout"))
         mesh = explicit_mesh(inputs)
         call = self._call if mesh is None else functools.partial(self._call_explicitly, mesh)
-        out, *weights = call(inputs, return_weights)
-        if return_weights:
-            return out, weights[0]
-        return out
+        return call(inputs, return_weights, return_cache)
 
-    def _call_explicitly(self, mesh: AbstractMesh, inputs: LayerInputs, return_weights: bool) -> tuple[Array, ...]:
+    def _call_explicitly(
+        self, mesh: AbstractMesh, inputs: LayerInputs, return_weights: bool, return_cache: bool
+    ) -> LayerOutputs:
         """Return `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
         if self.is_initializing():  # parameters exist outside of the automatic axes
             tokens = LayerInputs(inputs.q, inputs.k, inputs.v)
@@ -268,28 +314,29 @@ class Attention(FlatAttention):
         variables = {"params": nn.meta.unbox(self.variables["params"])}
         spec = jax.typeof(inputs.q).sharding.spec
         width = divisible_axes((self.out_features or inputs.q.shape[-1],), spec[-1:], mesh)
-        specs = (P(*spec[:-1], *width), P(*spec[:-2]))[: 1 + return_weights]
+        examples = P(*spec[:-2])
+        specs = P(*spec[:-1], *width), examples if return_weights else None, examples if return_cache else None
         module = self.clone(parent=None)
 
-        def call(variables: Mapping[str, Params], inputs: LayerInputs) -> tuple[Array, ...]:
-            results: tuple[Array, ...] = module.apply(variables, inputs, return_weights, method="_call")  # type: ignore[assignment]
-            return results
+        def call(variables: Mapping[str, Params], inputs: LayerInputs) -> tuple[Array, Array | None, Cache | None]:
+            results: LayerOutputs = module.apply(variables, inputs, return_weights, return_cache, method="_call")  # type: ignore[assignment]
+            return results.out, results.weights, results.cache
 
-        return with_auto_axes(call, mesh, specs)(variables, inputs)
+        return LayerOutputs(*with_auto_axes(call, mesh, specs)(variables, inputs))
 
-    def _call(self, inputs: LayerInputs, return_weights: bool) -> tuple[Array, ...]:
-        """Return the output and, if asked for, the composed weights, with the leading axes of the inputs."""
+    def _call(self, inputs: LayerInputs, return_weights: bool, return_cache: bool) -> LayerOutputs:
+        """Return the results with the leading axes of the inputs."""
         lead = inputs.q.shape[:-2]
-        out, weights, _ = self._attend(inputs.flat(), return_weights)
-        results = (out,) if weights is None else (out, weights)
-        return results if len(lead) == 1 else tuple(x.reshape(*lead, *x.shape[1:]) for x in results)
+        results = self._attend(inputs.flat(1 if self.compose else self.num_heads), return_weights)
+        if not return_cache:
+            results = results._replace(cache=None)
+        return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
 
 
-def _extend_cache(cache: Cache, inputs: AttentionInputs, update: CacheUpdate) -> Cache:
-    """Return the cache with the keys, values and key-wise weights of new tokens."""
+def _cache_of(inputs: AttentionInputs) -> Cache:
+    """Return the keys, values and key-wise weights of the tokens of one call."""
     k, v = (x.reshape(*x.shape[:2], -1) for x in (inputs.k, inputs.v))
-    new = Cache(k, v, key_wise(inputs.pre), key_wise(inputs.post))
-    return extend(cache, new, update.start, update.added)
+    return Cache(k, v, key_wise(inputs.pre), key_wise(inputs.post))
 
 
 def _attend_to_cache(
@@ -299,6 +346,18 @@ def _attend_to_cache(
     length = update.start + update.added
     in_reach = visible(cache.k.shape[1], length, window=window, first=update.oldest_visible)
     mask = in_reach if mask is None else in_reach & mask
-    k, v = (x.reshape(*x.shape[:2], *inputs.k.shape[2:]) for x in (cache.k, cache.v))
+    k, v = (x.reshape(*x.shape[:2], *inputs.k.shape[2:]).astype(inputs.k.dtype) for x in (cache.k, cache.v))
     pre, post = with_keys(inputs.pre, cache.pre), with_keys(inputs.post, cache.post)
     return AttentionInputs(inputs.q, k, v, pre, post), mask
+
+
+def _heads_as_examples(inputs: AttentionInputs, mask: Bool[Array, "#B H #T #S"]) -> tuple[AttentionInputs, Array]:
+    """Return plain attention of one head, with the heads of an example as examples, which have masks of their own."""
+    batch, _, heads, _ = inputs.q.shape
+
+    def split(x: Array) -> Array:
+        x = jnp.repeat(x, heads // x.shape[2], axis=2)
+        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], 1, x.shape[3])
+
+    masks = jnp.broadcast_to(mask, (batch, *mask.shape[1:])).reshape(batch * heads, 1, *mask.shape[2:])
+    return AttentionInputs(split(inputs.q), split(inputs.k), split(inputs.v), None, None), masks

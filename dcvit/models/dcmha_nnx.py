@@ -1,41 +1,50 @@
-"""DCMHA in place of flax's `nnx.MultiHeadAttention`: an NNX module with the same call and parameters."""
+"""DCMHA in place of flax's `nnx.MultiHeadAttention`: an NNX module with the same arguments, call and parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype, Shape
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import dcmha
+from dcvit.models.composition import ComposeParams
+from dcvit.models.fields import BranchFields, check_attention, values_of
 
-Metadata = Mapping[str, Any]  # of an `nnx.Param`, such as its sharding
-NONE: Metadata = MappingProxyType({})
-UNSUPPORTED = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")  # and those of the linen layer
-
-
-class Parameters(nnx.Module):
-    """Parameters by name: those of a projection, of a norm or of a composition."""
-
-    def __init__(self, values: Mapping[str, Array], metadata: Mapping[str, Metadata]):
-        for name, value in values.items():
-            setattr(self, name, nnx.Param(value, **metadata.get(name, NONE)))
-
-    def values(self) -> dict[str, Array]:
-        """Return the arrays by name."""
-        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
+# Arguments of flax's layer whose default is the only supported value, and the reason.
+UNSUPPORTED = {
+    **{name: reason for name, reason in dcmha.UNSUPPORTED.items() if "einsum" not in name},
+    **dict.fromkeys(
+        ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), "`dtype` alone decides on the computation"
+    ),
+}
+COMPOSED = {field.name for field in dataclasses.fields(dcmha.ComposedFields)} - {"num_key_heads", "parent", "name"}
+MODULES = ("query", "key", "value", "query_ln", "key_ln", "out", "pre", "post")  # those that have parameters
 
 
-class DCMHA(nnx.Module):
+class ComposeParameters(nnx.Module):
+    """Parameters of one composition, by the names of `dcvit.models.composition.ComposeParams`."""
+
+    def __init__(self, layer: dcmha.DCMHA, width: int, rngs: nnx.Rngs):
+        params = ComposeParams(layer.num_heads, **values_of(layer, BranchFields))
+        for name, value in _draw(params, rngs.params(), width).items():
+            setattr(self, name, nnx.Param(value))
+
+
+class DCMHA(nnx.MultiHeadAttention):
     """Multi-head attention whose heads compose dynamically, with the interface of `nnx.MultiHeadAttention`.
 
     The parameters are those of the flax layer, `query.kernel` and so on, with `pre` and `post` for the compositions.
-    With `compose=None`, they are the same, and so is the output. The computation is that of the linen layer
+    The constructor of the flax layer draws them: with the same `rngs`, they have the same values and metadata. With
+    `compose=None`, the output is the same, too. The computation is that of the linen layer
     `dcvit.models.dcmha.DCMHA` as a function of these parameters.
     """
 
@@ -49,14 +58,6 @@ class DCMHA(nnx.Module):
         in_kv_features: int | None = None,
         *,
         rngs: nnx.Rngs,
-        deterministic: bool | None = None,
-        keep_rngs: bool = True,
-        kernel_metadata: Metadata = NONE,
-        out_kernel_metadata: Metadata = NONE,
-        bias_metadata: Metadata = NONE,
-        out_bias_metadata: Metadata = NONE,
-        query_ln_scale_metadata: Metadata = NONE,
-        key_ln_scale_metadata: Metadata = NONE,
         **fields: Any,
     ):
         """Create the parameters.
@@ -69,35 +70,31 @@ class DCMHA(nnx.Module):
           num_kv_heads: K, for grouped-query attention; None means H.
           in_kv_features: width of the inputs of keys and values; None means M.
           rngs: random streams; "params" draws the parameters, "dropout" the dropout.
-          deterministic: no dropout; given here, by `nnx.Module.train` and `eval`, or in the call.
-          keep_rngs: keep the dropout stream, if there is a dropout rate. Otherwise each call gets one.
-          kernel_metadata, bias_metadata: metadata of the parameters of the projections.
-          out_kernel_metadata, out_bias_metadata: those of the output projection; empty means those of the others.
-          query_ln_scale_metadata, key_ln_scale_metadata: metadata of the norms' scales.
-          **fields: further fields of `dcvit.models.dcmha.DCMHA`, such as `dtype`, `dropout_rate` or `compose`.
+          **fields: further arguments of `nnx.MultiHeadAttention`, such as `dtype`, `dropout_rate` or
+            `kernel_metadata`, and the fields of `dcvit.models.dcmha.ComposedFields`, such as `compose` or `causal`.
 
         Raises:
-          TypeError: a field does not exist.
-          ValueError: a field has a value that is not supported, or the numbers do not divide each other.
+          TypeError: an argument does not exist.
+          ValueError: an argument has a value that is not supported, or the numbers do not divide each other.
         """
-        for name in UNSUPPORTED:
-            if fields.pop(name, None) is not None:
-                raise ValueError(f"DCMHA has no {name}: leave its default, or use flax's layer")
-        fields["decode"] = bool(fields.get("decode"))
-        self.in_features = in_features
-        self.deterministic = deterministic
-        self.layer = dcmha.DCMHA(
-            num_heads, qkv_features=qkv_features, out_features=out_features, num_key_heads=num_kv_heads, **fields
+        arguments = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
+        dcmha.check_supported(fields, {name: p.default for name, p in arguments.items()}, UNSUPPORTED)
+        composed = {name: fields.pop(name) for name in COMPOSED & fields.keys()}
+        fields["normalize_qk"] = fields.get("normalize_qk", False) or composed.get("qk_norm") is not None
+        super().__init__(
+            num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, rngs=rngs, **fields
         )
-        x_q, x_k = (jnp.zeros((1, 1, width)) for width in (in_features, in_kv_features or in_features))
-        drawn = _draw(self.layer, rngs.params(), x_q, x_k)
-        inner = {"kernel": kernel_metadata, "bias": bias_metadata}
-        outer = {"kernel": out_kernel_metadata or kernel_metadata, "bias": out_bias_metadata or bias_metadata}
-        norms = {"query_ln": {"scale": query_ln_scale_metadata}, "key_ln": {"scale": key_ln_scale_metadata}}
-        metadata = {**dict.fromkeys(("query", "key", "value"), inner), "out": outer, **norms}
-        for name, values in drawn["params"].items():
-            setattr(self, name, Parameters(values, metadata.get(name, {})))
-        self.rngs = rngs.dropout.fork() if keep_rngs and self.layer.dropout_rate > 0 else None
+        self.layer = dcmha.DCMHA(
+            num_heads, dtype=self.dtype, param_dtype=self.param_dtype, qkv_features=self.qkv_features,
+            out_features=self.out_features, num_key_heads=self.num_kv_heads, broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision, use_bias=self.use_bias, normalize_qk=self.normalize_qk, **composed,
+        )  # fmt: skip
+        check_attention(self.layer, num_heads)
+        if self.layer.compose and self.in_kv_features != in_features:
+            raise ValueError(f"a composition needs inputs of one width, found {in_features} and {self.in_kv_features}")
+        for where in ("pre", "post"):
+            if self.layer.compose in (where, "both"):
+                setattr(self, where, ComposeParameters(self.layer, in_features, rngs))
 
     def __call__(
         self,
@@ -111,6 +108,8 @@ class DCMHA(nnx.Module):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
+        out_sharding: NamedSharding | P | None = None,
+        qkv_sharding: NamedSharding | P | None = None,
     ) -> Float[Array, "*B T _"]:
         """Attend from `inputs_q` to `inputs_k`, as the flax layer does.
 
@@ -118,42 +117,96 @@ class DCMHA(nnx.Module):
           inputs_q: inputs of the queries.
           inputs_k: inputs of the keys; None means `inputs_q`.
           inputs_v: inputs of the values; None means `inputs_k`.
-          mask: broadcasts to (*B, 1, T, S): True or not zero where a query attends to a key, the same for all heads.
+          mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), with a composition to
+            (*B, 1, T, S), because it mixes the heads. With a cache, the S keys are its slots.
           deterministic: no dropout; None means the attribute.
           rngs: stream of the dropout; None means that of the module.
           sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights`, an `nnx.Intermediate`.
-          decode: not supported.
+          decode: add the one token to the cache of `init_cache`, and attend to all tokens in it; None means the
+            attribute.
           is_causal: query i attends only to keys 0 … i.
+          out_sharding: sharding of the output on a mesh with explicit axes; None means that of `inputs_q`.
+          qkv_sharding: sharding of queries, keys and values (*B, T, H, D) on such a mesh.
 
         Raises:
-          ValueError: as the linen layer, or the inputs do not have the width `in_features`.
+          ValueError: as the linen layer, the inputs do not have the width `in_features`, or there is no cache.
         """
-        if decode:
-            raise ValueError("DCMHA has no decode: leave its default, or use flax's layer")
         if inputs_q.shape[-1] != self.in_features:
             raise ValueError(f"inputs_q has width {inputs_q.shape[-1]}, expected in_features={self.in_features}")
+        decode = bool(self.decode if decode is None else decode)
+        if decode and self.cached_key is None:
+            raise ValueError("decode=True needs a cache: call init_cache first")
         deterministic, key = self._dropout(deterministic, rngs)
-        layer = self.layer.clone(causal=True) if is_causal else self.layer
-        params = {name: x.values() for name, x in vars(self).items() if isinstance(x, Parameters)}
+        layer = self.layer.clone(
+            causal=self.layer.causal or is_causal, decode=decode, dropout_rate=self.dropout_rate,
+            qkv_sharding=getattr(qkv_sharding, "spec", qkv_sharding),
+        )  # fmt: skip
+        variables: dict[str, dict[str, Any]] = {"params": self._params(), "cache": self._cache() if decode else {}}
         out: Array
         out, found = layer.apply(
-            {"params": params}, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, dropout_rng=key,
-            sow_weights=sow_weights, mutable=["intermediates"],
+            variables, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, dropout_rng=key,
+            sow_weights=sow_weights, mutable=["intermediates", "cache"],
         )  # fmt: skip
+        for name, value in found.get("cache", {}).items():
+            getattr(self, name)[...] = value.astype(getattr(self, name).dtype)
         if sow_weights:
             self.sow(nnx.Intermediate, "attention_weights", found["intermediates"]["attention_weights"][0])
-        return out
+        return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
-    def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
-        """Set the attribute `deterministic`, for `nnx.view`. Raises ValueError if `decode` is true."""
-        if decode:
-            raise ValueError("DCMHA has no decode: leave its default, or use flax's layer")
+    def init_cache(self, input_shape: Shape, dtype: Dtype = jnp.float32) -> None:
+        """Create an empty cache for decoding, or replace it.
+
+        Args:
+          input_shape: shape (*B, S, M) of the inputs of all tokens.
+          dtype: dtype of keys, values and key-wise compose weights.
+        """
+        for name, x in self._cache_shapes(input_shape).items():
+            kind = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+            setattr(self, name, nnx.Cache(jnp.zeros(x.shape, kind)))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Shape | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Set attributes for `nnx.view`; with `decode`, the two sizes create a cache if there is none."""
         if deterministic is not None:
             self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if decode and self.cached_key is None and batch_size is not None and max_length is not None:
+            lead = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*lead, max_length, self.in_features), self.dtype or jnp.float32)
+
+    def _params(self) -> dict[str, dict[str, Array]]:
+        """Return the parameters by module and name, as the linen layer has them."""
+        modules = {name: getattr(self, name, None) for name in MODULES}
+        return {
+            name: {key: x[...] for key, x in vars(module).items() if isinstance(x, nnx.Param)}
+            for name, module in modules.items()
+            if module is not None
+        }
+
+    def _cache(self) -> dict[str, Array]:
+        """Return the arrays of the cache by name."""
+        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Cache)}
+
+    def _cache_shapes(self, input_shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the cache's arrays for inputs of a shape (*B, S, M)."""
+        x_q, x_k = (
+            jax.ShapeDtypeStruct((*input_shape[:-1], width), jnp.float32)
+            for width in (self.in_features, self.in_kv_features)
+        )
+        layer = self.layer.clone(decode=True)
+        variables = jax.eval_shape(lambda q, k: layer.init(jax.random.key(0), q, k, deterministic=True), x_q, x_k)
+        shapes: dict[str, jax.ShapeDtypeStruct] = variables["cache"]
+        return shapes
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[bool, Array | None]:
         """Return whether there is no dropout, and its key."""
-        if not self.layer.dropout_rate:
+        if not self.dropout_rate:
             return True, None
         given = self.deterministic if deterministic is None else deterministic
         if given is None:
@@ -164,8 +217,8 @@ class DCMHA(nnx.Module):
         return given, None if given or stream is None else stream()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _draw(layer: dcmha.DCMHA, key: Array, x_q: Array, x_k: Array) -> dict[str, Any]:
-    """Return the initial variables of a linen layer; equal layers compile once."""
-    variables: dict[str, Any] = layer.init(key, x_q, x_k, deterministic=True)  # type: ignore[assignment]
-    return variables
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _draw(params: ComposeParams, key: Array, width: int) -> dict[str, Array]:
+    """Return initial parameters of a composition; equal compositions compile once."""
+    values: dict[str, Array] = params.init(key, width)["params"]
+    return values

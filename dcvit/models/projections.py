@@ -9,12 +9,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models.fields import AttentionFields, check_attention
 from dcvit.models.layers import in_float32
-from dcvit.parallel.mesh import BATCH, constrain
+from dcvit.parallel.mesh import BATCH, constrain, constrain_to
 
 
 class Projections(AttentionFields):
@@ -36,6 +37,8 @@ class Projections(AttentionFields):
       dtype: dtype of the computation; None means that of inputs and parameters.
       param_dtype: dtype of the parameters of the projections.
       precision: precision of the products with parameters, see `jax.lax.Precision`.
+      qkv_sharding: sharding of queries, keys and values (*B, T, H, D) on a mesh with axes of any names; None means
+        heads over "tensor", if there is this axis.
     """
 
     num_heads: int
@@ -53,6 +56,7 @@ class Projections(AttentionFields):
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: PrecisionLike = None
+    qkv_sharding: P | None = None
 
     def head_dim(self, width: int) -> int:
         """Return D for inputs of M = `width`.
@@ -78,7 +82,9 @@ class Projections(AttentionFields):
 
         def project(name: str, x: Array, heads: int) -> Array:
             out: Array = self._dense((heads, head_dim), self.kernel_init, self.bias_init, name)(x)
-            return constrain(out, BATCH, None, "tensor", None)
+            if self.qkv_sharding is None:
+                return constrain(out, BATCH, None, "tensor", None)
+            return constrain_to(out, self.qkv_sharding)
 
         key_heads = self.num_key_heads or self.num_heads
         q = project("query", x_q, self.num_heads)

@@ -38,6 +38,14 @@ def constrain(x: Float[Array, "*shape"], *axes: Axis) -> Float[Array, "*shape"]:
     return jax.lax.with_sharding_constraint(x, P(*divisible_axes(x.shape, axes, mesh)))
 
 
+def constrain_to(x: Float[Array, "B T H D"], spec: P) -> Float[Array, "B T H D"]:
+    """Constrain the sharding of `x` to that of an array (*B, T, H, D), whose leading axes are merged in `x`."""
+    axes: list[Axis] = [*spec, *[None] * (x.ndim - len(spec))]
+    examples = [name for axis in axes[:-3] for name in axis_names(axis)]
+    axes = divisible_axes(x.shape, [tuple(examples), *axes[-3:]], jax.sharding.get_abstract_mesh())
+    return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
 def active_mesh() -> AbstractMesh | None:
     """Return the current mesh if it has several devices and automatic axes, all of them axes of `AXES`.
 

@@ -186,12 +186,41 @@ def test_masks_of_flax_mask_what_they_mask_in_flax():
         np.testing.assert_allclose(np.where(seen, found, 0), np.where(seen, expected, 0), atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [{"dropout_rate": 0.3, "broadcast_dropout": False}, {"causal": True, "num_key_heads": 1}]
+)
+def test_masks_of_each_head_mask_what_they_mask_in_flax(fields):
+    x, more = random_input(2, 3, 5, 16), {name: x for name, x in fields.items() if "dropout" in name}
+    layer, library = Attention(2, **fields), nn.MultiHeadDotProductAttention(2, **more)
+    params, rngs = initialized(layer.clone(dropout_rate=0.0), x), {"dropout": jax.random.key(2)}
+    repeated = jax.tree_util.tree_map_with_path(  # flax has no shared key heads
+        lambda path, a: jnp.repeat(a, 2 // a.shape[-2], -2) if path[1].key in ("key", "value") else a, params
+    )
+    for shape in ((2, 3, 2, 5, 5), (2, 1, 5)):
+        mask = jax.random.bernoulli(jax.random.key(3), 0.5, shape).at[..., 0].set(True)
+        found, weights = layer.apply(params, x, mask=mask, deterministic=False, rngs=rngs, return_weights=True)
+        wide = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
+        if "causal" in fields:
+            wide &= jnp.tril(jnp.ones((1, 1, 1, 5, 5), bool))
+        expected = library.apply(repeated, x, mask=wide, deterministic=False, rngs=rngs)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+        assert weights.shape == (2, 3, 2, 5, 5)
+        assert not np.any(np.asarray(weights)[~np.broadcast_to(wide, weights.shape)])
+
+
 @pytest.mark.parametrize(
     ("shape", "lead"), [((2, 5, 5), (2,)), ((2, 2, 5, 5), (2,)), ((3, 1, 5, 5), (2,)), ((2, 1, 5, 5), ()), ((4, 5), ())]
 )
 def test_masks_that_do_not_broadcast_are_refused(shape, lead):
-    with pytest.raises(ValueError, match=r"mask has shape .*, expected it to broadcast to .*, the same for all heads"):
-        jax.eval_shape(Attention(2).init, jax.random.key(0), jnp.zeros((*lead, 5, 16)), mask=jnp.ones(shape))
+    """A mask for each head is one of them if heads are composed."""
+    message = r"mask has shape .*, expected it to broadcast to \(.*1, 5, 5\), because a composition mixes the heads"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            Attention(2, compose="both").init, jax.random.key(0), jnp.zeros((*lead, 5, 16)), mask=jnp.ones(shape)
+        )
+    with pytest.raises(ValueError, match=r"mask has shape \(7, 5, 5\), expected it to broadcast to \(2, 2, 5, 5\)\s"):
+        jax.eval_shape(Attention(2).init, jax.random.key(0), jnp.zeros((2, 5, 16)), mask=jnp.ones((7, 5, 5)))
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,199 @@
+"""Arguments of DCMHA and of flax's attention layers, linen and NNX: the same names, defaults and effects."""
+
+import dataclasses
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcvit.models import dcmha, dcmha_nnx
+
+normal, constant = nn.initializers.normal, nn.initializers.constant
+# Rows of arguments that both of flax's layers have. Together they name every argument but `UNSUPPORTED`.
+ROWS = {
+    "widths": {"qkv_features": 32, "out_features": 20, "normalize_qk": True, "use_bias": False},
+    "initializers": {
+        "kernel_init": normal(0.3), "out_kernel_init": normal(0.2), "bias_init": constant(0.1),
+        "out_bias_init": constant(0.2), "precision": "highest",
+    },
+    "dtypes": {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16},
+    "dropout": {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False},
+    "cache": {"decode": True},
+}  # fmt: skip
+LINEN_ROWS = {**ROWS, "dtypes": {**ROWS["dtypes"], "force_fp32_for_softmax": True}}
+NNX_ROWS = {
+    **ROWS,
+    "widths": {**ROWS["widths"], "num_kv_heads": 2, "in_kv_features": 12},
+    "dropout": {**ROWS["dropout"], "keep_rngs": False},
+    "metadata": {
+        "kernel_metadata": {"role": "kernel"}, "out_kernel_metadata": {"role": "out kernel"}, "normalize_qk": True,
+        "bias_metadata": {"role": "bias"}, "out_bias_metadata": {"role": "out bias"},
+        "query_ln_scale_metadata": {"role": "query scale"}, "key_ln_scale_metadata": {"role": "key scale"},
+    },
+}  # fmt: skip
+
+
+def inputs(width=24):
+    return jax.random.normal(jax.random.key(0), (2, 3, 5, width))
+
+
+def defaults(f):
+    """Arguments of a function with their defaults and kinds, without those that a call must give."""
+    parameters = inspect.signature(f).parameters.values()
+    return {p.name: (p.default, p.kind) for p in parameters if p.default is not p.empty}
+
+
+def linen_defaults():
+    fields = dataclasses.fields(nn.MultiHeadDotProductAttention)
+    return {f.name: f.default for f in fields if f.name not in ("parent", "name", "num_heads")}
+
+
+def nnx_defaults():
+    return {name: default for name, (default, _) in defaults(nnx.MultiHeadAttention.__init__).items()}
+
+
+def assert_close(found, expected, dtype):
+    tolerance = 0.03 if dtype == jnp.bfloat16 else 1e-6
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=0, atol=tolerance)
+
+
+def test_the_table_of_arguments_is_complete():
+    linen, of_nnx = ({name for row in rows.values() for name in row} for rows in (LINEN_ROWS, NNX_ROWS))
+    assert linen == linen_defaults().keys() - dcmha.UNSUPPORTED.keys()
+    assert of_nnx == nnx_defaults().keys() - dcmha_nnx.UNSUPPORTED.keys()
+
+
+def test_every_argument_of_flax_is_accepted_with_its_default():
+    """Given explicitly, the defaults change nothing. Those of calls are the same, in the same order."""
+    same = dcmha.DCMHA(4, **linen_defaults())
+    assert same == dcmha.DCMHA(4)
+    fields = [f for f in dataclasses.fields(dcmha.DCMHA) if f.name not in ("parent", "name")]
+    assert [f.name for f in fields if not f.kw_only] == ["num_heads", *linen_defaults()]
+    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0), **nnx_defaults())
+    assert nnx.graphdef(layer) == nnx.graphdef(dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0)))
+    for name in ("__call__", "init_cache", "set_view"):
+        assert defaults(getattr(dcmha_nnx.DCMHA, name)) == defaults(getattr(nnx.MultiHeadAttention, name))
+    call = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+    assert defaults(inspect.unwrap(dcmha.DCMHA.__call__)) == defaults(call)
+
+
+@pytest.mark.parametrize("name", {**dcmha.UNSUPPORTED, **dcmha_nnx.UNSUPPORTED})
+def test_arguments_without_a_counterpart_are_refused_with_the_reason(name):
+    message = f"DCMHA has no {name}, because .*: leave its default, or use flax's layer"
+    if name in dcmha_nnx.UNSUPPORTED:
+        with pytest.raises(ValueError, match=message):
+            dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0), **{name: max})
+    if name in dcmha.UNSUPPORTED:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(dcmha.DCMHA(4, **{name: max}).init, jax.random.key(0), inputs())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", ["dtypes", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in LINEN_ROWS if row != "dtypes")]
+)
+def test_plain_linen_layer_is_that_of_flax_for_every_argument(row, library_promotion):
+    fields, x = LINEN_ROWS[row], inputs().astype(LINEN_ROWS[row].get("dtype", jnp.float32))
+    library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
+    rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    (expected, variables), (found, ours) = (jax.jit(net.init_with_output)(rngs, x) for net in (library, layer))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), ours) == jax.tree.map(lambda a: (a.shape, a.dtype), variables)
+    jax.tree.map(np.testing.assert_array_equal, ours, variables)
+    assert_close(found, expected, x.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", ["widths", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in NNX_ROWS if row != "widths")]
+)
+def test_plain_nnx_layer_is_that_of_flax_for_every_argument(row, library_promotion):
+    """Paths, shapes, dtypes, values and metadata of all variables with the same `rngs`, and the output."""
+    fields, x = NNX_ROWS[row], inputs().astype(NNX_ROWS[row].get("dtype", jnp.float32))
+    library, layer = (
+        nnx.MultiHeadAttention(4, 24, rngs=nnx.Rngs(1), **fields),
+        dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(1), compose=None, **fields),
+    )
+    if "decode" in fields:
+        library.init_cache(x.shape)
+        layer.init_cache(x.shape)
+        x = x[:, :, :1]
+    expected, found = (dict(nnx.to_flat_state(nnx.state(net))) for net in (library, layer))
+    assert found.keys() == expected.keys()
+    for path, variable in expected.items():
+        assert found[path].get_metadata() == variable.get_metadata(), path
+        np.testing.assert_array_equal(found[path][...], variable[...])
+        assert found[path].dtype == variable.dtype
+    keys = x[..., : fields.get("in_kv_features", 24)] + 1
+    outputs = (net(x, keys, decode=fields.get("decode", False), rngs=nnx.Rngs(7)) for net in (library, layer))
+    assert_close(*reversed([*outputs]), x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [nn.with_partitioning, nn.with_logical_partitioning])
+def test_metadata_of_linen_initializers_arrive_on_the_parameters(wrap):
+    fields = {
+        "kernel_init": wrap(normal(), ("embed", "heads", None)),
+        "out_kernel_init": wrap(normal(), ("heads", None, "embed")),
+        "bias_init": wrap(constant(0.0), ("heads", None)), "out_bias_init": wrap(constant(0.0), ("embed",)),
+    }  # fmt: skip
+    found, expected = (
+        nn.get_partition_spec(jax.eval_shape(net(4, **fields).init, jax.random.key(0), inputs()))["params"]
+        for net in (dcmha.DCMHA, nn.MultiHeadDotProductAttention)
+    )
+    assert {name: found[name] for name in expected} == expected
+    assert found["query"]["kernel"] == P("embed", "heads", None)
+    assert set(jax.tree.leaves(found["pre"])) == {P()}
+
+
+@pytest.mark.slow
+def test_a_linen_layer_with_partitioned_parameters_computes_the_output_of_flax():
+    fields = {"kernel_init": nn.with_partitioning(normal(), (None, None, None))}
+    library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
+    x, params = inputs(), library.init(jax.random.key(0), inputs())
+    assert_close(layer.apply(params, x), library.apply(params, x), x.dtype)
+    composed = dcmha.DCMHA(4, **fields)
+    boxed = composed.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(composed.apply(boxed, x), composed.apply(nn.unbox(boxed), x))
+
+
+def test_metadata_of_nnx_initializers_arrive_on_the_parameters_and_split_them():
+    fields = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "a"))}
+    fields["out_kernel_init"] = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("a",))
+    with jax.set_mesh(jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2])):
+        layer, library = (net(4, 24, rngs=nnx.Rngs(0), **fields) for net in (dcmha_nnx.DCMHA, nnx.MultiHeadAttention))
+        for name in ("query", "key", "value", "out"):
+            found, expected = (getattr(net, name).kernel for net in (layer, library))
+            assert found.get_metadata() == expected.get_metadata()
+            assert found[...].sharding == expected[...].sharding
+            assert not found[...].sharding.is_fully_replicated
+
+
+@pytest.mark.exhaustive
+def test_shardings_of_an_nnx_call_are_those_of_the_output():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(inputs(), P("a"))
+        layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0))
+        by_width, by_head = P("a", None, None, "b"), P("a", None, None, "b", None)
+        for sharding in (by_width, NamedSharding(jax.sharding.get_abstract_mesh(), by_width)):
+            call = nnx.jit(lambda layer, x, spec=sharding: layer(x, out_sharding=spec, qkv_sharding=by_head))
+            out = call(layer, x)
+            assert jax.typeof(out).sharding.spec == by_width
+        expected = nnx.jit(lambda layer, x: layer(x))(layer, x)
+        np.testing.assert_allclose(jax.device_get(out), jax.device_get(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_dropout_rate_of_one_removes_all_weights(broadcast):
+    """The output is the bias. flax's layer divides zero by zero, `nn.Dropout` does the same as here."""
+    layer = dcmha_nnx.DCMHA(
+        4, 24, dropout_rate=1.0, broadcast_dropout=broadcast, deterministic=False, rngs=nnx.Rngs(0),
+        bias_init=constant(0.5),
+    )  # fmt: skip
+    np.testing.assert_array_equal(layer(inputs()), jnp.full((2, 3, 5, 24), 0.5))
