@@ -119,7 +119,7 @@ def attention(
     reasons: list[str] = []
     for name in names:
         try:
-            check_platform(name)
+            check_platform(name, is_named=implementation is not None)
             attend: Callable[..., Array] = IMPLEMENTATIONS[name]
             if dropout is not None:
                 check_dropout(name)
@@ -160,15 +160,34 @@ def candidates(
     return (*(ONE_QUERY if queries == 1 else BY_PLATFORM).get(here, ()), "reference")
 
 
-def check_platform(name: str) -> None:
-    """Raise UnsupportedError if an implementation does not run on the current platform or mesh."""
+def check_platform(name: str, *, is_named: bool) -> None:
+    """Raise UnsupportedError if an implementation does not run on the current platform or mesh.
+
+    Without a mesh, the program is known to run on one device only if the process sees no other. `is_named` says that
+    the caller asks for the implementation, and so knows better.
+    """
     required, here = ONLY_ON.get(name), platform()
     if required is not None and required != here:
         raise UnsupportedError(f"it needs a {required.upper()}, found a {here.upper()}")
+    if required is None or not splits_arrays():
+        return
     mesh = jax.sharding.get_abstract_mesh()
-    if required is not None and not mesh.empty and splits_arrays():
+    if not mesh.empty:
         axes = ", ".join(mesh.axis_names)
         raise UnsupportedError(f"the compiler cannot split a kernel over the mesh axes {axes}; use jax.shard_map")
+    if not is_named:
+        warn_of_missing_mesh(jax.device_count())
+        raise UnsupportedError("the compiler cannot split a kernel over several devices, and no mesh is set")
+
+
+@functools.cache
+def warn_of_missing_mesh(devices: int) -> None:
+    """Say once how to get the kernels on several devices."""
+    LOG.warning(
+        "attention: no fused kernels, because there are %d devices and no mesh: call jax.set_mesh with a mesh of the "
+        "axes data, fsdp or tensor, use jax.shard_map, or name the implementation in a program for one device",
+        devices,
+    )
 
 
 def check_dropout(name: str) -> None:

@@ -48,17 +48,29 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
 
     The parameters are those of the flax layer, with `pre` and `post` for the compositions. With `compose=None`, they
     are the same, and so is the output, except for a query whose keys are all masked: here its attention weights are
-    zero, in flax they are equal. The layer has the fields of the flax layer and those of `ComposedFields`.
+    zero, in flax they are equal. The layer also has the fields of `ComposedFields`.
 
-    Fields of the flax layer with a different meaning:
-      dtype: dtype of the computation; None means that of inputs and parameters. The softmax is float32, so that
-        `force_fp32_for_softmax` has no effect.
+    Fields:
+      num_heads: H.
+      dtype: dtype of the computation; None means that of inputs and parameters. The softmax is float32.
+      param_dtype: dtype of the parameters of the projections.
+      qkv_features: width H·D of the queries; None means M.
+      out_features: width of the output; None means M.
+      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
+      dropout_rate: dropout rate of the composed attention weights; a rate of 1 removes all of them.
+      deterministic: no dropout; given here or in the call.
       precision: precision of the projections, see `jax.lax.Precision`.
-      dropout_rate: dropout rate of the composed attention weights. A rate of 1 removes all of them.
+      kernel_init, bias_init: initializers of the projections.
+      out_kernel_init, out_bias_init: initializers of the output projection; None means those of the others.
+      use_bias: the four projections have biases.
+      attention_fn: not supported; leave the default.
+      qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls: not supported.
+      qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls: not supported.
       decode: keep keys, values and key-wise compose weights of earlier tokens in the collection "cache". `init` with
         inputs of S tokens creates S slots; each call of `apply(..., mutable=["cache"])` takes one token and attends to
         the tokens before. After S tokens, each replaces the oldest one.
-      attention_fn, …_dot_general, …_cls: only the default is supported.
+      normalize_qk: layer norms of queries and keys.
+      force_fp32_for_softmax: always true.
     """
 
     def setup(self) -> None:

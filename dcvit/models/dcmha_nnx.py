@@ -136,12 +136,12 @@ class DCMHA(nnx.MultiHeadAttention):
         decode = bool(self.decode if decode is None else decode)
         if decode and self.cached_key is None:
             raise ValueError("decode=True needs a cache: call init_cache first")
-        deterministic, key = self._dropout(deterministic, rngs)
+        deterministic, key = _dropout(self, deterministic, rngs)
         layer = self.layer.clone(
             causal=self.layer.causal or is_causal, decode=decode, dropout_rate=self.dropout_rate,
             qkv_sharding=getattr(qkv_sharding, "spec", qkv_sharding),
         )  # fmt: skip
-        variables: dict[str, dict[str, Any]] = {"params": self._params(), "cache": self._cache() if decode else {}}
+        variables: dict[str, dict[str, Any]] = {"params": _params(self), "cache": _cache(self) if decode else {}}
         out: Array
         out, found = layer.apply(
             variables, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, dropout_rng=key,
@@ -160,7 +160,7 @@ class DCMHA(nnx.MultiHeadAttention):
           input_shape: shape (*B, S, M) of the inputs of all tokens.
           dtype: dtype of keys, values and key-wise compose weights.
         """
-        for name, x in self._cache_shapes(input_shape).items():
+        for name, x in _empty_cache(self, input_shape[:-1]).items():
             kind = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
             setattr(self, name, nnx.Cache(jnp.zeros(x.shape, kind)))
 
@@ -180,41 +180,44 @@ class DCMHA(nnx.MultiHeadAttention):
             lead = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
             self.init_cache((*lead, max_length, self.in_features), self.dtype or jnp.float32)
 
-    def _params(self) -> dict[str, dict[str, Array]]:
-        """Return the parameters by module and name, as the linen layer has them."""
-        modules = {name: getattr(self, name, None) for name in MODULES}
-        return {
-            name: {key: x[...] for key, x in vars(module).items() if isinstance(x, nnx.Param)}
-            for name, module in modules.items()
-            if module is not None
-        }
 
-    def _cache(self) -> dict[str, Array]:
-        """Return the arrays of the cache by name."""
-        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Cache)}
+def _dropout(
+    layer: DCMHA, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+) -> tuple[bool, Array | None]:
+    """Return whether there is no dropout, and its key."""
+    if not layer.dropout_rate:
+        return True, None
+    given = layer.deterministic if deterministic is None else deterministic
+    if given is None:
+        raise ValueError("a layer with dropout needs deterministic=True or False, in the constructor or the call")
+    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs or layer.rngs
+    if not given and stream is None:
+        raise ValueError("a layer without its own random stream (keep_rngs=False) needs rngs in the call")
+    return given, None if given or stream is None else stream()
 
-    def _cache_shapes(self, input_shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of the cache's arrays for inputs of a shape (*B, S, M)."""
-        x_q, x_k = (
-            jax.ShapeDtypeStruct((*input_shape[:-1], width), jnp.float32)
-            for width in (self.in_features, self.in_kv_features)
-        )
-        layer = self.layer.clone(decode=True)
-        variables = jax.eval_shape(lambda q, k: layer.init(jax.random.key(0), q, k, deterministic=True), x_q, x_k)
-        shapes: dict[str, jax.ShapeDtypeStruct] = variables["cache"]
-        return shapes
 
-    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[bool, Array | None]:
-        """Return whether there is no dropout, and its key."""
-        if not self.dropout_rate:
-            return True, None
-        given = self.deterministic if deterministic is None else deterministic
-        if given is None:
-            raise ValueError("a layer with dropout needs deterministic=True or False, in the constructor or the call")
-        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs or self.rngs
-        if not given and stream is None:
-            raise ValueError("a layer without its own random stream (keep_rngs=False) needs rngs in the call")
-        return given, None if given or stream is None else stream()
+def _params(layer: DCMHA) -> dict[str, dict[str, Array]]:
+    """Return the parameters by module and name, as the linen layer has them."""
+    modules = {name: getattr(layer, name, None) for name in MODULES}
+    return {
+        name: {key: x[...] for key, x in vars(module).items() if isinstance(x, nnx.Param)}
+        for name, module in modules.items()
+        if module is not None
+    }
+
+
+def _cache(layer: DCMHA) -> dict[str, Array]:
+    """Return the arrays of the cache by name."""
+    return {name: x[...] for name, x in vars(layer).items() if isinstance(x, nnx.Cache)}
+
+
+def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the cache's arrays for inputs with the axes *B, S before their width."""
+    net, widths = layer.layer.clone(decode=True), (layer.in_features, layer.in_kv_features)
+    x_q, x_k = (jax.ShapeDtypeStruct((*lead, width), jnp.float32) for width in widths)
+    variables = jax.eval_shape(lambda q, k: net.init(jax.random.key(0), q, k), x_q, x_k)
+    shapes: dict[str, jax.ShapeDtypeStruct] = variables["cache"]
+    return shapes
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))

@@ -1,5 +1,6 @@
 """Choice of the implementation of attention, its log, and attention on a mesh of devices."""
 
+import contextlib
 import logging
 
 import jax
@@ -18,10 +19,12 @@ from dcvit.models.attention import Attention
 from dcvit.runs.progress import RunProgress
 
 
-def trace(queries, composed=True, keys=256, dtype=jnp.float32, **options):
-    """Trace attention of 2 heads without running it."""
+def trace(queries, composed=True, keys=256, dtype=jnp.float32, devices=1, **options):
+    """Trace attention of 2 heads without running it, on a mesh of so many devices; 0 means that no mesh is set."""
     args, _ = random_case(queries, keys, branches="qg" if composed else None, dtype=dtype)
-    return jax.eval_shape(lambda *a: dcmha.attention(*a, **options), *args)
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices]) if devices else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        return jax.eval_shape(lambda *a: dcmha.attention(*a, **options), *args)
 
 
 @pytest.fixture
@@ -70,6 +73,56 @@ def test_a_named_implementation_raises_for_an_unsupported_case(platform, branche
     args, options = random_case(16, branches=branches)
     with pytest.raises(ValueError, match=f"implementation pallas_gpu does not support this case: .*{reason}"):
         dcmha.attention(*args, **options, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
+def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, monkeypatch, log):
+    """The compiler may have to split the program, and it refuses to split kernels. A warning says so, once."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
+    dispatch.warn_of_missing_mesh.cache_clear()
+    for _ in range(2):
+        trace(queries, devices=0)
+    warnings = [record for record in log.records if record.levelno == logging.WARNING]
+    assert [w.message.partition(":")[2] for w in warnings] == [
+        " no fused kernels, because there are 8 devices and no mesh: call jax.set_mesh with a mesh of the axes data, "
+        "fsdp or tensor, use jax.shard_map, or name the implementation in a program for one device"
+    ]
+    assert log.messages[-1].startswith(f"attention: {name} on tpu")
+    assert "cannot split a kernel over several devices, and no mesh is set" in log.messages[-1]
+    log.clear()
+    trace(queries, devices=0, implementation="pallas_tpu" if queries > 1 else "pallas_tpu_decode")
+    assert "as requested" in log.messages[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_set", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_layer_on_several_devices_is_lowered_for_tpus_with_and_without_a_mesh(is_set, monkeypatch):
+    """Inputs and parameters that are split by `NamedSharding` alone, as in the trainer of big_vision."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
+    layer = Attention(2, compose="both")
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    x = jax.ShapeDtypeStruct((4, 24, 16), jnp.float32, sharding=jax.NamedSharding(mesh, P("data")))
+    params = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((4, 24, 16)))
+    step = jax.jit(jax.grad(lambda params, x: jnp.sum(layer.apply(params, x))))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        text = step.trace(params, x).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in text) == is_set
+
+
+@pytest.mark.slow
+def test_inputs_split_without_a_mesh_give_the_split_output_of_one_device(monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    layer, x = Attention(2, compose="both"), jax.random.normal(jax.random.key(0), (8, 24, 16))
+    params = jax.jit(layer.init)(jax.random.key(1), x)
+    split = jax.NamedSharding(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), P("data"))
+    apply = jax.jit(layer.apply)
+    found = apply(params, jax.device_put(x, split))
+    assert found.sharding.is_equivalent_to(split, 3)
+    np.testing.assert_allclose(found, apply(params, x), rtol=0, atol=1e-5)
+    hlo = apply.lower(params, jax.device_put(x, split)).compile().as_text()
+    assert "all-gather" not in hlo
 
 
 def test_a_not_implemented_error_of_jax_is_not_hidden_by_another_implementation(monkeypatch):
