@@ -6,7 +6,6 @@ config.json holds the description of the model. `dcvit` is a workdir. `hf` and `
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
@@ -22,11 +21,11 @@ from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
 from dcvit.export.logits import nested
 from dcvit.export.source import Model, example
-from dcvit.interop import dcvit_hf, own, preprocessing
+from dcvit.interop import dcvit_hf, hf_processor, own
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Json
+from dcvit.interop.tensors import PROCESSOR, Json
 from dcvit.interop.weights import FAMILIES
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build
@@ -36,7 +35,7 @@ NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_ne
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
-TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
+TOKENIZER = "tokenizer.json"
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
@@ -148,8 +147,10 @@ def write_hf(model: Model, folder: Path) -> None:
     _write_json(folder / "config.json", {**config, **_image_size(model)})
     write_shards(folder, _theirs(name, model), max_shard_bytes=SHARD_BYTES)
     if model.description.model_name == "vit":
-        with contextlib.suppress(CheckpointError):  # preprocessing without a size or a range
-            _write_json(folder / PROCESSOR, _processor(model.description.pp))
+        try:
+            _write_json(folder / PROCESSOR, hf_processor.write(model.description.pp))
+        except CheckpointError as e:
+            log.info("%s is not written: %s", PROCESSOR, e)
         return
     end = model.description.fields.get("end_of_text")
     _write_json(folder / "generation_config.json", {} if end is None else {"eos_token_id": end, "pad_token_id": end})
@@ -157,23 +158,6 @@ def write_hf(model: Model, folder: Path) -> None:
     if (root / TOKENIZER).is_file():
         shutil.copyfile(root / TOKENIZER, folder / TOKENIZER)
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _processor(pp: str) -> Json:
-    """Return the content of preprocessor_config.json for a preprocessing string.
-
-    Raises:
-      CheckpointError: the string has no size or range of values.
-    """
-    found = preprocessing.from_pp(pp)
-    size = dict(zip(("height", "width"), found.size, strict=True))
-    crop: Json = {"do_center_crop": True, "crop_size": size, "size": {"shortest_edge": found.resize}}
-    return {
-        "image_processor_type": "CLIPImageProcessor" if found.resize else "ViTImageProcessor", "do_resize": True,
-        **(crop if found.resize else {"size": size}), "resample": preprocessing.NUMBERS.index(found.method),
-        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(found.mean),
-        "image_std": list(found.std),
-    }  # fmt: skip
 
 
 def _image_size(model: Model) -> Json:

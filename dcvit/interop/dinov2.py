@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcvit.interop import hf_config, preprocessing, vit_links
+from dcvit.interop import hf_config, hf_processor, preprocessing, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
-from dcvit.interop.preprocessing import Preprocessing
+from dcvit.interop.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dcvit.interop.tensors import Json, Tensors
 
 PREFIXES = ("dinov2_with_registers.", "dinov2.", "")
@@ -38,28 +38,23 @@ def describe(tensors: Tensors, config: Json) -> Description:
         return _describe_original(tensors)
     hf_config.check_type(config, "dinov2", "dinov2_with_registers")
     hf_config.check_only(config, qkv_bias=True)
-    width = hf_config.size(config, "hidden_size", 768)
-    mlp_dim = width * hf_config.size(config, "mlp_ratio", 4)
+    fields = vit_links.read_sizes(config, 16 if "register" in config["model_type"] else 14)
+    mlp_dim = fields["width"] * hf_config.size(config, "mlp_ratio", 4)
     gated = hf_config.flag(config, "use_swiglu_ffn", False)
     has_head = "classifier.weight" in tensors
-    fields: Json = {
-        "width": width,
-        "depth": hf_config.depth(config, "num_hidden_layers", 12),
-        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+    fields |= {
         "mlp_dim": (int(mlp_dim * 2 / 3) + 7) // 8 * 8 if gated else mlp_dim,
-        "patch_size": vit_links.pair(config, "patch_size", 16 if "register" in config.get("model_type", "") else 14),
         "pool_type": "tok+gap" if has_head else "tok",
         "mlp": "swiglu" if gated else hf_config.activation(config, "hidden_act", "gelu"),
-        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-6),
         "layer_scale": hf_config.number(config, "layerscale_value", 1.0),
     }
-    vit_links.check_heads(fields)
     if f"{prefix}embeddings.register_tokens" in tensors:
         fields["registers"] = vit_links.shape_of(tensors, f"{prefix}embeddings.register_tokens", "DINOv2", axes=3)[1]
     classes = vit_links.shape_of(tensors, "classifier.weight", "DINOv2")[0] if has_head else None
     image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, 1)
-    return Description("vit", classes, fields, preprocessing.of_processor(config, _preprocessing(image_size)))
+    channels = hf_config.size(config, "num_channels", 3)
+    return Description("vit", classes, fields, hf_processor.read(config, "Bit", image_size, channels))
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -113,21 +108,16 @@ def config(description: Description) -> Json:
         description, "DINOv2", pool_type=("tok+gap",) if classes else ("tok",), layer_scale=layer_scale,
         mlp_dim=(mlp_dim,) if ratios else (4 * width,),
     )  # fmt: skip
+    vit_links.check_square(description, "DINOv2")
     kind = "Dinov2WithRegisters" if fields["registers"] else "Dinov2"
     found: Json = {
         "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
         "model_type": "dinov2_with_registers" if fields["registers"] else "dinov2",
-        "hidden_size": width,
-        "num_hidden_layers": fields["depth"],
-        "num_attention_heads": fields["num_heads"],
+        **vit_links.write_sizes(description),
         "mlp_ratio": ratios[0],
         "hidden_act": "gelu" if gated else hf_config.activation_name(fields["mlp"]),
         "use_swiglu_ffn": gated,
-        "layer_norm_eps": fields["norm_epsilon"],
         "layerscale_value": fields["layer_scale"],
-        "image_size": vit_links.square(preprocessing.from_pp(description.pp).size),
-        "patch_size": vit_links.square(fields["patch_size"]),
-        "num_channels": 3,
         "qkv_bias": True,
         "use_mask_token": False,
     }
@@ -157,15 +147,9 @@ def _describe_original(tensors: Tensors) -> Description:
     vit_links.check_heads(fields)
     size = (side * patch[0], side * patch[1])
     vit_links.check_positions(tensors, "pos_embed", fields, size, 1)
-    return Description("vit", None, fields, preprocessing.to_pp(_preprocessing(size)))
-
-
-def _preprocessing(size: tuple[int, int]) -> Preprocessing:
-    """Return DINOv2's preprocessing, which crops 224 of 256 pixels, for images of a size."""
-    return Preprocessing(
-        size, preprocessing.resized(min(size), 0.875), "bicubic", preprocessing.IMAGENET_MEAN,
-        preprocessing.IMAGENET_STD,
-    )  # fmt: skip
+    # The authors crop 224 of 256 pixels.
+    steps = Preprocessing(size, preprocessing.resized(min(size), 0.875), "bicubic", IMAGENET_MEAN, IMAGENET_STD)
+    return Description("vit", None, fields, preprocessing.to_pp(steps))
 
 
 def _prefix(tensors: Tensors) -> str | None:

@@ -7,10 +7,9 @@ attention, but only the class token is classified.
 from __future__ import annotations
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import hf_config, preprocessing, vit_links
+from dcvit.interop import hf_config, hf_processor, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
-from dcvit.interop.preprocessing import Preprocessing
 from dcvit.interop.tensors import Json, Tensors
 
 PREFIXES = ("vit.", "deit.", "")
@@ -41,16 +40,11 @@ def describe(tensors: Tensors, config: Json) -> Description:
     hf_config.check_only(config, qkv_bias=True, pooler_act="tanh")
     prefix = _prefix(tensors)
     fields: Json = {
-        "width": hf_config.size(config, "hidden_size", 768),
-        "depth": hf_config.depth(config, "num_hidden_layers", 12),
-        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+        **vit_links.read_sizes(config, norm_epsilon=1e-12),
         "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
-        "patch_size": vit_links.pair(config, "patch_size", 16),
         "pool_type": "tok",
         "mlp": hf_config.activation(config, "hidden_act", "gelu"),
-        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-12),
     }
-    vit_links.check_heads(fields)
     if f"{prefix}embeddings.{DISTILLATION}" in tensors:
         fields["registers"] = 1
     classes = vit_links.shape_of(tensors, "classifier.weight", "ViT")[0] if "classifier.weight" in tensors else None
@@ -60,14 +54,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
     image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
     channels = hf_config.size(config, "num_channels", 3)
-    default = Preprocessing(image_size, channels=channels)
-    if kind == "deit":
-        resize = preprocessing.resized(min(image_size), 0.875)
-        default = Preprocessing(
-            image_size, resize, "bicubic", preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD,
-            channels,
-        )  # fmt: skip
-    return Description("vit", classes, fields, preprocessing.of_processor(config, default))
+    processor = "DeiT" if kind == "deit" else "ViT"
+    return Description("vit", classes, fields, hf_processor.read(config, processor, image_size, channels))
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -112,20 +100,13 @@ def config(description: Description) -> Json:
     )  # fmt: skip
     if not classes and not rep_size:
         raise CheckpointError("Hugging Face's ViT cannot express features without pre_logits: ViTModel has a pooler")
-    pp = preprocessing.from_pp(description.pp)
     kind = "DeiT" if fields["registers"] else "ViT"
     found: Json = {
         "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
         "model_type": kind.lower(),
-        "hidden_size": fields["width"],
-        "num_hidden_layers": fields["depth"],
-        "num_attention_heads": fields["num_heads"],
+        **vit_links.write_sizes(description),
         "intermediate_size": fields["mlp_dim"],
         "hidden_act": hf_config.activation_name(fields["mlp"]),
-        "layer_norm_eps": fields["norm_epsilon"],
-        "image_size": vit_links.square(pp.size),
-        "patch_size": vit_links.square(fields["patch_size"]),
-        "num_channels": pp.channels,
         "qkv_bias": True,
     }
     if rep_size:

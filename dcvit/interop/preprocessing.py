@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -10,15 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, InputError
 from dcvit.interop.links import Arrays, Link
-from dcvit.interop.tensors import PROCESSOR, Json
+from input_pipeline.preprocess.builder import Step, parsed
 
 HALF = (0.5, 0.5, 0.5)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
 # Methods of interpolation by their names in timm, and those of `dcvit`'s ops.
 METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
-NUMBERS = ("nearest", "lanczos", "bilinear", "bicubic")  # by Pillow's number of the method, from 0
+DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
+NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
+RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
+GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
+              ["resize_pillow", "central_crop"])  # fmt: skip
 
 
 class Preprocessing(NamedTuple):
@@ -76,117 +79,85 @@ def _value_range(mean: Sequence[float], std: Sequence[float]) -> str:
 def from_pp(pp: str) -> Preprocessing:
     """Return what a preprocessing string says about an image, for the config of another library.
 
+    Other libraries resize with antialiasing, and know fewer methods of interpolation: "bilinear" stands for the others.
+
     Raises:
-      CheckpointError: it has no size, or no `value_range`; see `mean_and_std`.
+      CheckpointError: it has no size, steps that other libraries lack, or no `value_range`; see `mean_and_std`.
     """
-    resize = re.search(r"resize_small\((\d+)", pp)
-    methods = [name for name, ours in METHODS.items() if f'"{ours}"' in pp or f"'{ours}'" in pp]
-    channels = 1 if re.match(r"decode\w*\(1\b", pp) else 3
+    steps = [step for step in _steps(pp) if step.op not in NO_STEP]
+    geometry = [step.op for step in steps if step.op not in (*DECODERS, *RANGES)]
+    if geometry not in GEOMETRIES:
+        known = ", ".join("|".join(each) for each in GEOMETRIES)
+        raise CheckpointError(f"pp={pp!r} resizes and crops as other libraries cannot; they have {known}")
+    first = next(step.arguments for step in steps if step.op in geometry)
+    channels = channels_of(pp)
     mean, std = (values[:channels] for values in mean_and_std(pp))
-    squash = re.search(r"\bresize\(\s*\[(\d+), (\d+)\].*\|central_crop\(", pp)
-    squashed = (int(squash[1]), int(squash[2])) if squash else None
-    smaller = int(resize[1]) if resize else min(squashed) if squashed else None
-    return Preprocessing(size_of(pp), smaller, (methods or ["bilinear"])[0], mean, std, channels, squashed)
+    squash = _pair(first["size"]) if len(geometry) == 2 and "size" in first else None
+    names = {ours: theirs for theirs, ours in METHODS.items()}
+    method = names.get(first.get("method", ""), "bilinear")
+    smaller = min(squash) if squash else first.get("smaller_size")
+    return Preprocessing(size_of(pp), smaller, method, mean, std, channels, squash)
 
 
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel that `value_range` of a preprocessing string applies.
+    """Return mean and standard deviation of each channel that a preprocessing string applies to pixels in [0, 1].
 
     Raises:
-      CheckpointError: the string has no `value_range`, or one with other arguments than the ends of both ranges.
+      CheckpointError: the string has not one `value_range` or `vgg_value_range` of one or three channels, or it clips.
     """
-    found = re.search(r"value_range(\(.*?\))(\||$)", pp)
+    found = [step for step in _steps(pp) if step.op in RANGES]
     try:
-        given = ast.literal_eval(found[1]) if found else ()
-        ends = (*given, *(0, 255)[max(0, len(given) - 2) :])
-        vmin, vmax, low, high = (np.ravel(end).astype(float) for end in ends)
-        scale = np.broadcast_to((high - low) / (vmax - vmin) / 255, 3)
+        ((op, given),) = found
+        names = ("mean", "std") if op == "vgg_value_range" else ("in_min", "in_max")
+        low, high = (np.broadcast_to(np.ravel(given[name]).astype(float), 3) for name in names)
+        if op == "vgg_value_range":
+            return (low / 255).tolist(), (high / 255).tolist()
+        vmin, vmax = given["vmin"], given["vmax"]
+        if vmin == vmax or (given["clip_values"] and (low.max() > 0 or high.min() < 255)):
+            raise ValueError
+        scale = (high - low) / (vmax - vmin) / 255
         return (low / 255 - vmin * scale).tolist(), scale.tolist()
-    except (ValueError, SyntaxError, TypeError):
-        raise CheckpointError(f"pp={pp!r} should have a value_range of one or three channels") from None
+    except ValueError:
+        raise CheckpointError(f"pp={pp!r} should have one value_range of one or three channels") from None
+
+
+def channels_of(pp: str) -> int:
+    """Return the number of channels of the images that a preprocessing string decodes; 3 if it decodes none."""
+    return next((step.arguments.get("channels", 3) for step in _steps(pp) if step.op in DECODERS), 3)
 
 
 def size_of(pp: str) -> tuple[int, int]:
-    """Return the height and width that a preprocessing string resizes or crops images to.
+    """Return the height and width of the images that a preprocessing string yields.
 
     Raises:
-      CheckpointError: it has no such op.
+      CheckpointError: the size is that of the image file, or depends on it.
     """
-    found = re.findall(r"(?:crop|resize|resize_pillow)\(\s*(\d+|[\[(]\s*\d+\s*,\s*\d+\s*[\])])", pp)
-    if not found:
+    size: tuple[int, int] | None = None
+    for op, given in _steps(pp):
+        if fixed := given.get("size", given.get("crop_size")):
+            size = _pair(fixed)
+        elif op == "pad" and size:
+            size = size[0] + 2 * given["border"], size[1] + 2 * given["border"]
+        elif op == "central_crop" and size:
+            size = min(size), min(size)
+        elif op not in (*NO_STEP, *RANGES, "flip_lr", "randaug"):
+            size = None
+    if size is None:
         raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")
-    size = ast.literal_eval(found[-1])
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    return size
 
 
-def of_processor(config: Json, default: Preprocessing) -> str:
-    """Return the preprocessing of a model of Hugging Face, for images of the size of its position embeddings.
-
-    Transformers would interpolate the embeddings for another size; DINOv2's have 518 pixels, its processor 224.
-
-    Args:
-      config: the content of config.json, which holds that of preprocessor_config.json, if it exists, by that name.
-      default: that of the family.
-
-    Raises:
-      CheckpointError: preprocessor_config.json has values of other types than transformers writes.
-    """
-    found = config.get(PROCESSOR)
-    if not found:
-        return to_pp(default)
+def _steps(pp: str) -> list[Step]:
+    """Return the ops that change the image. Raises CheckpointError if the string is invalid."""
     try:
-        if not _flag(found, "do_resize") or found.get("rescale_offset"):
-            raise CheckpointError(f"{PROCESSOR}: do_resize=false and rescale_offset are not supported")
-        size, crop = found.get("size"), _size(found.get("crop_size"))
-        number = found.get("resample", NUMBERS.index(default.method))
-        if number not in range(len(NUMBERS)):
-            raise CheckpointError(f"{PROCESSOR}: resample={number!r:.100}; expected 0 to {len(NUMBERS) - 1}")
-        mean, std = _normalization(found, default)
-        resize = squash = None
-        if crop and _flag(found, "do_center_crop"):
-            height, width = _size(size) or (default.resize or min(crop),) * 2
-            scale = min(default.size) / min(crop)
-            resize = round(min(height, width) * scale)
-            if isinstance(size, dict) and "height" in size:  # for any shape of image, as DeiT's processor does
-                resize, squash = None, (round(height * scale), round(width * scale))
-        return to_pp(Preprocessing(default.size, resize, NUMBERS[number], mean, std, default.channels, squash))
-    except (AttributeError, TypeError, ValueError, KeyError, ArithmeticError) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CheckpointError(f"{PROCESSOR} is not as transformers writes it: {str(found)[:100]}") from None
+        return [step for step in parsed(pp) if step.arguments.get("outkey", "image") == "image"]
+    except InputError as e:
+        raise CheckpointError(f"pp={pp!r}: {e}") from None
 
 
-def _flag(found: Json, key: str) -> bool:
-    """Return a boolean, by default true. Raises TypeError for another value."""
-    value = found.get(key)
-    if not isinstance(value, bool | None):
-        raise TypeError(key)
-    return value is not False
-
-
-def _normalization(found: Json, default: Preprocessing) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel for pixels in [0, 1], of a processor with any factor."""
-    factor = found.get("rescale_factor")
-    scale = 255 * (float(1 / 255 if factor is None else factor) if _flag(found, "do_rescale") else 1.0)
-    if math.isclose(scale, 1, rel_tol=1e-6):
-        scale = 1.0
-    mean, std = found.get("image_mean", default.mean), found.get("image_std", default.std)
-    if not _flag(found, "do_normalize"):
-        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return [float(m) / scale for m in mean], [float(s) / scale for s in std]
-
-
-def _size(found: object) -> tuple[int, int] | None:
-    """Return a height and width in any of the forms of transformers; None if there is none."""
-    if found is None:
-        return None
-    if isinstance(found, int):
-        return found, found
-    if not isinstance(found, dict):
-        raise ValueError("neither a number nor an object")
-    if "shortest_edge" in found:
-        return int(found["shortest_edge"]), int(found["shortest_edge"])
-    return int(found["height"]), int(found["width"])
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return a height and width, where one number stands for both."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def resized(size: int, crop_pct: float) -> int:
@@ -226,4 +197,4 @@ def fold(links: Sequence[Link], pp: str) -> tuple[list[Link], str]:
         kernel.theirs + bias.theirs, kernel.ours + bias.ours, to_ours, to_theirs, kernel.shapes + bias.shapes
     )  # fmt: skip
     others = [link for link in links if link not in (kernel, bias)]
-    return [stem, *others], re.sub(r"value_range\(.*?\)(?=\||$)", "value_range(-1, 1)", pp)
+    return [stem, *others], RANGE.sub("value_range(-1, 1)", pp)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import hf_config, preprocessing, vit_links
+from dcvit.interop import hf_config, hf_processor, vit_links
 from dcvit.interop.family import Description
 from dcvit.interop.links import Link
-from dcvit.interop.preprocessing import Preprocessing
 from dcvit.interop.tensors import Json, Tensors
 
 PREFIXES = ("vision_model.", "")
@@ -42,20 +41,15 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if "classifier.weight" in tensors:  # it takes the mean of the patches, and leaves the pooling head unused
         pool, classes = "gap", vit_links.shape_of(tensors, "classifier.weight", "SigLIP")[0]
     fields: Json = {
-        "width": hf_config.size(config, "hidden_size", 768),
-        "depth": hf_config.depth(config, "num_hidden_layers", 12),
-        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+        **vit_links.read_sizes(config),
         "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
-        "patch_size": vit_links.pair(config, "patch_size", 16),
         "pool_type": pool,
         "mlp": hf_config.activation(config, "hidden_act", "gelu_pytorch_tanh"),
-        "norm_epsilon": hf_config.number(config, "layer_norm_eps", 1e-6),
     }
-    vit_links.check_heads(fields)
     image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embedding.weight", fields, image_size, 0)
-    default = Preprocessing(image_size, method="bicubic", channels=hf_config.size(config, "num_channels", 3))
-    return Description("vit", classes, fields, preprocessing.of_processor(config, default))
+    channels = hf_config.size(config, "num_channels", 3)
+    return Description("vit", classes, fields, hf_processor.read(config, "Siglip", image_size, channels))
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -86,21 +80,12 @@ def config(description: Description) -> Json:
         description, "Hugging Face's SigLIP", pool_type=("gap",) if classes else ("map", "none"), registers=(0,),
         layer_scale=(None,), mlp=("gelu", "gelu_tanh"),
     )  # fmt: skip
-    pp = preprocessing.from_pp(description.pp)
-    for key, (height, width) in {"image_size": pp.size, "patch_size": fields["patch_size"]}.items():
-        if height != width:
-            raise CheckpointError(f"Hugging Face's SigLIP cannot express {key}={height}x{width}, only squares")
+    vit_links.check_square(description, "Hugging Face's SigLIP")
     vision: Json = {
         "model_type": "siglip_vision_model",
-        "hidden_size": fields["width"],
-        "num_hidden_layers": fields["depth"],
-        "num_attention_heads": fields["num_heads"],
+        **vit_links.write_sizes(description),
         "intermediate_size": fields["mlp_dim"],
         "hidden_act": hf_config.activation_name(fields["mlp"]),
-        "layer_norm_eps": fields["norm_epsilon"],
-        "image_size": pp.size[0],
-        "patch_size": fields["patch_size"][0],
-        "num_channels": pp.channels,
         "vision_use_head": fields["pool_type"] != "none",
     }
     if not classes:

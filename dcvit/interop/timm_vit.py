@@ -6,6 +6,7 @@ not show (heads, activation, pooling) come from config.json; without one, from t
 
 from __future__ import annotations
 
+import math
 import re
 
 from dcvit.errors import CheckpointError
@@ -119,7 +120,7 @@ def config(description: Description) -> Json:
     )
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
-    gated, resized = fields["mlp"] == "swiglu", pp.squash[0] if pp.squash else pp.resize
+    gated = fields["mlp"] == "swiglu"
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
     ratio = hidden / width
     arguments = {
@@ -142,12 +143,29 @@ def config(description: Description) -> Json:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": classes, "input_size": [pp.channels, *pp.size], "pool_size": None, "fixed_input_size": True,
-            "crop_pct": pp.size[0] / resized if resized else 1.0,
+            "crop_pct": _crop_pct(pp),
             "crop_mode": "squash" if pp.squash or not pp.resize else "center",
             "interpolation": pp.method, "mean": list(pp.mean), "std": list(pp.std),
             "first_conv": "patch_embed.proj", "classifier": "head",
         },
     }  # fmt: skip
+
+
+def _crop_pct(pp: Preprocessing) -> float:
+    """Return the fraction of the sides that a crop keeps, by which timm divides the size of the crop and rounds down.
+
+    Raises:
+      CheckpointError: an image is resized to another ratio of height and width than that of the crop.
+    """
+    if not (resized := pp.squash or (pp.resize and (pp.resize,))):
+        return 1.0
+    size = pp.size if pp.squash else (min(pp.size),)
+    fraction = size[0] / resized[0]
+    if preprocessing.resized(size[0], fraction) != resized[0]:
+        fraction = math.nextafter(fraction, 0)
+    if tuple(preprocessing.resized(side, fraction) for side in size) != resized:
+        raise CheckpointError(f"timm cannot express a crop of {pp.size} pixels from images of {pp.squash} pixels")
+    return fraction
 
 
 def _check_arguments(arguments: Json) -> None:

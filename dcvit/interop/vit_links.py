@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import hf_config
+from dcvit.interop import hf_config, preprocessing
 from dcvit.interop.family import Description
 from dcvit.interop.links import Arrays, Link, Shape, linear
 from dcvit.interop.tensors import Json, Tensors
@@ -236,6 +236,42 @@ def pair(config: Json, key: str, default: int) -> tuple[int, int]:
     return hf_config.size(config, key, default), hf_config.size(config, key, default)
 
 
+def read_sizes(config: Json, patch_size: int = 16, norm_epsilon: float = 1e-6) -> Json:
+    """Return the fields that the families of Hugging Face have under the same keys of config.json.
+
+    Args:
+      config: the content of config.json.
+      patch_size: the default of the family, as transformers applies it.
+      norm_epsilon: the same.
+
+    Raises:
+      CheckpointError: a value has another type, or the heads do not divide the width.
+    """
+    fields: Json = {
+        "width": hf_config.size(config, "hidden_size", 768),
+        "depth": hf_config.depth(config, "num_hidden_layers", 12),
+        "num_heads": hf_config.size(config, "num_attention_heads", 12),
+        "patch_size": pair(config, "patch_size", patch_size),
+        "norm_epsilon": hf_config.number(config, "layer_norm_eps", norm_epsilon),
+    }
+    check_heads(fields)
+    return fields
+
+
+def write_sizes(description: Description) -> Json:
+    """Return the keys of config.json for these fields, and for the size of the images."""
+    fields, size = settings(description), preprocessing.size_of(description.pp)
+    return {
+        "hidden_size": fields["width"],
+        "num_hidden_layers": fields["depth"],
+        "num_attention_heads": fields["num_heads"],
+        "layer_norm_eps": fields["norm_epsilon"],
+        "image_size": square(size),
+        "patch_size": square(fields["patch_size"]),
+        "num_channels": preprocessing.channels_of(description.pp),
+    }
+
+
 def check_heads(fields: Json) -> None:
     """Raise CheckpointError if the heads do not divide the width."""
     if fields["width"] % fields["num_heads"]:
@@ -265,6 +301,14 @@ def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple
 def square(size: Sequence[int]) -> int | list[int]:
     """Return a height and width as other libraries' configs have them: one number if they are equal."""
     return size[0] if len(set(size)) == 1 else list(size)
+
+
+def check_square(description: Description, what: str) -> None:
+    """Raise CheckpointError if images or patches are not square, as a library needs that interpolates embeddings."""
+    sizes = {"image_size": preprocessing.size_of(description.pp), "patch_size": settings(description)["patch_size"]}
+    for key, (height, width) in sizes.items():
+        if height != width:
+            raise CheckpointError(f"{what} cannot express {key}={height}x{width}, only squares")
 
 
 def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:

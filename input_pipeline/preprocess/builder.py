@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,13 @@ class ValueRange(NamedTuple):
     vmax: float = 1
     in_min: float = 0
     in_max: float = 255
+
+
+class Step(NamedTuple):
+    """An op of a preprocessing string, with all its arguments by name; `inkey` and `outkey` if it changes one value."""
+
+    op: str
+    arguments: dict[str, Any]
 
 
 def defer_value_range(spec: str) -> tuple[str, ValueRange | None]:
@@ -121,6 +128,23 @@ def calls(spec: str) -> list[ast.Call]:
     return [_call(node) for node in _nodes(spec)]
 
 
+def parsed(spec: str) -> list[Step]:
+    """Return the ops of a preprocessing string with all their arguments.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    steps = []
+    for node in _nodes(spec):
+        op, (name, args, kwargs) = _op(node), _arguments(node)
+        signature = inspect.signature(getattr(ops, name))
+        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+        bound.apply_defaults()
+        keys = {"inkey": op.inkey, "outkey": op.outkey} if isinstance(op, ops.Change) else {}
+        steps.append(Step(name, {**bound.arguments, **keys}))
+    return steps
+
+
 def _nodes(spec: str) -> list[ast.expr]:
     """Return the syntax trees of a string's ops. Raises InputError if the string cannot be parsed."""
     text = EMPTY.sub(lambda match: match[1] or "", spec).strip("| \t\n")
@@ -162,6 +186,16 @@ def _call(node: ast.expr) -> ast.Call:
 
 def _op(node: ast.expr) -> Op:
     """Create an op from `name` or `name(literals)`. Raises InputError if the name or an argument is invalid."""
+    name, args, kwargs = _arguments(node)
+    factory, what = getattr(ops, name), f"preprocessing op {name!r}"
+    keys = {k: kwargs.pop(k) for k in KEYS if k in kwargs and k not in inspect.signature(factory).parameters}
+    check_arguments(factory, args, kwargs, what)
+    op: Op = factory(*args, **kwargs)
+    return _with_keys(op, keys, what) if keys else op
+
+
+def _arguments(node: ast.expr) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the name and the arguments of an op. Raises InputError if the name or a literal is invalid."""
     call = _call(node)
     if not isinstance(call.func, ast.Name):
         raise InputError(f"preprocessing: {_shown(ast.unparse(node))} is not of the form op or op(literal, …)")
@@ -173,11 +207,7 @@ def _op(node: ast.expr) -> Op:
         kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, TypeError):
         raise InputError(f"preprocessing: the arguments of {_shown(ast.unparse(node))} must be literals") from None
-    factory, what = getattr(ops, name), f"preprocessing op {name!r}"
-    keys = {k: kwargs.pop(k) for k in KEYS if k in kwargs and k not in inspect.signature(factory).parameters}
-    check_arguments(factory, args, kwargs, what)
-    op: Op = factory(*args, **kwargs)
-    return _with_keys(op, keys, what) if keys else op
+    return name, args, kwargs
 
 
 def _with_keys(op: Op, keys: Mapping[str, object], what: str) -> Op:

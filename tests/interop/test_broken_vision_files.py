@@ -329,6 +329,8 @@ def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
         ("hf_vit", {"posemb": "sincos2d"}, "posemb='sincos2d', only 'learn'"),
         ("siglip", {"registers": 2}, "registers=2, only 0"),
         ("dinov2", {"mlp_dim": 33}, "mlp_dim=33, only 64"),
+        ("dinov2", {"patch_size": (4, 8)}, "DINOv2 cannot express patch_size=4x8, only squares"),
+        ("siglip", {"patch_size": (4, 8)}, "SigLIP cannot express patch_size=4x8, only squares"),
         ("dinov2", {"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm', only None"),
     ],
 )

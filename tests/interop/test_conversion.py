@@ -372,6 +372,32 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
     assert same_bits(values(tmp_path / "run"), values(source))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("vit", dict(pool_type="tok", mlp="gelu")),
+    ("dcvit", dict(pool_type="gap", mlp="gelu")),  # SigLIP's class interpolates square grids only
+    ("dcvit", dict(pool_type="tok+gap", mlp="gelu", layer_scale=0.1)),  # and so does DINOv2's
+])  # fmt: skip
+def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
+    pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    model = conversion_models.image_model((8, 32, 3), compose=None, **fields)[2]
+    report = conversion.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
+    assert report.result == "transformers"
+    assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
+
+
+def test_the_log_says_why_there_is_no_processor(tmp_path, caplog):
+    _, _, model = conversion_models.image_model(compose=None, pool_type="tok")
+    padded = model._replace(description=model.description._replace(pp="decode|resize(12)|pad(2)|value_range(-1, 1)"))
+    with caplog.at_level("INFO", "dcvit"):
+        formats.write_hf(padded, tmp_path)
+    assert "preprocessor_config.json is not written: pp='decode|resize(12)|pad(2)|value_range" in caplog.text
+    assert json.loads((tmp_path / "config.json").read_text())["image_size"] == 16
+    assert not (tmp_path / "preprocessor_config.json").exists()
+
+
 MEASURE = """
 import sys
 from pathlib import Path
@@ -492,7 +518,7 @@ def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
     with pytest.raises(CheckpointError, match="16 position embeddings, expected 4"):
         example(resized(8).description, model.params)
     assert formats.native_family(resized(16), formats.NATIVE["vit"])[0] == "siglip"
-    with pytest.raises(CheckpointError, match="cannot express image_size=8x32"):
+    with pytest.raises(CheckpointError, match=r"SigLIP cannot express image_size=8x32.*DINOv2 cannot express"):
         formats.native_family(resized([8, 32]), formats.NATIVE["vit"])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import own, preprocessing, timm_vit
+from dcvit.interop import own, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import open_file
@@ -84,42 +84,20 @@ def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
         open_weights(tmp_path)
 
 
-DEFAULT = preprocessing.Preprocessing((32, 32))
-CROP = {"crop_size": {"height": 28, "width": 28}}
+TIMM = dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
 
 
-@pytest.mark.parametrize(
-    ("processor", "expected"),
-    [
-        ({"do_normalize": False}, 'resize(32, "bilinear", True)|value_range(0, 1, [0.0, 0.0, 0.0], [255.0, 255.0, '),
-        ({"rescale_factor": 1 / 255}, "True)|value_range(-1, 1)"),
-        ({"rescale_factor": 1 / 127.5}, "True)|value_range(0, 1, [63.75, 63.75, 63.75], [127.5, 127.5, 127.5])"),
-        ({"do_rescale": False, "image_mean": [9] * 3, "image_std": [2] * 3}, "[9.0, 9.0, 9.0], [11.0, 11.0, 11.0])"),
-        ({"size": {"height": 32, "width": 35}, **CROP}, 'resize([37, 40], "bilinear", True)|central_crop(32)|'),
-        ({"size": {"shortest_edge": 35}, **CROP}, 'resize_small(40, "bilinear", True)|central_crop(32)|'),
-        ({"do_resize": False}, CheckpointError("do_resize=false")),
-        ({"do_normalize": "no"}, CheckpointError("not as transformers writes it")),
-        ({"image_std": [0, 1, 1]}, CheckpointError("not as transformers writes it")),
-        ({"rescale_factor": 0}, CheckpointError("not as transformers writes it")),
-        ({"rescale_factor": 10**400}, CheckpointError("not as transformers writes it")),
-        ({"resample": -1}, CheckpointError("resample=-1; expected 0 to 3")),
-    ],
-)
-def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
-    """Expected ends are those of (p · factor - mean) / std for pixels p in [0, 255]."""
-    config = {"preprocessor_config.json": {"size": 32, **processor}}
-    if isinstance(expected, str):
-        pp = preprocessing.of_processor(config, DEFAULT)
-        assert expected in pp
-        assert preprocessing.to_pp(preprocessing.from_pp(pp)) == pp
-    else:
-        with pytest.raises(CheckpointError, match=str(expected)):
-            preprocessing.of_processor(config, DEFAULT)
+@pytest.mark.parametrize("resized", [44, 53, 58, 63])
+def test_crop_of_an_image_is_read_and_written_for_timm(resized):
+    """The fraction is rounded: 40 / (40 / 53) is less than 53."""
+    for mode, op in (("squash", f"resize([{resized}, {resized}]"), ("center", f"resize_small({resized}")):
+        pp = f'decode|{op}, "bicubic", True)|central_crop(40)|value_range(-1, 1)'
+        found = timm_vit.config(Description("vit", 4, TIMM, pp))["pretrained_cfg"]
+        assert (found["crop_mode"], found["crop_pct"]) == (mode, pytest.approx(40 / resized))
+        assert timm_vit._pp(found) == pp
 
 
-def test_crop_of_a_squashed_image_is_read_and_written_for_timm():
-    pp = 'decode|resize([40, 40], "bicubic", True)|central_crop(32)|value_range(-1, 1)'
-    fields = dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
-    found = timm_vit.config(Description("vit", 4, fields, pp))["pretrained_cfg"]
-    assert (found["crop_mode"], found["crop_pct"]) == ("squash", 0.8)
-    assert timm_vit._pp(found) == pp
+def test_a_crop_of_another_ratio_than_the_image_is_refused_for_timm():
+    pp = 'decode|resize([40, 60], "bicubic", True)|central_crop(32)|value_range(-1, 1)'
+    with pytest.raises(CheckpointError, match=r"timm cannot express a crop of .32, 32. pixels from .* .40, 60. pixels"):
+        timm_vit.config(Description("vit", 4, TIMM, pp))

@@ -1,0 +1,211 @@
+"""preprocessor_config.json: the pixels are those of transformers' own processors, in both directions."""
+
+import io
+
+import foreign_models
+import numpy as np
+import pytest
+from PIL import Image
+
+from dcvit.errors import CheckpointError
+from dcvit.interop import hf_processor, preprocessing
+from dcvit.interop.tensors import PROCESSOR
+from dcvit.interop.weights import open_weights
+from input_pipeline import Preprocess
+
+# Class and config of the smallest model of each type, for images of 224 pixels, as of the default processors.
+TINY = dict(
+    hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, patch_size=112, image_size=224
+)
+TYPES = {
+    "vit": ("ViTForImageClassification", "ViTConfig"),
+    "deit": ("DeiTForImageClassification", "DeiTConfig"),
+    "siglip_vision_model": ("SiglipVisionModel", "SiglipVisionConfig"),
+    "dinov2": ("Dinov2Model", "Dinov2Config"),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig"),
+}
+# Types without a processor in transformers, by the type whose processor they use.
+AS = {"siglip_vision_model": "siglip", "dinov2_with_registers": "dinov2"}
+SQUASH = 'decode|resize([40, 52], "bicubic", True)|central_crop(32)|value_range(-1, 1)'
+STRINGS = [
+    SQUASH,
+    'decode|resize([40, 52], "bilinear", True)|central_crop([32, 48])|value_range(0, 1, [10.0, 20.0, 30.0], '
+    "[110.0, 80.0, 90.0])",
+    'decode|resize_small(40, "bicubic", True)|central_crop(32)|value_range(-1, 1)',
+    'decode|resize([24, 32], "bilinear", True)|value_range(-1, 1)',
+    'decode(1)|resize(32, "bilinear", True)|value_range(-1, 1)',
+    'decode(1)|resize([40, 40], "bilinear", True)|central_crop(32)|value_range(-1, 1)',
+]
+
+
+def photo(gray=False):
+    """A smooth image of 60x90 pixels: interpolations that round differently are near each other."""
+    rows, columns = np.mgrid[:60, :90]
+    waves = [np.sin(rows / 7 + c) * np.cos(columns / (9 + c)) for c in range(3)]
+    pixels = np.clip(127.5 + 120 * np.stack(waves, axis=-1), 0, 255).astype(np.uint8)
+    return Image.fromarray(pixels[..., 0] if gray else pixels)
+
+
+def processor_class(name):
+    """The class of transformers that needs Pillow only, of which the others are equivalents."""
+    import torchvision_ops  # noqa: F401
+
+    transformers = foreign_models.libraries()[1]
+    kind = name.removesuffix("ImageProcessor").removesuffix("ImageProcessorPil")
+    return getattr(transformers, f"{kind}ImageProcessorPil")
+
+
+def assert_same_pixels(pp, processor, image, tmp_path):
+    """Pillow rounds pixels where TensorFlow truncates them, and their bicubic filters differ a little."""
+    pytest.importorskip("tensorflow", reason="needs TensorFlow; pip install -e .[data]")
+    image.save(tmp_path / "photo.png")
+    data = {"image": (tmp_path / "photo.png").read_bytes()}
+    found = Preprocess(pp)(data, np.random.default_rng(0))["image"]
+    expected = processor(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    assert found.shape == expected.shape
+    scale = np.ptp(expected) / 255
+    assert np.abs(found - expected).mean() < 1.5 * scale
+    assert np.abs(found - expected).max() < 8 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_model_without_the_file_is_preprocessed_as_transformers_would(kind, tmp_path):
+    transformers = foreign_models.libraries()[1]
+    model, config = (getattr(transformers, name) for name in TYPES[kind])
+    model(config(**TINY)).save_pretrained(tmp_path)
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as NAMES
+
+    processor = processor_class(NAMES[AS.get(kind, kind)]["pil"])()
+    assert_same_pixels(open_weights(tmp_path).description.pp, processor, photo(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", STRINGS)
+def test_processor_of_transformers_yields_the_pixels_of_the_string_and_reads_back(pp, tmp_path):
+    written = hf_processor.write(pp)
+    processor = processor_class(written["image_processor_type"]).from_dict(written)
+    assert_same_pixels(pp, processor, photo(gray="decode(1)" in pp), tmp_path)
+    size, channels = preprocessing.size_of(pp), preprocessing.channels_of(pp)
+    assert hf_processor.read({PROCESSOR: written}, "ViT", size, channels) == pp
+    assert hf_processor.read({PROCESSOR: processor.to_dict()}, "ViT", size, channels) == pp
+
+
+GIVEN = [{}, {"size": 240}, {"size": 48, "crop_size": 40, "do_center_crop": True}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "given"), [
+    (name, given) for name in hf_processor.DEFAULTS for given in GIVEN
+    if (name, given) != ("Siglip", {"size": 240})  # it yields images of different sizes, which models refuse
+])  # fmt: skip
+def test_properties_that_a_file_lacks_are_those_of_its_class(name, given, tmp_path):
+    """Also of one number for the size: that of both sides for some classes, of the smaller side for others."""
+    processor = processor_class(name)(**given)
+    found = {"image_processor_type": f"{name}ImageProcessorFast", **given}
+    shape = np.shape(processor(photo())["pixel_values"][0])[1:]
+    pp = hf_processor.read({PROCESSOR: found}, "ViT", shape, 3)
+    assert_same_pixels(pp, processor, photo(), tmp_path)
+
+
+CROP = {"crop_size": {"height": 28, "width": 28}, "do_center_crop": True}
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"do_normalize": False}, 'resize(32, "bilinear", True)|value_range(0, 1, [0.0, 0.0, 0.0], [255.0, 255.0, '),
+        ({"rescale_factor": 1 / 255}, "True)|value_range(-1, 1)"),
+        ({"rescale_factor": None}, "True)|value_range(-1, 1)"),
+        ({"rescale_factor": 1 / 127.5}, "True)|value_range(0, 1, [63.75, 63.75, 63.75], [127.5, 127.5, 127.5])"),
+        ({"do_rescale": False, "image_mean": [9] * 3, "image_std": [2] * 3}, "[9.0, 9.0, 9.0], [11.0, 11.0, 11.0])"),
+        ({"size": {"height": 32, "width": 35}, **CROP}, 'resize([37, 40], "bilinear", True)|central_crop(32)|'),
+        ({"size": {"shortest_edge": 35}, **CROP}, 'resize_small(40, "bilinear", True)|central_crop(32)|'),
+        ({"size": {"shortest_edge": 35}, **CROP, "do_center_crop": False}, 'decode|resize(32, "bilinear", True)|'),
+        ({"do_resize": False}, CheckpointError("do_resize=false")),
+        ({"do_normalize": "no"}, CheckpointError("not as transformers writes it")),
+        ({"image_std": [0, 1, 1]}, CheckpointError("not as transformers writes it")),
+        ({"rescale_factor": 0}, CheckpointError("not as transformers writes it")),
+        ({"rescale_factor": 10**400}, CheckpointError("not as transformers writes it")),
+        ({"image_processor_type": ["a"], "size": "a", **CROP}, CheckpointError("not as transformers writes it")),
+        ({"crop_size": 40, "do_center_crop": True}, CheckpointError("a crop of .40, 40. pixels from .32, 32.")),
+        ({"resample": -1}, CheckpointError("resample=-1; expected 0 to 3")),
+    ],
+)
+def test_properties_of_a_processor_are_applied_or_refused(processor, expected):
+    """Expected ends are those of (p · factor - mean) / std for pixels p in [0, 255]."""
+    config = {PROCESSOR: {"size": 32, **processor}}
+    if isinstance(expected, str):
+        pp = hf_processor.read(config, "ViT", (32, 32), 3)
+        assert expected in pp
+        assert preprocessing.to_pp(preprocessing.from_pp(pp)) == pp
+    else:
+        with pytest.raises(CheckpointError, match=str(expected)):
+            hf_processor.read(config, "ViT", (32, 32), 3)
+
+
+@pytest.mark.parametrize(
+    ("pp", "expected"),
+    [
+        ("decode|resize(8)|value_range(-1, 1)", (8, 8)),
+        ("decode|resize([8, 12])|central_crop()|keep('image')", (8, 8)),
+        ("decode|resize(9)|resize(7, inkey='image', outkey='small')|pad(2)", (13, 13)),
+        ("resize_small(9)|random_crop((4, 6))|pad(1, 128)|flip_lr|randaug(2, 10)|value_range", (6, 8)),
+        ("decode_jpeg_and_inception_crop(8)|onehot(3)", (8, 8)),
+        ("decode|resize_pillow(4)|pad(1)|pad(2)", (10, 10)),
+        ("", None),
+        ("decode|pad(4)", None),
+        ("decode|resize(8)|resize_small(4)", None),
+        ("decode|resize(8)|resize_long(16)", None),
+        ("decode|resize(8)|inception_crop()", None),
+        ("decode|resize(8)|copy('other', 'image')", None),
+        ("decode|resize(8", None),
+        ("decode|resise(8)", None),
+    ],
+)
+def test_size_is_that_of_the_images_which_the_ops_yield(pp, expected):
+    """None: it is that of the file or unknown, which is an error of one line."""
+    if expected is None:
+        with pytest.raises(CheckpointError, match="pp=") as error:
+            preprocessing.size_of(pp)
+        assert "\n" not in str(error.value)
+        return
+    assert preprocessing.size_of(pp) == expected
+    pytest.importorskip("tensorflow", reason="needs TensorFlow; pip install -e .[data]")
+    photo().save(encoded := io.BytesIO(), "PNG")
+    image = encoded.getvalue() if pp.startswith("decode") else np.asarray(photo())
+    assert Preprocess(pp)({"image": image, "label": 0}, np.random.default_rng(0))["image"].shape[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("pp", "message"),
+    [
+        ("decode|resize(8)|pad(1)|value_range", "resizes and crops as other libraries cannot"),
+        ("decode|resize_long(8)|central_crop(4)|value_range", "as other libraries cannot"),
+        ("decode|resize_small(8)|random_crop(4)|value_range", "as other libraries cannot"),
+        ("decode|resize(8)|flip_lr|value_range", "as other libraries cannot"),
+        ("decode|central_crop(8)|value_range", "as other libraries cannot"),
+        ("decode|value_range", "as other libraries cannot"),
+        ("decode|resize_small(8)|central_crop|value_range", "has no size of images"),
+        ("decode|resize(8)", "should have one value_range"),
+        ("decode|resize(8)|value_range|value_range", "should have one value_range"),
+        ("decode|resize(8)|value_range(1, 1)", "should have one value_range"),
+        ("decode|resize(8)|value_range(0, 1, 9, 99, True)", "should have one value_range"),
+        ("decode|resize(8)|value_range(0, 1, [1, 2], [3, 4])", "should have one value_range"),
+    ],
+)
+def test_steps_that_no_processor_has_are_refused_in_one_line(pp, message):
+    with pytest.raises(CheckpointError, match=message) as error:
+        hf_processor.write(pp)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("op", [
+    "value_range", "value_range(-1, 1, clip_values=True)", "value_range(vmax=3, in_max=[100, 200, 300])",
+    "vgg_value_range", "vgg_value_range([1, 2, 3], [4, 5, 6], key='image')",
+])  # fmt: skip
+def test_mean_and_standard_deviation_have_the_effect_of_the_op(op):
+    pixels = np.random.default_rng(0).integers(256, size=(5, 4, 3), dtype=np.uint8)
+    expected = Preprocess(op)({"image": pixels}, np.random.default_rng(0))["image"]
+    mean, std = preprocessing.mean_and_std(f"decode|{op}")
+    np.testing.assert_allclose((pixels / 255 - mean) / std, expected, rtol=1e-5, atol=1e-5)
