@@ -191,6 +191,8 @@ def _op(node: ast.expr) -> Op:
     keys = {k: kwargs.pop(k) for k in KEYS if k in kwargs and k not in inspect.signature(factory).parameters}
     check_arguments(factory, args, kwargs, what)
     op: Op = factory(*args, **kwargs)
+    if isinstance(op, ops.Change):
+        op = dataclasses.replace(op, name=name)
     return _with_keys(op, keys, what) if keys else op
 
 

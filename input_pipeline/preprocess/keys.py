@@ -20,6 +20,10 @@ def onehot(
 ) -> Op:
     """Convert one or several integer labels to a float32 vector with `on` at each label and `off` elsewhere.
 
+    A label out of range is an error, as that of several merged ones is in TensorFlow on a CPU. For a single one,
+    `tf.one_hot` and therefore big_vision yields `off` everywhere, so that a model would train without notice on targets
+    without a class.
+
     Args:
       depth: length of the vector, the number of classes.
       key: key of the label or labels.
@@ -33,8 +37,9 @@ def onehot(
 
     def op(example: Example, rng: np.random.Generator) -> Example:
         labels = np.asarray(example[key])
+        shown = f"{labels.dtype} of shape {labels.shape}"
         if labels.size and (labels.ndim > 1 or labels.dtype.kind not in "iu"):
-            raise InputError(f"onehot({depth}): {key} should be an integer or several, found {labels.dtype}")
+            raise InputError(f"onehot({depth}): {key!r} should be an integer or several, found {shown}")
         if labels.size and (labels.min() < 0 or labels.max() >= depth):
             raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
         each = labels.astype(np.int64)[..., None] == np.arange(depth)

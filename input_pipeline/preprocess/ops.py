@@ -4,8 +4,8 @@ An op is a function of an example (a dict) and the example's random number gener
 Images are uint8 arrays of shape (height, width, channels) until `value_range` converts them to float32. The ops of this
 module change one value, by default `image`; see `Change`.
 
-Ops with the name of a big_vision op have the same arguments, defaults and pixels, with two exceptions: the default keys
-of `onehot`, and the additional argument `exif`.
+Ops with the name of a big_vision op have the same arguments, defaults and pixels, with three exceptions: the default
+keys of `onehot`, its error about a label that is out of range, and the additional argument `exif`.
 """
 
 import dataclasses
@@ -44,10 +44,18 @@ class Change:
     function: Callable[..., np.ndarray]
     inkey: str = "image"
     outkey: str = "image"
+    name: str = "op"  # in messages
+    encoded: bool = False  # the value is the bytes of an image file instead of pixels
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
-        """Apply the op."""
-        return {**example, self.outkey: self.function(example[self.inkey], rng)}
+        """Apply the op. Raises InputError if the value is not an image."""
+        value = example[self.inkey]
+        is_pixels = isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "uifb"
+        if not (isinstance(value, bytes) if self.encoded else is_pixels):
+            expected = "the bytes of an image file" if self.encoded else "pixels of shape (height, width, channels)"
+            shape = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise InputError(f"{self.name}: {self.inkey!r} should be {expected}, found {shape}")
+        return {**example, self.outkey: self.function(value, rng)}
 
 
 def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Change:
@@ -60,7 +68,7 @@ def decode(channels: int = 3, precise: bool = False, exif: bool = False) -> Chan
     """
     if channels not in (1, 3):
         raise InputError(f"decode(channels={channels}): expected 1 or 3")
-    return Change(lambda data, rng: decoding.decode(_encoded(data), channels, precise=precise, exif=exif))
+    return Change(lambda data, rng: decoding.decode(data, channels, precise=precise, exif=exif), encoded=True)
 
 
 def decode_jpeg_and_inception_crop(
@@ -89,14 +97,13 @@ def decode_jpeg_and_inception_crop(
     """
     sample, fit = _inception_crop(size, (area_min, area_max), (ratio_min, ratio_max), method, antialias)
 
-    def change(data: object, rng: np.random.Generator) -> np.ndarray:
-        encoded = _encoded(data)
-        if decoding.is_jpeg(encoded):
-            return fit(decoding.decode_crop(encoded, sample(jpeg_size(encoded), rng), exif=exif))
-        image = decoding.decode(encoded, exif=exif)
+    def change(data: bytes, rng: np.random.Generator) -> np.ndarray:
+        if decoding.is_jpeg(data):
+            return fit(decoding.decode_crop(data, sample(jpeg_size(data), rng), exif=exif))
+        image = decoding.decode(data, exif=exif)
         return fit(_crop(image, sample((image.shape[0], image.shape[1]), rng)))
 
-    return Change(change)
+    return Change(change, encoded=True)
 
 
 def inception_crop(
@@ -283,13 +290,6 @@ def vgg_value_range(mean: Sequence[float] = VGG_MEAN, std: Sequence[float] = VGG
         raise InputError(f"vgg_value_range: {mean=}, {std=}; expected one mean and one std above 0 for each channel")
     center, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
     return Change(lambda image, rng: _normalized("vgg_value_range", image, center, scale))
-
-
-def _encoded(data: object) -> bytes:
-    """Return the bytes of an image file. Raises InputError if the image is already decoded."""
-    if not isinstance(data, bytes):
-        raise InputError(f"decode takes the bytes of an image file, not {type(data).__name__}: it is decoded already")
-    return data
 
 
 def _normalized(op: str, image: np.ndarray, center: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -93,16 +93,27 @@ def test_invalid_string_is_an_error_that_names_the_problem(spec, message):
 @pytest.mark.parametrize(
     ("spec", "image", "message"),
     [
-        ("decode", SMALL, "decode takes the bytes of an image file, not ndarray"),
+        ("decode", SMALL, r"decode: 'image' should be the bytes of an image file, found uint8 of shape \(2, 3, 1\)"),
+        ("decode_jpeg_and_inception_crop(8, inkey='label')", SMALL, "'label' should be the bytes .* found int$"),
+        ("value_range", b"x", r"value_range: 'image' should be pixels of shape \(height, width, chan.*, found bytes$"),
+        ("value_range(inkey='label')", SMALL, "value_range: 'label' should be pixels .*, found int$"),
+        ("central_crop(inkey='labels')", SMALL, r"central_crop: 'labels' .*, found float32 of shape \(10,\)$"),
+        ("resize(4, key='labels')", SMALL, r"resize: 'labels' .*, found float32 of shape \(10,\)$"),
+        ("pad(1)", np.zeros((2, 2), np.uint8), r"pad: 'image' .*, found uint8 of shape \(2, 2\)$"),
+        ("flip_lr", np.array([[["a"]]]), r"flip_lr: 'image' .*, found <U1 of shape \(1, 1, 1\)$"),
         ("resize_small(256)", np.zeros((20_000, 1, 3), np.uint8), "exceeds 178956970 pixels"),
-        ("onehot(10, key='image')", SMALL.astype(np.float32), "should be an integer or several, found float32"),
+        (
+            "onehot(10, key='image')",
+            SMALL.astype(np.float32),
+            "'image' should be an integer or several, found float32 of shape",
+        ),
         ("randaug(2, 10)", SMALL, "randaug: expected 3 channels"),
-        ("randaug(2, 10)", "text", "preprocessing: "),
+        ("randaug(2, 10)", "text", "randaug: 'image' should be pixels .*, found str$"),
     ],
 )
 def test_unsuitable_input_of_an_op_is_an_error_of_one_line(spec, image, message):
     with pytest.raises(ip.InputError, match=message) as error:
-        apply(spec, image)
+        apply(spec, image, label=3, labels=np.zeros(10, np.float32))
     assert "\n" not in str(error.value)
 
 

@@ -314,7 +314,14 @@ class TestWindows:
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("label", [-1, 10])
+@pytest.mark.parametrize("label", [-1, 10, [3, 10], [-1, 3]])
 def test_onehot_refuses_a_label_out_of_range(label):
+    """As TensorFlow does with several labels; of a single one it makes a vector without a class."""
+    tf = pytest.importorskip("tensorflow")
+    if isinstance(label, int):
+        assert not tf.one_hot(label, 10).numpy().any()
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            tf.scatter_nd(np.array(label)[:, None], tf.ones(2), (10,))
     with pytest.raises(ip.InputError, match="out of range"):
         apply("onehot(10)", label=label)
