@@ -167,6 +167,8 @@ def check_fields(net: LM, length: int) -> None:
     check_transformer(net)
     check_positive(net, "vocab_size", "context", "window")
     check_not_negative(net, "out_init_std", "mlp_groups", "prefill_window")
+    if net.prefill_window and net.window_pattern == "none":
+        raise ValueError(f"prefill_window={net.prefill_window} has no effect with window_pattern='none'")
     if net.mlp_groups and (net.mlp_dim or 4 * net.width) % net.mlp_groups:
         raise ValueError(f"mlp_groups={net.mlp_groups} does not divide mlp_dim={net.mlp_dim or 4 * net.width}")
     if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:

@@ -186,6 +186,7 @@ class TestLoad:
         ({"mlp_dim": -8}, "mlp_dim=-8 should not be negative"),
         ({"num_key_heads": -2}, "num_key_heads=-2 should not be negative"),
         ({"prefill_window": -1}, "prefill_window=-1 should not be negative"),
+        ({"prefill_window": 9, "window_pattern": "none"}, "prefill_window=9 has no effect with window_pattern='none'"),
         ({"mlp_groups": -4}, "mlp_groups=-4 should not be negative"),
         ({"mlp_dim": 40, "mlp_groups": 16}, "mlp_groups=16 does not divide mlp_dim=40"),
         ({"out_init_std": -0.1}, "out_init_std=-0.1 should not be negative"),
