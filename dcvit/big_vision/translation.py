@@ -116,14 +116,20 @@ def _translate_input(config: Part) -> None:
 def _translate_model(config: Part) -> None:
     """Translate `model`, and the initial bias of its head."""
     model = config.inner("model")
-    policy = model.values.pop("remat_policy", None)
-    if model.values.get("scan"):
-        model.put("remat", policy or "nothing_saveable", f"remat_policy={policy!r}" if policy else "")
-    elif policy:
-        model.note("remat_policy is dropped: it concerns scanned layers only")
+    _translate_remat(model)
     if (bias := config.values.pop("init_head_bias", None)) is not None:
         model.put("head_bias_init", bias, f"config.init_head_bias={bias}")
     config.values["model"] = model.values
+
+
+def _translate_remat(model: Part) -> None:
+    """Translate `remat_policy`, of scanned layers: those of big_vision keep nothing unless JAX has the policy."""
+    policy = model.values.pop("remat_policy", None)
+    if model.values.get("scan"):
+        remat = "nothing_saveable" if policy in (None, "none") else policy
+        model.put("remat", remat, f"remat_policy={policy!r}" if policy else "")
+    elif policy:
+        model.note("remat_policy is dropped: it concerns scanned layers only")
 
 
 def _translate_mixup(config: Part) -> None:

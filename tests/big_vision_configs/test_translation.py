@@ -103,8 +103,10 @@ TRANSLATED = [
     ({"wd": None, "grad_clip_norm": 0}, {"wd": None, "grad_clip_norm": None}, None),
     ({"init_head_bias": -6.9}, {"model.head_bias_init": -6.9}, "config.init_head_bias=-6.9 -> head_bias_init=-6.9"),
     ({"model.scan": True}, {"model.remat": "nothing_saveable"}, "config.model: remat='nothing_saveable', big_vision's"),
-    ({"model.scan": True, "model.remat_policy": "none"}, {"model.remat": "none", "model.remat_policy": None},
-     "remat_policy='none' -> remat='none'"),
+    ({"model.scan": True, "model.remat_policy": "none"},  # no policy of jax, so that nothing is kept
+     {"model.remat": "nothing_saveable", "model.remat_policy": None}, "remat_policy='none' -> remat='nothing_"),
+    ({"model.scan": True, "model.remat_policy": "dots_saveable"},
+     {"model.remat": "dots_saveable", "model.remat_policy": None}, "remat_policy='dots_saveable' -> remat='dots_sav"),
     ({"model.remat_policy": "dots_saveable"}, {"model.remat": None, "model.remat_policy": None}, "scanned layers only"),
     ({"model.pool_type": "map", "model.posemb": "sincos2d", "model.rep_size": True, "model.dtype_mm": "bfloat16"},
      {"model": {"variant": "S/16", "pool_type": "map", "posemb": "sincos2d", "rep_size": True, "dtype_mm": "bfloat16"}},
