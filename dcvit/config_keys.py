@@ -9,6 +9,12 @@ from typing import Any, NamedTuple
 from dcvit.errors import has_type
 
 UNITS = ("steps", "epochs", "examples", "percent")
+# Fields of models, keys of `config.model`, that change the training of a model or the way it is computed. Given the
+# parameters, they do not change its function.
+WITHOUT_EFFECT = (
+    "dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std", "scan", "remat",
+    "implementation", "dtype_mm",
+)  # fmt: skip
 
 
 class Key(NamedTuple):

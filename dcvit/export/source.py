@@ -18,6 +18,7 @@ from dcvit import config as configs
 from dcvit.checkpoint import steps
 from dcvit.checkpoint.checkpointer import open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.config_keys import WITHOUT_EFFECT
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.interop import links as linking
 from dcvit.interop import preprocessing
@@ -29,11 +30,6 @@ from dcvit.training import setup
 from dcvit.training.model import build
 from dcvit.training.trained import TrainedModel, open_trained
 
-# Fields that change how a model is trained or computed, not its function.
-COMPUTATION = (
-    "scan", "remat", "implementation", "dtype_mm", "dropout", "stochastic_depth", "head_zeroinit",
-    "head_bias_init", "init_std", "out_init_std",
-)  # fmt: skip
 SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 log = logging.getLogger(__name__)
 
@@ -44,7 +40,7 @@ class Model(NamedTuple):
     Fields:
       path: the file or folder it is read from.
       origin: "dcvit" for a run of this project, or else the family of the weights.
-      description: the model, without the fields of `COMPUTATION`.
+      description: the model, without the fields of `WITHOUT_EFFECT`.
       params: the parameters by path.
       config: content of the run's config.json; empty for weights.
       workdir: folder of the run.
@@ -107,7 +103,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
     fields = {}
     for field in dataclasses.fields(net):
         value = getattr(net, field.name)
-        if field.name not in (*COMPUTATION, outputs_key, "parent", "name") and value != field.default:
+        if field.name not in (*WITHOUT_EFFECT, outputs_key, "parent", "name") and value != field.default:
             fields[field.name] = list(value) if isinstance(value, tuple) else value
     name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
     description = Description(name, getattr(net, outputs_key), fields, pp)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from dcvit.config_keys import WITHOUT_EFFECT
 from dcvit.errors import CheckpointError
 from dcvit.interop.family import Description
 
-# Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, only its
-# computation, its training, or where it begins.
-NOT_IN_FILES = frozenset(
-    {"scan", "remat", "dtype_mm", "implementation", "init_std", "out_init_std", "end_of_text"}
-)  # fmt: skip
+# Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, or only where it
+# begins.
+NOT_IN_FILES = (*WITHOUT_EFFECT, "end_of_text")
 
 
 @dataclasses.dataclass(frozen=True)

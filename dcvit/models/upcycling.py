@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dcvit.config_keys import WITHOUT_EFFECT
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
@@ -28,10 +29,7 @@ FREE_FIELDS = {
     *("num_classes", "vocab_size", "context"),  # follow from the data
     # These show in the names and shapes of parameters.
     *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb", "layer_scale"),
-    # These concern training only.
-    *("dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std"),
-    *("scan", "remat", "dtype_mm"),
-    *("parent", "name"),
+    *(*WITHOUT_EFFECT, "parent", "name"),
 }
 
 

@@ -1,5 +1,6 @@
 """Damaged, unsafe and unsuitable files of image models: each is an error of one line that names file and cause."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -16,11 +17,12 @@ import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import Model
-from dcvit.interop import big_vision
+from dcvit.interop import big_vision, vit_links
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Tensor
 from dcvit.interop.weights import FAMILIES, open_weights
+from dcvit.models import vit
 
 FIELDS = dict(width=16, depth=2, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
 PP = "decode|resize(16)|value_range(-1, 1)"
@@ -339,3 +341,8 @@ def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
     outputs = described.pop("num_outputs", MODELS[family].num_outputs)
     with pytest.raises(CheckpointError, match=match):
         FAMILIES[family].config(MODELS[family]._replace(fields=described, num_outputs=outputs))
+
+
+def test_defaults_of_the_fields_that_links_read_are_those_of_the_model():
+    fields = {field.name: field.default for field in dataclasses.fields(vit.ViT)}
+    assert {name: fields[name] for name in vit_links.DEFAULTS} == vit_links.DEFAULTS

@@ -24,9 +24,10 @@ from PIL import Image
 
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.checkpoint.checkpointer import Checkpointer, load_params
+from dcvit.config_keys import WITHOUT_EFFECT
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion, formats, libraries, logits, programs
-from dcvit.export.source import COMPUTATION, example, open_model
+from dcvit.export.source import example, open_model
 from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
@@ -503,7 +504,7 @@ def test_the_comparison_sees_the_order_of_the_channels():
 def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
     """A field of training, such as the initial bias of the head, prevents no export."""
     fields = {field.name for field in dataclasses.fields(net)} - {"parent", "name", outputs}
-    assert fields - set(COMPUTATION) == set(dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"])
+    assert fields - set(WITHOUT_EFFECT) == set(dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"])
 
 
 def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
