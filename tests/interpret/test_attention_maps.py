@@ -1,9 +1,12 @@
 """The attention matrices are those by which a model computes its outputs."""
 
+import jax
 import jax.numpy as jnp
+import lm_oracle
 import numpy as np
+import oracle
 import pytest
-from small_models import LENGTH, jit, make_lm, make_tokens, param_shapes, random_params
+from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes, random_params
 
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import lm, vit
@@ -13,7 +16,9 @@ MODELS = {
     "plain": {},
     "composed": dict(compose="both"),
     "windows, scanned": dict(compose="both", window_pattern="1:1", scan=True),
-    "documents, grouped queries": dict(compose="both", groups=2, num_key_heads=2, **DOCUMENTS),
+    "documents, grouped queries, windows of rows": dict(
+        compose="both", groups=2, num_key_heads=2, window_pattern="1:1", prefill_window=5, **DOCUMENTS
+    ),
     "static, rematerialized": dict(compose="post", static=True, remat="full"),
 }
 
@@ -55,14 +60,72 @@ def test_compositions_change_their_own_matrix_only(compose):
         assert not np.asarray(matrix)[..., future].any()
 
 
-def test_maps_of_a_vision_transformer_have_all_patches():
-    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), compose="both", scan=True)
+VITS = {
+    "plain": {},
+    "composed, scanned": dict(compose="both", scan=True),
+    "ablation, registers": dict(compose="pre", branches="q", static=True, pool_type="tok", registers=2),
+    "QK-norm, LayerScale": dict(compose="post", gate=False, rank=1, qk_norm="layernorm", layer_scale=0.3),
+}
+
+
+def softmax(scores):
+    shifted = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return shifted / shifted.sum(axis=-1, keepdims=True)
+
+
+def expected_matrices(p, x, heads, rank):
+    """The four matrices of a layer for its normalized input B T M, in float64 numpy."""
+    q, k = (lm_oracle.dense(p[name], x) for name in ("query", "key"))
+    if "query_norm" in p:
+        q, k = (
+            lm_oracle.normalize(y, {"bias": 0, **p[f"{name}_norm"]}, 1e-6) for y, name in ((q, "query"), (k, "key"))
+        )
+    matrices = [np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])]
+    for where, normalized in (("pre", softmax), ("post", None)):
+        composed = matrices[-1]
+        if where in p:
+            rows = [lm_oracle.compose_weights(p[where], each, heads, rank) for each in x]
+            composed = np.concatenate([oracle.compose(m[None], w) for m, w in zip(composed, rows, strict=True)])
+        matrices += [composed, normalized(composed)] if normalized else [composed]
+    return matrices
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(each, id=name, marks=() if "registers" in each else pytest.mark.slow) for name, each in VITS.items()],
+)
+def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of_the_layer(fields):
+    """Of patches, and of class token and registers before them."""
+    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), **fields)
     images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 8, 3)), jnp.float32)
     params = random_params(param_shapes(net, images))
     maps = attention_maps(net, params, images)
+    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, images)
+    unrolled = jax.tree.map(np.asarray, vit.unstack_blocks(params))
+    tokens = [np.tile(params[name], (2, 1, 1)) for name in ("cls", "registers") if name in params]
+    before = np.concatenate([*tokens, out["with_posemb"]], axis=1, dtype=np.float64)
     assert sorted(maps) == [0, 1]
-    assert {matrix.shape for found in maps.values() for matrix in found} == {(2, 2, 6, 6)}
-    assert not jnp.array_equal(maps[0].weights, maps[1].weights)
+    for layer, found in maps.items():
+        block_params = unrolled["Transformer"][f"encoderblock_{layer}"]
+        p = block_params["MultiHeadDotProductAttention_0"]
+        x = lm_oracle.normalize(before, block_params["LayerNorm_0"], net.norm_epsilon)
+        for name, matrix, expected in zip(found._fields, found, expected_matrices(p, x, 2, net.rank), strict=True):
+            np.testing.assert_allclose(matrix, expected, rtol=2e-4, atol=2e-5, err_msg=f"layer {layer}: {name}")
+        heads = np.einsum("bhts,bshd->bthd", found.composed_weights, lm_oracle.dense(p["value"], x))
+        attended = np.einsum("bthd,hdm->btm", heads, p["out"]["kernel"]) + p["out"]["bias"]
+        expected = attended * block_params.get("layer_scale_0", 1)
+        np.testing.assert_allclose(out["encoder"][f"block{layer:02d}"]["sa"], expected, rtol=2e-4, atol=2e-5)
+        before = np.asarray(out["encoder"][f"block{layer:02d}"]["+mlp"], np.float64)
+
+
+def test_local_layers_have_the_window_of_whole_rows():
+    """`prefill_window` instead of `window`, which concerns tokens that are generated one by one."""
+    net, params = make_lm(compose="both", window_pattern="1:1", prefill_window=WINDOW + 2)
+    maps = attention_maps(net, params, make_tokens())
+    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    for layer, window in {0: WINDOW + 2, 1: LENGTH}.items():
+        attended = (np.abs(np.asarray(maps[layer].composed_weights)) > 0).any(axis=(0, 1))
+        np.testing.assert_array_equal(attended, (distance >= 0) & (distance < window))
 
 
 def test_unknown_layer_is_refused():
