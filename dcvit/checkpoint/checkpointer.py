@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
 
 from dcvit.checkpoint import big_vision, checksums, orbax_patches, steps
+from dcvit.checkpoint.big_vision import Tensor
 from dcvit.checkpoint.commit import CommittedObjects, RenamedFolder
 from dcvit.checkpoint.files import Folder, absolute, remove
 from dcvit.checkpoint.params import check_tree, shapes_of
@@ -286,6 +288,18 @@ def open_params(source: Folder) -> dict[str, ts.TensorStore]:
         return {name: future.result() for name, future in opened.items()}
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+
+
+def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
+    """Return an array of `open_params`, or a part of one, to be read later; `path` names it in an error."""
+
+    def read() -> np.ndarray:
+        try:
+            return np.asarray(array.read().result())
+        except Exception as e:  # its errors are ValueErrors, but their types are not documented
+            raise CheckpointError(f"cannot read {path}: {first_line(e)}") from None
+
+    return Tensor(tuple(array.shape), read)
 
 
 def _verified_params(source: Folder) -> Folder:

@@ -9,9 +9,10 @@ from pathlib import Path
 import dcvit
 from dcvit.errors import MetricsError
 from dcvit.export import formats
-from dcvit.export.source import Model, example
+from dcvit.export.source import Model
 from dcvit.interop import dcvit_hf
 from dcvit.runs import metrics
+from dcvit.training.model import example
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric

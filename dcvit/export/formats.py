@@ -20,7 +20,7 @@ from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
 from dcvit.export.logits import nested
-from dcvit.export.source import Model, example
+from dcvit.export.source import Model
 from dcvit.interop import dcvit_hf, hf_processor, own
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
@@ -28,7 +28,7 @@ from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import PROCESSOR, Json
 from dcvit.interop.weights import FAMILIES
 from dcvit.training.inputs import OWN_TOKENIZER
-from dcvit.training.model import build
+from dcvit.training.model import build, example
 
 # Families of transformers by our models; the first that can express a model is used.
 NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_neox")}

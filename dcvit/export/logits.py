@@ -16,11 +16,11 @@ import numpy as np
 from PIL import Image
 
 import input_pipeline
-from dcvit.export.source import Model, example
-from dcvit.interop.tensors import Tensors
+from dcvit.checkpoint.placement import place_params
+from dcvit.export.source import Model
 from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
-from dcvit.training.model import build
+from dcvit.training.model import build, example
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES, ROWS = 4, 2
@@ -60,13 +60,31 @@ def _text(length: int, vocab_size: int) -> np.ndarray:
 
 
 def compute(model: Model, x: np.ndarray) -> np.ndarray:
-    """Return the float32 logits of a model of this project, computed on the host."""
-    model = model.in_float32()
-    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.default_matmul_precision("highest"):
+    """Return the float32 logits of a model of this project, computed on the host.
+
+    Raises:
+      CheckpointError: a parameter is damaged or not finite.
+    """
+    with jax.default_device(_host()), jax.default_matmul_precision("highest"):
         net = build(model.description)
-        if isinstance(net, lm.LM):
-            return _language_logits(net, model.params, x)
-        return np.asarray(_compiled(net)(nested(dict(model.read())), x))
+        read = functools.partial(_read, model)
+        return _language_logits(net, read, x) if isinstance(net, lm.LM) else np.asarray(_compiled(net)(read(""), x))
+
+
+def _host() -> jax.Device:
+    return jax.local_devices(backend="cpu")[0]
+
+
+def _read(model: Model, path: str) -> Any:
+    """Read the parameters at or below a path of the tree, "" for all, in float32."""
+    place = jax.sharding.SingleDeviceSharding(_host())
+    below = f"{path}/" if path else ""
+    chosen = {name: x for name, x in model.params.items() if name == path or name.startswith(below)}
+    like = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=place) for name, tensor in chosen.items()}
+    tree: Any = place_params(chosen, nested(like), str(model.path))
+    for part in path.split("/") if path else ():
+        tree = tree[part]
+    return tree
 
 
 @functools.lru_cache(maxsize=1)  # of the source and of the result
@@ -80,32 +98,27 @@ def nested(flat: Mapping[str, Any]) -> Params:
     return tree
 
 
-def _language_logits(net: lm.LM, params: Tensors, tokens: np.ndarray) -> np.ndarray:
-    """Apply the embedding, each layer and the head, one after the other."""
+def _language_logits(net: lm.LM, read: Callable[[str], Any], tokens: np.ndarray) -> np.ndarray:
+    """Apply the embedding, each layer and the head, one after the other; `read` returns the parameters at a path."""
     windows = lm.layer_windows(net)
     context = token_context(jnp.asarray(tokens), net.end_of_text)
-    x = jnp.asarray(params["embedding/embedding"].read()[tokens])
+    x = jnp.take(read("embedding/embedding"), tokens, axis=0)
     if net.position == "learned":
-        x = x + jnp.take(params["pos_embedding"].read(), context.positions, axis=0, mode="clip")
+        x = x + jnp.take(read("pos_embedding"), context.positions, axis=0, mode="clip")
 
     for i in range(net.depth):
         layer = _compiled_layer(net, windows[i % len(windows)])
-        x = layer(_below(params, f"Transformer/decoderblock_{i}/"), x, context)
+        x = layer(read(f"Transformer/decoderblock_{i}"), x, context)
     norm = net.decoder(jnp.dtype("float32")).norm()
-    hidden: Any = norm.apply({"params": _below(params, "Transformer/decoder_norm/")}, x)
-    kernel = params["embedding/embedding"].read().T if net.tied else params["head/kernel"].read()
-    return np.asarray(lm.unembed(hidden, jnp.asarray(kernel)))
+    hidden: Any = norm.apply({"params": read("Transformer/decoder_norm")}, x)
+    kernel = read("embedding/embedding").T if net.tied else read("head/kernel")
+    return np.asarray(lm.unembed(hidden, kernel))
 
 
 @functools.lru_cache(maxsize=2)  # a layer with and without a window
 def _compiled_layer(net: lm.LM, window: int | None) -> Callable[..., jax.Array]:
     block = net.decoder(jnp.dtype("float32")).layer(window=window)
     return jax.jit(lambda params, x, context: block.apply({"params": params}, x, context, None)[0])
-
-
-def _below(params: Tensors, prefix: str) -> Params:
-    """Read the parameters whose path starts with `prefix` as a tree."""
-    return nested({p.removeprefix(prefix): t.read() for p, t in params.items() if p.startswith(prefix)})
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:

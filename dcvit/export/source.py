@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +15,19 @@ import tensorstore as ts
 
 from dcvit import config as configs
 from dcvit.checkpoint import steps
-from dcvit.checkpoint.checkpointer import open_params
+from dcvit.checkpoint.checkpointer import as_tensor, open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.checkpoint.placement import unrolled
 from dcvit.config_keys import WITHOUT_EFFECT
-from dcvit.errors import CheckpointError, ConfigError
-from dcvit.interop import links as linking
-from dcvit.interop import preprocessing
+from dcvit.errors import ConfigError
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
 from dcvit.interop.weights import Weights, open_weights
 from dcvit.models import lm, vit
 from dcvit.training import setup
-from dcvit.training.model import build
+from dcvit.training.model import build, example
 from dcvit.training.trained import TrainedModel, open_trained
 
-SCANNED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 log = logging.getLogger(__name__)
 
 
@@ -115,43 +112,18 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
 
 def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
     """Return the parameters of single layers, which a scan stacks in the arrays of a checkpoint, by their paths."""
-    params: dict[str, Tensor] = {}
-    period = len({path.split("/")[2] for path in arrays if path.startswith("Transformer/group/")})
-    for path, array in arrays.items():
-        if match := SCANNED.fullmatch(path):
-            block, first = ("encoderblock", 0) if match["place"] is None else ("decoderblock", int(match["place"]))
-            for i in range(array.shape[0]):
-                layer = first + i * max(period, 1)
-                params[f"Transformer/{block}_{layer}/{match['rest']}"] = _tensor(array[i])
-        else:
-            params[path] = _tensor(array)
-    return params
-
-
-def _tensor(view: ts.TensorStore) -> Tensor:
-    return Tensor(tuple(view.shape), lambda: np.asarray(view.read().result()))
+    parts = unrolled({path: tuple(array.shape) for path, array in arrays.items()})
+    return {
+        name: as_tensor(arrays[path] if layer is None else arrays[path][layer], name)
+        for name, (path, layer) in parts.items()
+    }
 
 
 def from_weights(weights: Weights) -> Model:
-    """Return the model of weights. A link is read when one of its parameters is, and only the last one is kept."""
-
-    @functools.lru_cache(maxsize=1)
-    def read_link(number: int) -> dict[str, np.ndarray]:
-        return dict(linking.read(weights.links[number : number + 1], weights.tensors))
-
-    def read(number: int, path: str, shape: tuple[int, ...] | None) -> np.ndarray:
-        array = read_link(number)[path]
-        if shape is not None and array.shape != shape:
-            raise CheckpointError(f"{weights.path}: {path} has the shape {array.shape}, the model {shape}")
-        return array
-
-    places = {path: number for number, link in enumerate(weights.links) for path in link.ours}
-    unchecked = {path: Tensor((), functools.partial(read, at, path, None)) for path, at in places.items()}
-    shapes = param_shapes(weights.description, unchecked)
-    check_tree(dict.fromkeys(places, ()), dict.fromkeys(shapes, ()), str(weights.path))
-    params = {
-        path: Tensor(shapes[path], functools.partial(read, at, path, shapes[path])) for path, at in places.items()
-    }
+    """Return the model of weights. Raises CheckpointError if the parameters are not those of their description."""
+    params = weights.parameters()
+    shapes = param_shapes(weights.description, params)
+    check_tree({path: tensor.shape for path, tensor in params.items()}, shapes, str(weights.path))
     return Model(weights.path, weights.family, _with_preprocessing(weights, params), params, {})
 
 
@@ -183,29 +155,3 @@ def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[i
 @functools.lru_cache(maxsize=1)  # of the source and of the result
 def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
     return shapes_of(setup.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
-
-
-def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
-    """Return the shape of an input for one example: two tokens, or an image.
-
-    The size of the images is that of the preprocessing. Without one, it follows from the number of position embeddings,
-    whose grid is taken to be as square as possible, or else is 14×14 patches.
-
-    Raises:
-      CheckpointError: the size of the preprocessing does not fit the position embeddings.
-    """
-    if description.model_name == "lm":
-        return jax.ShapeDtypeStruct((1, 2), np.int32)
-    height, width, channels, _ = params["embedding/kernel"].read().shape
-    tokens = params["pos_embedding"].read().shape[1] if "pos_embedding" in params else None
-    try:
-        size = preprocessing.size_of(description.pp)
-    except CheckpointError:
-        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0) if tokens else 14
-        size = rows * height, (tokens // rows if tokens else 14) * width
-    if tokens not in (None, found := (size[0] // height) * (size[1] // width)):
-        raise CheckpointError(
-            f"the model has {tokens} position embeddings, expected {found}, for patches of {height}x{width} of images "
-            f"of {size[0]}x{size[1]}, the size in pp={description.pp!r}"
-        )
-    return jax.ShapeDtypeStruct((1, *size, channels), np.float32)

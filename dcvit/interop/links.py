@@ -1,13 +1,14 @@
 """Links between tensors of another library and parameters of this project, for both directions.
 
-A family of models is described by a list of links. `read` streams tensors into parameters and `write` parameters into
-tensors; both handle one link at a time, so that no more than its arrays are in memory.
+A family of models is described by a list of links. `parameters` reads tensors as parameters and `write` streams
+parameters into tensors; both handle one link at a time, so that no more than its arrays are in memory.
 
 Letters: M model width, H heads, K key heads, D head width, F MLP width. PyTorch's linear layers store "out in".
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ class Link(NamedTuple):
       to_ours: function from the tensors to the parameters, in these orders.
       to_theirs: its inverse.
       shapes: the shapes of the tensors, in their order; empty if they are not checked before reading.
+      check: raises CheckpointError if the numbers of the tensors contradict each other.
     """
 
     theirs: tuple[str, ...]
@@ -37,6 +39,7 @@ class Link(NamedTuple):
     to_ours: Callable[..., Arrays]
     to_theirs: Callable[..., Arrays]
     shapes: tuple[Shape, ...] = ()
+    check: Callable[..., None] | None = None
 
 
 def same(theirs: str, ours: str, shape: Sequence[int] = (), their_shape: Sequence[int] = ()) -> Link:
@@ -62,22 +65,39 @@ def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence
     )
 
 
-def read(links: Sequence[Link], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the path and the value of each parameter.
+def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
+    """Return the parameters by path, each read when it is asked for.
+
+    A link is read for the first of its parameters, and kept until its others or those of another link are read. The
+    shapes follow from those of the tensors, of which none is read.
 
     Raises:
       CheckpointError: a tensor has a shape that its link cannot convert.
     """
-    for link in links:
-        yield from zip(link.ours, _to_ours(link, tensors), strict=True)
+    held: dict[tuple[int, str], np.ndarray] = {}
+
+    def read(number: int, path: str) -> np.ndarray:
+        if (number, path) not in held:
+            held.clear()
+            link = links[number]
+            arrays = [tensors[name].read() for name in link.theirs]
+            if link.check:
+                link.check(*arrays)
+            held.update(((number, path), x) for path, x in zip(link.ours, _to_ours(link, arrays), strict=True))
+        return held.pop((number, path))
+
+    zero = np.zeros((), np.float32)
+    found = {}
+    for number, link in enumerate(links):
+        announced = [np.broadcast_to(zero, tensors[name].shape) for name in link.theirs]  # occupies no memory
+        for path, array in zip(link.ours, _to_ours(link, announced), strict=True):
+            found[path] = Tensor(array.shape, functools.partial(read, number, path))
+    return found
 
 
-def _to_ours(link: Link, tensors: Tensors) -> Arrays:
-    arrays = [tensors[name].read() for name in link.theirs]
+def _to_ours(link: Link, arrays: Arrays) -> Arrays:
     try:
         return link.to_ours(*arrays)
-    except CheckpointError:  # of the link's own check
-        raise
     except (ValueError, IndexError):
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
         raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None

@@ -11,7 +11,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.interop.family import Description
-from dcvit.interop.links import Arrays, Link, linear, same
+from dcvit.interop.links import Link, linear, same
 from dcvit.interop.lm_fields import LMFields, vocab_size
 from dcvit.interop.tensors import Tensors
 
@@ -57,9 +57,8 @@ def embedding_and_head(
     if tensors is None or head not in tensors:
         return [first]
 
-    def one_of(x: np.ndarray, copy: np.ndarray) -> Arrays:
+    def check_equal(x: np.ndarray, copy: np.ndarray) -> None:
         if not np.array_equal(x, copy):
             raise CheckpointError(f"{head} differs from {embedding}, but tie_word_embeddings is true")
-        return (x,)
 
-    return [Link((embedding, head), first.ours, one_of, lambda x: (x, x), first.shapes * 2)]
+    return [Link((embedding, head), first.ours, lambda x, _: (x,), lambda x: (x, x), first.shapes * 2, check_equal)]

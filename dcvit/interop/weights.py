@@ -7,17 +7,14 @@ first whose `matches` is true reads a file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.traverse_util
-import jax
 import ml_dtypes
 import numpy as np
 
 from dcvit.checkpoint.big_vision import locate
-from dcvit.checkpoint.params import check_tree
 from dcvit.errors import CheckpointError
 from dcvit.interop import (
     big_vision,
@@ -71,9 +68,9 @@ class Weights(NamedTuple):
     links: list[Link]
     tensors: Tensors
 
-    def params(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the path in the tree of unrolled layers, and the value, of each parameter."""
-        return linking.read(self.links, self.tensors)
+    def parameters(self) -> dict[str, Tensor]:
+        """Return each parameter by its path in the tree of unrolled layers; see `dcvit.interop.links.parameters`."""
+        return linking.parameters(self.links, self.tensors)
 
     def folded(self) -> Weights:
         """Return the weights of an image model with mean and standard deviation folded into its first layer.
@@ -86,33 +83,8 @@ class Weights(NamedTuple):
 
     def tree(self) -> dict[str, Any]:
         """Return all parameters as a nested dict of arrays."""
-        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(self.params()), sep="/")
-        return tree
-
-    def arrays(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all parameters as a nested dict of arrays on devices; one tensor at a time is in the host's memory.
-
-        Args:
-          like: the model's parameters, of unrolled layers, as `jax.ShapeDtypeStruct` with their shardings. The arrays
-            have its dtypes; of a sharded array, each process holds its own part.
-
-        Raises:
-          CheckpointError: the file has other parameters than `like`, or one of another shape; both sides are listed.
-        """
-        expected = flax.traverse_util.flatten_dict(dict(like), sep="/")
-        shapes = {path: tuple(target.shape) for path, target in expected.items()}
-        found = {path: shapes.get(path, ()) for link in self.links for path in link.ours}
-        check_tree(found, shapes, str(self.path))
-
-        def place(path: str, value: np.ndarray) -> jax.Array:
-            check_tree({path: value.shape}, {path: shapes[path]}, str(self.path))
-            target = expected[path]
-            return jax.make_array_from_callback(
-                value.shape, target.sharding, lambda part: np.asarray(value[part], target.dtype)
-            )
-
-        placed = {path: place(path, value) for path, value in self.params()}
-        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(placed, sep="/")
+        arrays = {path: tensor.read() for path, tensor in self.parameters().items()}
+        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(arrays, sep="/")
         return tree
 
 

@@ -297,12 +297,4 @@ def load(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-
-    def convert(loaded: Params) -> Params:
-        if "Transformer" not in loaded:
-            return loaded
-        unrolled = unstack_blocks(loaded)
-        group = init_params["Transformer"].get("group")
-        return unrolled if group is None else stack_blocks(unrolled, len(group))
-
-    return load_params_into(init_params, init_file, dont_load, convert, upcycle)
+    return load_params_into(init_params, init_file, dont_load, lambda tensors: tensors, upcycle)

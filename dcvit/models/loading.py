@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from dcvit.errors import CheckpointError
 from dcvit.models import Params
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from input_pipeline.files import expand
+
+if TYPE_CHECKING:
+    from dcvit.checkpoint.big_vision import Tensors
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
@@ -54,34 +57,48 @@ def load_params_into(
     init_params: Params,
     init_file: str,
     dont_load: Sequence[str],
-    convert: Callable[[Params], Params],
+    convert: Callable[[Tensors], Tensors],
     upcycle: bool = False,
 ) -> dict[str, Any]:
-    """Return `init_params` with the values of a checkpoint, converted to the layout of the model by `convert`.
+    """Return `init_params` with the values of a checkpoint, in their layout and on their devices, read one at a time.
 
-    With `upcycle`, compositions that the checkpoint lacks start as the identity.
+    Args:
+      init_params: parameters of the model, or their shapes.
+      init_file: a checkpoint of this project or of big_vision, or weights of another library.
+      dont_load: regexes; parameters whose name matches one keep their initial value.
+      convert: function from the tensors of the checkpoint to those of the model.
+      upcycle: compositions that the checkpoint lacks start as the identity.
 
     Raises:
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    from dcvit.checkpoint.params import merge_params  # late: the models import where Orbax is not installed
+    from dcvit.checkpoint.params import shapes_of  # late: the models import where Orbax is not installed
+    from dcvit.checkpoint.placement import in_layout, place_params
 
-    loaded = convert(_read_params(init_file))
+    tensors = convert(_open(init_file))
+    names = in_layout(tensors, shapes_of(init_params))
     if upcycle:
-        gained = gained_compositions(loaded, init_params, init_file)
-        return merge_params(loaded, identity_compositions(init_params), [*dont_load, "|".join(map(re.escape, gained))])
+        gained = "|".join(map(re.escape, gained_compositions(names, init_params, init_file)))
+        return place_params(tensors, identity_compositions(init_params), init_file, [*dont_load, gained])
     try:
-        return merge_params(loaded, init_params, dont_load)
+        return place_params(tensors, init_params, init_file, dont_load)
     except CheckpointError as e:
-        hint = "" if has_compositions(loaded) or not has_compositions(init_params) else f"; {UPCYCLE_HINT}"
+        hint = "" if has_compositions(names) or not has_compositions(shapes_of(init_params)) else f"; {UPCYCLE_HINT}"
         raise CheckpointError(f"{e}{hint}") from None
 
 
-def _read_params(init_file: str) -> Params:
-    """Read a checkpoint of this project or of big_vision, or weights of another library as unrolled layers."""
-    from dcvit.checkpoint.checkpointer import load_params
+def _open(init_file: str) -> Tensors:
+    """Open a checkpoint of this project or of big_vision, or weights of another library as unrolled layers."""
+    from dcvit.checkpoint import big_vision
+    from dcvit.checkpoint.checkpointer import as_tensor, open_params
     from dcvit.interop.weights import is_weights, open_weights
 
     path = expand(init_file)
-    return open_weights(path).tree() if is_weights(path) else load_params(init_file)
+    if is_weights(path):
+        return open_weights(path).parameters()
+    if located := big_vision.locate(path):
+        return big_vision.open_arrays(located)
+    if not path.exists():
+        big_vision.check_named(init_file)
+    return {name: as_tensor(array, f"{name} of {path}") for name, array in open_params(path).items()}

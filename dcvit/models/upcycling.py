@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection, Iterable
 
 import flax.linen as nn
 import jax
@@ -51,26 +52,25 @@ def identity_compositions(params: Params) -> Params:
     return identities
 
 
-def has_compositions(params: Params) -> bool:
-    """Return True if parameters, or their shapes, include those of a composition."""
-    return any(COMPOSITION.fullmatch(name) for name in _names(params))
+def has_compositions(names: Iterable[str]) -> bool:
+    """Return True if names of parameters include those of a composition."""
+    return any(COMPOSITION.fullmatch(name) for name in names)
 
 
-def gained_compositions(loaded: Params, model: Params, file: str) -> list[str]:
+def gained_compositions(loaded: Collection[str], model: Params, file: str) -> list[str]:
     """Return the names of the parameters of compositions that a model has and a checkpoint lacks.
 
     Args:
-      loaded: parameters of the checkpoint, in the layout of the model.
+      loaded: names of the checkpoint's parameters, in the layout of the model.
       model: parameters of the model, or their shapes.
       file: name of the checkpoint in messages.
 
     Raises:
       CheckpointError: there is none, or the model also has a QK-norm that the checkpoint lacks.
     """
-    held = {*_names(loaded)}
-    lacked = [name for name in _names(model) if name not in held]
+    lacked = [name for name in _names(model) if name not in loaded]
     gained = [name for name in lacked if COMPOSITION.fullmatch(name)]
-    if not has_compositions(model):
+    if not has_compositions(_names(model)):
         raise CheckpointError("the model composes nothing, so upcycle has no effect: set --config.model.compose=both")
     if not gained:
         raise CheckpointError(f"{file} has all compositions of the model: remove --config.model_load.upcycle")

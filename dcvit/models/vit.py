@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.errors import CheckpointError
 from dcvit.models import Outputs, Params
 from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
@@ -31,6 +33,9 @@ from dcvit.models.fields import (
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
 from dcvit.models.loading import ModelFields, load_params_into, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
+
+if TYPE_CHECKING:
+    from dcvit.checkpoint.big_vision import Tensors
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {
@@ -261,11 +266,9 @@ def resample_posemb(old: Float[Array, "1 S M"], tokens: int) -> Float[Array, "1 
     """Interpolate the position embeddings of a square grid linearly (corners aligned) to `tokens` positions.
 
     Raises:
-      ValueError: either number of positions is not a square.
+      CheckpointError: either number of positions is not a square.
     """
-    sizes = [round(n**0.5) for n in (old.shape[1], tokens)]
-    if [n * n for n in sizes] != [old.shape[1], tokens]:
-        raise ValueError(f"cannot resample position embeddings from {old.shape[1]} to {tokens}: not square grids")
+    sizes = _grid_sizes(old.shape[1], tokens)
     grid = np.asarray(old).reshape(sizes[0], sizes[0], -1)
     at = np.linspace(0, sizes[0] - 1, sizes[1])
     low = np.floor(at).astype(int)
@@ -273,6 +276,17 @@ def resample_posemb(old: Float[Array, "1 S M"], tokens: int) -> Float[Array, "1 
     rows = grid[low] * (1 - part)[:, None, None] + grid[high] * part[:, None, None]
     both = rows[:, low] * (1 - part)[None, :, None] + rows[:, high] * part[None, :, None]
     return jnp.asarray(both.reshape(1, tokens, -1), old.dtype)
+
+
+def _grid_sizes(*tokens: int) -> list[int]:
+    """Return the heights of square grids of positions. Raise CheckpointError if one is not square."""
+    sizes = [math.isqrt(n) for n in tokens]
+    if any(size * size != n for size, n in zip(sizes, tokens, strict=True)):
+        raise CheckpointError(
+            f"cannot resample position embeddings from {tokens[0]} to {tokens[1]} positions: expected square grids; "
+            "to start them from their initial values: --config.model_load.dont_load=\"['pos_embedding']\""
+        )
+    return sizes
 
 
 def stack_blocks(params: Params) -> Params:
@@ -307,7 +321,7 @@ def load(
     Args:
       init_params: parameters of the model.
       init_file: a workdir, a checkpoint folder or a `.npz` file.
-      model_cfg: fields of the model, of which only `scan` is used; None if there are none.
+      model_cfg: unused; big_vision's trainer passes it.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function
         of the checkpoint's model; see `dcvit.models.upcycling`.
@@ -317,12 +331,13 @@ def load(
         cannot be upcycled.
     """
 
-    def convert(loaded: Params) -> Params:
-        if "Transformer" in loaded:
-            loaded = (stack_blocks if (model_cfg or {}).get("scan") else unstack_blocks)(loaded)
-        if "pos_embedding" in loaded and "pos_embedding" in init_params:
-            tokens = init_params["pos_embedding"].shape[1]
-            loaded = {**loaded, "pos_embedding": resample_posemb(jnp.asarray(loaded["pos_embedding"]), tokens)}
-        return loaded
+    def convert(loaded: Tensors) -> Tensors:
+        old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")
+        if old is None or new is None or len(old.shape) != 3 or old.shape[1] == new.shape[1]:
+            return loaded
+        tokens = new.shape[1]
+        shape = (old.shape[0], tokens, old.shape[2])
+        resampled = old._replace(shape=shape, read=lambda: np.asarray(resample_posemb(jnp.asarray(old.read()), tokens)))
+        return {**loaded, "pos_embedding": resampled}
 
     return load_params_into(init_params, init_file, dont_load, convert, upcycle)

@@ -22,6 +22,7 @@ from dcvit.checkpoint import checksums, steps
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder, folder
 from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.checkpoint.placement import place_params
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.errors import ConfigError, InputError, nearest, type_name
 from dcvit.inference import classifier
@@ -34,7 +35,7 @@ from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, shardings
-from dcvit.training.model import build
+from dcvit.training.model import build, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.files import read_regular
@@ -265,16 +266,13 @@ def _load_weights(source: str, sharding: str | None) -> LoadedModel:
 
 
 def _place(weights: Weights, module: ViT | LM, mesh: Mesh | None, sharding: str) -> Params:
-    """Return the parameters on their devices; those of a language model, which can be large, are read one at a time."""
-    if isinstance(module, ViT):
-        tree = jax.tree.map(lambda x: np.asarray(x, np.float32), weights.tree())
-        placed: Params = jax.device_put(tree, None if mesh is None else shardings(tree, mesh, sharding))
-        return placed
-    shapes = param_shapes(module, jax.ShapeDtypeStruct((1, 1), np.int32))
+    """Return the parameters on their devices."""
+    tensors = weights.parameters()
+    shapes = param_shapes(module, example(weights.description, tensors))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, sharding)
     like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    return weights.arrays(like)
+    return place_params(tensors, like, str(weights.path))
 
 
 def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from dcvit.config import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
+from dcvit.interop import preprocessing
 from dcvit.interop.family import Description
+from dcvit.interop.tensors import Tensors
 from dcvit.interop.weights import is_weights, open_weights
 from dcvit.models import Params, lm, vit
 from dcvit.models.upcycling import other_function
@@ -62,6 +65,32 @@ def build(description: Description) -> vit.ViT | lm.LM:
         return MAKERS[description.model_name](description.num_outputs, **fields)
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
+
+
+def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
+    """Return the shape of an input for one example: two tokens, or an image.
+
+    The size of the images is that of the preprocessing. Without one, it follows from the number of position embeddings,
+    whose grid is taken to be as square as possible, or else is 14×14 patches.
+
+    Raises:
+      CheckpointError: the size of the preprocessing does not fit the position embeddings.
+    """
+    if description.model_name == "lm":
+        return jax.ShapeDtypeStruct((1, 2), np.int32)
+    height, width, channels, _ = params["embedding/kernel"].shape
+    tokens = params["pos_embedding"].shape[1] if "pos_embedding" in params else None
+    try:
+        size = preprocessing.size_of(description.pp)
+    except CheckpointError:
+        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0) if tokens else 14
+        size = rows * height, (tokens // rows if tokens else 14) * width
+    if tokens not in (None, found := (size[0] // height) * (size[1] // width)):
+        raise CheckpointError(
+            f"the model has {tokens} position embeddings, expected {found}, for patches of {height}x{width} of images "
+            f"of {size[0]}x{size[1]}, the size in pp={description.pp!r}"
+        )
+    return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:

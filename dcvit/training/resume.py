@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from dcvit.checkpoint import steps
 from dcvit.checkpoint.checkpointer import Checkpointer
@@ -39,7 +38,7 @@ class Run:
     resumed: Mapping[str, Any]  # the `about` of the checkpoint to resume from; empty for a new run
     about: Mapping[str, Any]  # description of the run, part of every checkpoint
     shapes: TrainState  # shapes and shardings of the state
-    initial: Params  # loaded parameters of a new run; None for each parameter to initialize
+    initial: Params  # loaded parameters of a new run until it starts; None for each parameter to initialize
     checkpointer: Checkpointer
     watchdog: Watchdog
     progress: RunProgress
@@ -80,10 +79,7 @@ class Run:
             return initial_state(self.setup, params)
 
         places = jax.tree.map(lambda s: s.sharding, self.shapes)
-        loaded = jax.tree.map(
-            lambda x, place: None if x is None else jax.device_put(np.asarray(x), place),
-            self.initial, places.params, is_leaf=_is_none,
-        )  # fmt: skip
+        loaded, self.initial = self.initial, {}  # the state holds them from here on
         state: TrainState = jax.jit(fresh, out_shardings=places)(loaded)
         return state
 

@@ -51,4 +51,4 @@ def as_tensors(arrays):
 
 def written_back(weights):
     """The tensors that the links of opened weights write from the parameters that they read."""
-    return dict(links.write(weights.links, as_tensors(dict(weights.params()))))
+    return dict(links.write(weights.links, weights.parameters()))

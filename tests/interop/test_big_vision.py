@@ -280,6 +280,6 @@ def test_attention_of_the_authors_vit_equals_the_equations(tmp_path, stored):
     expected = attention_of_the_authors(layer_norm(np.float64(out["with_posemb"]), **norm), inside)
     assert expected.std() > 0.3
     np.testing.assert_allclose(out["encoder"]["block00"]["sa"], expected, rtol=0, atol=2e-5 * expected.std())
-    written = dict(linking.write(weights.links, {k: Tensor(x.shape, lambda x=x: x) for k, x in weights.params()}))
+    written = dict(linking.write(weights.links, weights.parameters()))
     assert_trees_equal(written, flat)
     assert dcmha_vit.config(weights.description) == {}

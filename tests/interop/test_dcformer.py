@@ -6,7 +6,7 @@ import dcformer_oracle as oracle
 import jax
 import numpy as np
 import pytest
-from foreign_models import as_tensors, largest_difference, libraries, our_logits, random_tokens
+from foreign_models import largest_difference, libraries, our_logits, random_tokens
 
 from dcvit.errors import CheckpointError
 from dcvit.interop import dcformer, links
@@ -70,9 +70,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert difference < 2e-5
 
     (tmp_path / "ours").mkdir()
-    write_shards(
-        tmp_path / "ours", links.write(dcformer.links(weights.description), as_tensors(dict(weights.params())))
-    )
+    write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.parameters()))
     written = {name: tensor.read() for name, tensor in open_file(tmp_path / "ours").tensors.items()}
     assert written.keys() == state.keys()
     for tensor, array in written.items():

@@ -1,20 +1,32 @@
 """Conversion and loading tensor by tensor: sharded arrays on devices, and the memory of the host."""
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
+import weakref
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import small_models
+from ml_collections import ConfigDict
+from small_models import param_shapes
 
+import dcvit
+from dcvit import config as configs
+from dcvit.checkpoint.placement import place_params
 from dcvit.errors import CheckpointError
+from dcvit.interop import weights as weights_module
 from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import Tensor
 from dcvit.interop.weights import open_weights
 from dcvit.models import lm
 from dcvit.parallel.sharding import make_mesh, shardings
+from dcvit.training.model import make_loader, make_model
 
 
 def llama_folder(folder, *, width, depth, mlp, vocab, dtype, max_shard_bytes):
@@ -68,7 +80,7 @@ def targets(shapes, mesh, strategy):
 def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes, strategy):
     weights, shapes = small
     like = targets(shapes, make_mesh(axes), strategy)
-    arrays = weights.arrays(like)
+    arrays = place_params(weights.parameters(), like, "file")
     for path, array in jax.tree.leaves_with_path(arrays):
         target = like
         for key in path:
@@ -80,21 +92,114 @@ def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes
     assert largest == (1 if strategy == "ddp" else 1 / 8)
 
 
+def unreadable(tensors):
+    return {name: Tensor(tensor.shape, None) for name, tensor in tensors.items()}
+
+
 def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
     weights, shapes = small
     like = targets(shapes, make_mesh([("data", 8)]), "ddp")
     head = jax.tree.map(lambda x: x, {**like, "head": {"kernel": like["embedding"]["embedding"]}})
     with pytest.raises(CheckpointError, match=r"1 only in the model: head/kernel"):
-        weights._replace(tensors={}).arrays(head)
+        place_params(unreadable(weights.parameters()), head, "file")
     wide = {**like, "embedding": {"embedding": head["head"]["kernel"].update(shape=(49, 32))}}
     with pytest.raises(CheckpointError, match=r"embedding/embedding \(checkpoint \(48, 32\), model \(49, 32\)\)"):
-        weights.arrays(wide)
+        place_params(unreadable(weights.parameters()), wide, "file")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Count the reads of tensors, and the bytes that are held at once of what was read."""
+    found = {"names": [], "held": 0, "peak": 0}
+    read = weights_module._read
+
+    def release(size):
+        found["held"] -= size
+
+    def counted(path, name, tensor):
+        array = read(path, name, tensor).copy()
+        found["names"].append(name)
+        found["held"] += array.nbytes
+        found["peak"] = max(found["peak"], found["held"])
+        weakref.finalize(array, release, array.nbytes)
+        return array
+
+    monkeypatch.setattr(weights_module, "_read", counted)
+    return found
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("compose", [None, "both"])
+def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, scan, compose):
+    """Each tensor is read once and released before the next; the parameters are in their shards."""
+    folder = small[0].path
+    fields = {**small[0].description.fields, "scan": scan, "compose": compose}
+    load = {"upcycle": True} if compose else {}
+    config = ConfigDict({**configs.defaults(), "model_name": "lm", "vocab_size": 48, "model": fields,
+                         "model_init": str(folder), "model_load": load})  # fmt: skip
+    net = make_model(config)
+    shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
+    like = targets(shapes, make_mesh([("fsdp", 8)]), "fsdp")
+    loaded = make_loader(config, net, like)(like)
+    tensors = open_weights(folder).tensors
+    assert sorted(reads["names"]) == sorted(tensors)
+    assert reads["held"] == 0
+    assert reads["peak"] == max(2 * math.prod(tensor.shape) for tensor in tensors.values())  # of bfloat16
+    expected = small[0].tree()
+    found = lm.unstack_blocks(loaded)
+    for path, array in jax.tree.leaves_with_path(found):
+        np.testing.assert_array_equal(array, functools.reduce(lambda t, k: t[k.key], path, expected).astype(np.float32))
+    arrays = {small_models.name_of(path): array for path, array in jax.tree.leaves_with_path(loaded)}
+    places = {small_models.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(like)}
+    assert all(array.sharding == places[path].sharding for path, array in arrays.items())
+    assert {path for path in places if path not in arrays} == {path for path in places if "/w_" in path}
+
+
+def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
+    model = dcvit.load(small[0].path, sharding="fsdp")
+    assert reads["peak"] == 2 * 64 * 32 == max(2 * math.prod(x.shape) for x in small[0].tensors.values())
+    assert not model.params["embedding"]["embedding"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_number_that_is_not_finite_is_named(small, value):
+    weights, shapes = small
+    tensors = weights.parameters()
+    path = "Transformer/decoderblock_1/mlp_norm/scale"
+    scale = tensors[path].read().astype(np.float32)
+    scale[[3, 5]] = value
+    tensors[path] = Tensor(scale.shape, lambda: scale)
+    with pytest.raises(CheckpointError, match=rf"^file: {path} has 2 of 32 numbers that .*{value} at \[3\]"):
+        place_params(tensors, shapes, "file")
+
+
+def test_two_tensors_of_the_same_parameter_are_refused(small):
+    weights, shapes = small
+    tensors = weights.parameters()
+    stack = tensors["Transformer/decoderblock_1/mlp_norm/scale"]._replace(shape=(2, 32))
+    with pytest.raises(CheckpointError, match="hold the same parameter Transformer/decoderblock_0/mlp_norm/scale"):
+        place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_stack_with_a_missing_layer_is_refused(small, missing):
+    """Also if the file has a layer beyond the model's instead."""
+    weights, _ = small
+    net = lm.Model(48, **{**weights.description.fields, "scan": True})
+    shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
+    tensors = weights.parameters()
+    lost = tensors.pop(f"Transformer/decoderblock_{missing}/mlp_norm/scale")
+    with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(1, 32\), model \(2, 32\)\)"):
+        place_params(tensors, shapes, "file")
+    with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(5, 32\), model \(2, 32\)\)"):
+        place_params({**tensors, "Transformer/decoderblock_4/mlp_norm/scale": lost}, shapes, "file")
 
 
 CONVERT = """
 import re, sys, threading, time
 from pathlib import Path
 from dcvit.interop.safetensors_writer import write_shards
+from dcvit.interop.tensors import Tensor
 from dcvit.interop.weights import open_weights
 
 def anonymous():  # bytes; pages of mapped files do not count, because the kernel can drop them
@@ -108,7 +213,8 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-write_shards(out, open_weights(source).params(), max_shard_bytes=max_shard_bytes)
+params = open_weights(source).parameters()
+write_shards(out, ((name, x.read()) for name, x in params.items()), max_shard_bytes=max_shard_bytes)
 print(peak - before)
 """
 

@@ -12,7 +12,7 @@ import torch
 from small_models import jit
 
 from dcvit.interop import links as linking
-from dcvit.interop.tensors import Tensor, open_file
+from dcvit.interop.tensors import open_file
 from dcvit.interop.weights import FAMILIES, open_weights
 from dcvit.models import vit
 
@@ -62,17 +62,12 @@ def check_read(path, expected, pixels, what):
     return weights
 
 
-def as_tensors(weights):
-    """Return the parameters of a model as the tensors that `links.write` takes."""
-    return {path: Tensor(value.shape, lambda value=value: value) for path, value in weights.params()}
-
-
 def check_written_back(weights, sums=()):
     """Write the parameters with the links that read them: the tensors must be the same, bit for bit.
 
     `sums` names the tensors of tokens in front and of their position embeddings, of which only the sum is a parameter.
     """
-    written = dict(linking.write(weights.links, as_tensors(weights)))
+    written = dict(linking.write(weights.links, weights.parameters()))
     assert written.keys() == {name for link in weights.links for name in link.theirs}
     ignored = {name for link in weights.links if not link.ours for name in link.theirs}
     for name, value in written.items():
@@ -93,7 +88,7 @@ def export(weights, folder, family=None):
     module = FAMILIES[family or weights.family]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(module.config(weights.description)))
-    tensors = dict(linking.write(module.links(weights.description), as_tensors(weights)))
+    tensors = dict(linking.write(module.links(weights.description), weights.parameters()))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert open_file(folder).tensors.keys() == tensors.keys()
     return folder
