@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from dcvit.checkpoint.big_vision import Tensor, Tensors
 from dcvit.checkpoint.params import Shapes, check_tree, shapes_of
@@ -24,6 +26,7 @@ from dcvit.errors import CheckpointError, check_regex
 STACKED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")
 GROUP = "Transformer/group/"
+Leaf: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 MAX_LAYERS = 1 << 12  # of a stack; a damaged file may announce any number
 
 
@@ -103,7 +106,9 @@ def _place(name: str, period: int) -> Part:
     return Part(f"Transformer/{group}/{match['rest']}", repeat)
 
 
-def place_params(tensors: Tensors, like: Mapping[str, Any], file: str, dont_load: Sequence[str] = ()) -> dict[str, Any]:
+def place_params(
+    tensors: Tensors, like: Mapping[str, PyTree], file: str, dont_load: Sequence[str] = ()
+) -> dict[str, PyTree]:
     """Return parameters with the values of tensors, of which one at a time is in the host's memory.
 
     Args:
@@ -141,11 +146,11 @@ def place_params(tensors: Tensors, like: Mapping[str, Any], file: str, dont_load
         for source, target in [(Part(path), Part(path))] if whole else pairs:
             part = value if source.layer is None else value[source.layer]
             placed[target.path] = _put(part, target.layer, leaves[target.path], placed.get(target.path))
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(placed, sep="/")
+    tree: dict[str, PyTree] = flax.traverse_util.unflatten_dict(placed, sep="/")
     return tree
 
 
-def _read(tensor: Tensor, dtype: np.dtype[Any], what: str) -> np.ndarray:
+def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
     """Return a tensor in a dtype.
 
     Raises:
@@ -165,7 +170,7 @@ def _read(tensor: Tensor, dtype: np.dtype[Any], what: str) -> np.ndarray:
     return value
 
 
-def _put(value: np.ndarray, index: int | None, leaf: Any, stack: jax.Array | None) -> jax.Array:
+def _put(value: np.ndarray, index: int | None, leaf: Leaf, stack: jax.Array | None) -> jax.Array:
     """Return a parameter like `leaf` on its devices; with an index, the stack of layers with one layer replaced."""
     sharding = _sharding(leaf)
     if index is None:
@@ -179,12 +184,11 @@ def _put(value: np.ndarray, index: int | None, leaf: Any, stack: jax.Array | Non
     return _setter(sharding)(stack, layer, index)
 
 
-def _sharding(leaf: Any) -> Sharding | None:
+def _sharding(leaf: Leaf) -> Sharding | None:
     """Return the sharding of an array that is committed to its devices, or of a shape that has one."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
-    found: Sharding | None = getattr(leaf, "sharding", None)
-    return found
+    return None if isinstance(leaf, np.ndarray) else leaf.sharding
 
 
 def _transfer(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
@@ -194,7 +198,7 @@ def _transfer(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
 
 
 @functools.lru_cache
-def _setter(sharding: Sharding | None) -> Any:
+def _setter(sharding: Sharding | None) -> Callable[..., jax.Array]:
     """Return the compiled function that replaces a layer of a stack, in its memory."""
     return jax.jit(
         lambda stack, layer, index: jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0),

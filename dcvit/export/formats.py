@@ -21,11 +21,11 @@ from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
 from dcvit.export.logits import nested
 from dcvit.export.source import Model
-from dcvit.interop import dcvit_hf, hf_processor, own
+from dcvit.interop import dcvit_hf, hf_processor, names, own
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import PROCESSOR, Json
+from dcvit.interop.tensors import GENERATION, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
 from dcvit.interop.weights import FAMILIES
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build, example
@@ -35,7 +35,7 @@ NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_ne
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
-TOKENIZER = "tokenizer.json"
+DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
 log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
@@ -79,20 +79,22 @@ def write_dcvit(model: Model, folder: Path) -> None:
     if not model.description.num_outputs:
         raise CheckpointError(f"{model.path}: the model has no head, which a run needs; choose another format")
     params = nested(dict(model.read()))
-    has_tokenizer = (model.path / TOKENIZER).is_file()
-    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description, has_tokenizer), **model.config}
+    tokenizer = tokenizer_of(model.path)
+    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description, tokenizer), **model.config}
     if isinstance(record["model"], dict):
         record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
     if model.workdir:
-        for name in ("data.json", TOKENIZER, "accepted.json"):
+        for name in (DATA, TOKENIZER, "accepted.json"):
             if (model.workdir / name).is_file():
                 shutil.copyfile(model.workdir / name, folder / name)
-    elif has_tokenizer:
-        shutil.copyfile(model.path / TOKENIZER, folder / TOKENIZER)
+    elif tokenizer:
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    if model.description.class_names and not model.workdir:
+        _write_json(folder / DATA, {"class_names": list(model.description.class_names)})
     _write_json(folder / "config.json", record)
     about: Json = {"config": record}
-    if (folder / "data.json").is_file():
-        about["data"] = json.loads((folder / "data.json").read_text())
+    if (folder / DATA).is_file():
+        about["data"] = json.loads((folder / DATA).read_text())
     checkpointer = Checkpointer(folder)
     try:
         checkpointer.save(STEP, {"params": params}, about)
@@ -100,32 +102,35 @@ def write_dcvit(model: Model, folder: Path) -> None:
         checkpointer.close()
 
 
-def _config(description: Description, has_tokenizer: bool) -> Json:
-    """Return the keys of a config that describe a model."""
+def _config(description: Description, tokenizer: Path | None) -> Json:
+    """Return the keys of a config that describe a model and its tokens."""
     outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
     found: Json = {
         "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
     }  # fmt: skip
     if description.model_name == "lm":  # without a tokenizer, the text is not known to be bytes
-        data = {"kind": "text", "tokenizer": OWN_TOKENIZER} if has_tokenizer else {"kind": "input_ids"}
-        return {**found, "input": {"data": data}}
+        data: Json = {"kind": "text", "tokenizer": OWN_TOKENIZER} if tokenizer else {"kind": "input_ids"}
+        if description.end_tokens:
+            end = description.end_tokens[0]
+            data |= {"end_of_text": names.special_token(read_json(tokenizer), end) if tokenizer else end}
+        return {**found, "input": {"data": {key: value for key, value in data.items() if value is not None}}}
     return found | ({"pp_predict": description.pp} if description.pp else {})
 
 
-def native_family(model: Model, names: tuple[str, ...]) -> tuple[str, Json]:
+def native_family(model: Model, families: tuple[str, ...]) -> tuple[str, Json]:
     """Return the first family that can express a model, and its config.json.
 
     Raises:
       CheckpointError: none can; the message has the reason of each.
     """
     reasons = []
-    for name in names:
+    for name in families:
         if name in FAMILIES:
             try:
                 return name, FAMILIES[name].config(model.description)
             except CheckpointError as e:
                 reasons.append(f"{name}: {e}")
-    raise CheckpointError("; ".join(reasons) or f"no family of {', '.join(names)}")
+    raise CheckpointError("; ".join(reasons) or f"no family of {', '.join(families)}")
 
 
 def write_hf(model: Model, folder: Path) -> None:
@@ -144,7 +149,8 @@ def write_hf(model: Model, folder: Path) -> None:
         shutil.copyfile(MODELING, folder / MODELING.name)
         log.info("transformers has no class for the model: %s", native)
     log.info("class of the model: %s", config["architectures"][0])
-    _write_json(folder / "config.json", {**config, **_image_size(model)})
+    labels = names.id2label(model.description.class_names) if model.description.class_names else {}
+    _write_json(folder / "config.json", {**config, **_image_size(model), **labels})
     write_shards(folder, _theirs(name, model), max_shard_bytes=SHARD_BYTES)
     if model.description.model_name == "vit":
         try:
@@ -152,11 +158,12 @@ def write_hf(model: Model, folder: Path) -> None:
         except CheckpointError as e:
             log.info("%s is not written: %s", PROCESSOR, e)
         return
-    end = model.description.fields.get("end_of_text")
-    _write_json(folder / "generation_config.json", {} if end is None else {"eos_token_id": end, "pad_token_id": end})
-    root = model.workdir or model.path
-    if (root / TOKENIZER).is_file():
-        shutil.copyfile(root / TOKENIZER, folder / TOKENIZER)
+    ends = [*model.description.end_tokens, model.description.fields.get("end_of_text")]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    tokens: Json = {"eos_token_id": ends if ends[1:] else ends[0], "pad_token_id": ends[0]} if ends else {}
+    _write_json(folder / GENERATION, tokens)
+    if tokenizer := tokenizer_of(model.workdir or model.path):
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
@@ -180,7 +187,8 @@ def write_timm(model: Model, folder: Path) -> None:
       CheckpointError: timm cannot express the model; the message names the field.
     """
     name, config = native_family(model, ("timm",))
-    _write_json(folder / "config.json", config)
+    labels = {"label_names": list(model.description.class_names)} if model.description.class_names else {}
+    _write_json(folder / "config.json", {**config, **labels})
     write_shards(folder, _theirs(name, model))
 
 

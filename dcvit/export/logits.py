@@ -13,6 +13,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 from PIL import Image
 
 import input_pipeline
@@ -75,13 +76,13 @@ def _host() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
 
 
-def _read(model: Model, path: str) -> Any:
+def _read(model: Model, path: str) -> PyTree:
     """Read the parameters at or below a path of the tree, "" for all, in float32."""
     place = jax.sharding.SingleDeviceSharding(_host())
     below = f"{path}/" if path else ""
     chosen = {name: x for name, x in model.params.items() if name == path or name.startswith(below)}
     like = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=place) for name, tensor in chosen.items()}
-    tree: Any = place_params(chosen, nested(like), str(model.path))
+    tree: PyTree = place_params(chosen, nested(like), str(model.path))
     for part in path.split("/") if path else ():
         tree = tree[part]
     return tree
@@ -98,7 +99,7 @@ def nested(flat: Mapping[str, Any]) -> Params:
     return tree
 
 
-def _language_logits(net: lm.LM, read: Callable[[str], Any], tokens: np.ndarray) -> np.ndarray:
+def _language_logits(net: lm.LM, read: Callable[[str], PyTree], tokens: np.ndarray) -> np.ndarray:
     """Apply the embedding, each layer and the head, one after the other; `read` returns the parameters at a path."""
     windows = lm.layer_windows(net)
     context = token_context(jnp.asarray(tokens), net.end_of_text)

@@ -20,6 +20,7 @@ from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.checkpoint.placement import unrolled
 from dcvit.config_keys import WITHOUT_EFFECT
 from dcvit.errors import ConfigError
+from dcvit.inference.classifier import read_class_names
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
 from dcvit.interop.weights import Weights, open_weights
@@ -103,7 +104,10 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
         if field.name not in (*WITHOUT_EFFECT, outputs_key, "parent", "name") and value != field.default:
             fields[field.name] = list(value) if isinstance(value, tuple) else value
     name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
-    description = Description(name, getattr(net, outputs_key), fields, pp)
+    outputs: int | None = getattr(net, outputs_key)
+    has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
+    names = read_class_names(workdir, outputs) if has_names and outputs else ()
+    description = Description(name, outputs, fields, pp, tuple(names))
     params = _unrolled(open_params(trained.checkpoint))
     shapes = param_shapes(description, params)
     check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))

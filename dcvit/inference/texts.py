@@ -93,6 +93,7 @@ def continue_texts(
     seed: int,
     stop: Sequence[str],
     show: Callable[[str], None],
+    end_tokens: Sequence[int] = (),
 ) -> Continuations:
     """Continue text prompts as one batch.
 
@@ -102,17 +103,17 @@ def continue_texts(
       tokenizer: the tokenizer of its training data.
       prompts: the texts to continue; an empty one begins with an end-of-text token.
       max_tokens: the maximum number of new tokens per prompt; by default `DEFAULT_TOKENS`, if the context allows.
-      sampling: how a token is drawn.
-      seed: seed of the random numbers.
+      sampling, seed: how a token is drawn, and the seed of the random numbers.
       stop: strings that end a text.
       show: called with each new piece of the first prompt's text.
+      end_tokens: tokens that end a text, besides the one between documents.
 
     Raises:
       ConfigError: the prompts or the arguments do not fit the model.
       FloatingPointError: the model's logits are not finite.
     """
     encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    end = end_of_text(model, tokenizer)
+    ends = [token for token in (end_of_text(model, tokenizer), *end_tokens) if token is not None]
     lengths = [max(1, len(tokens)) for tokens in encoded]
     max_tokens = max_tokens or max(1, min(DEFAULT_TOKENS, model.context - max(lengths, default=1)))
     streams = [TextStream(tokenizer.decode, stop, after=tokens) for tokens in encoded]
@@ -124,8 +125,8 @@ def continue_texts(
             show(piece)
 
     steps = generate(
-        model, params, encoded, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=() if end is None else (end,),
-        begin=end, vocab_size=min(tokenizer.vocab_size, model.vocab_size),
+        model, params, encoded, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=ends,
+        begin=ends[0] if ends else None, vocab_size=min(tokenizer.vocab_size, model.vocab_size),
     )  # fmt: skip
     first_tokens, started = 0, 0.0  # the tokens of the first step, and the time after it
     for pieces in push_steps(steps, streams):
@@ -134,11 +135,10 @@ def continue_texts(
             add(i, piece)
         if not started:
             first_tokens, started = sum(counts), time.perf_counter()
-    seconds = time.perf_counter() - started
-    ended = []
+    speed = (sum(counts) - first_tokens) / (time.perf_counter() - started) or None
+    results = []
     for i, stream in enumerate(streams):
         add(i, stream.rest())
-        ended.append("stop" if stream.stopped else "length" if counts[i] == max_tokens else "end_of_text")
-    results = [Continuation(*fields) for fields in zip(prompts, texts, counts, ended, strict=True)]
-    speed = (sum(counts) - first_tokens) / seconds or None
+        ended = "stop" if stream.stopped else "length" if counts[i] == max_tokens else "end_of_text"
+        results.append(Continuation(prompts[i], texts[i], counts[i], ended))
     return Continuations(results, sum(counts), speed, max(map(sum, zip(lengths, counts, strict=True))))

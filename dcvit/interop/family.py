@@ -17,12 +17,16 @@ class Description(NamedTuple):
       num_outputs: the number of classes or tokens; None for a model without a head.
       fields: fields of the model that differ from their defaults; see `dcvit.models`.
       pp: preprocessing of an image file, for `config.pp_predict`.
+      class_names: a name for each class; empty if they have none.
+      end_tokens: tokens that end a text, besides the field `end_of_text`.
     """
 
     model_name: str
     num_outputs: int | None
     fields: Mapping[str, Any]
     pp: str = ""
+    class_names: tuple[str, ...] = ()
+    end_tokens: tuple[int, ...] = ()
 
 
 class Family(Protocol):

@@ -32,11 +32,24 @@ def describe(tensors: Tensors, config: Json) -> Description:
     """Return the description that the file holds."""
     found = config[OWN_KEY]
     expected = {"model_name": str, "num_outputs": int | None, "fields": dict, "pp": str}
-    if not isinstance(found, dict) or found.keys() != expected.keys():
+    lists: dict[str, type] = {"class_names": str, "end_tokens": int}  # which older files do not have
+    if not isinstance(found, dict) or found.keys() - lists.keys() != expected.keys():
         raise CheckpointError(f"the entry {OWN_KEY!r} should have {', '.join(expected)}")
     for key, kind in expected.items():
         if not isinstance(found[key], kind):
             raise CheckpointError(f"the entry {OWN_KEY!r} has {key}={found[key]!r:.100}; expected {type_name(kind)}")
+    for key, item in lists.items():
+        values = found.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
+            raise CheckpointError(
+                f"the entry {OWN_KEY!r} has {key}={values!r:.100}; expected a list of {type_name(item)}"
+            )
+        found = {**found, key: tuple(values)}
+    names, outputs = found["class_names"], found["num_outputs"]
+    if names and len(names) != outputs:
+        raise CheckpointError(
+            f"the entry {OWN_KEY!r} has {len(names)} class_names; expected {outputs}, a name per class"
+        )
     return field_checks.check(Description(**found))
 
 

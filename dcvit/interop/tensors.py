@@ -29,6 +29,8 @@ FILE_NAMES = (  # in a folder, in this order; indexes of other formats, such as 
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
     "params.npz",
 )  # fmt: skip
+GENERATION = "generation_config.json"  # of language models of Hugging Face
+TOKENIZER = "tokenizer.json"
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
@@ -39,7 +41,7 @@ Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
 class WeightsFile(NamedTuple):
     """The tensors of a file or a folder, and the content of the config.json beside them, if there is one.
 
-    The content of a preprocessor_config.json is in `config` by that name.
+    The contents of a preprocessor_config.json and a generation_config.json are in `config` by these names.
     """
 
     path: Path
@@ -56,15 +58,15 @@ def open_file(path: Path) -> WeightsFile:
     located = big_vision.locate(path)
     if located and (located.subtree or located.path.is_dir()):
         config = located.path / "config.json"  # describes a whole folder, not a subtree
-        description = _read_json(config) if config.is_file() and not located.subtree else {}
+        description = read_json(config) if config.is_file() and not located.subtree else {}
         return WeightsFile(path, big_vision.open_arrays(located), description)
     if not path.exists():
         big_vision.check_named(str(path))
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
-    description = _read_json(config) if config.is_file() else {}
-    processor = config.with_name(PROCESSOR)
-    if description and processor.is_file():
-        description[PROCESSOR] = _read_json(processor)
+    description = read_json(config) if config.is_file() else {}
+    for name in (PROCESSOR, GENERATION):
+        if description and (beside := config.with_name(name)).is_file():
+            description[name] = read_json(beside)
     tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
     return WeightsFile(path, tensors, {**_own_header(first), **description})
 
@@ -73,7 +75,7 @@ def _open_folder(path: Path) -> tuple[Tensors, Path]:
     """Return the tensors of a folder, and its file or first shard."""
     found = next((path / name for name in FILE_NAMES if (path / name).is_file()), None)
     if found and found.name.endswith(INDEX_SUFFIX):
-        return _open_shards(found, _read_json(found))
+        return _open_shards(found, read_json(found))
     files = [found] if found else sorted(path.glob("*.safetensors"))
     if len(files) > 1:
         raise CheckpointError(f"{path} has {len(files)} files of weights and no index of them; give one of them")
@@ -87,7 +89,14 @@ def has_files(path: Path) -> bool:
     return any(next(path.glob(pattern), None) for pattern in (*FILE_NAMES, "*.safetensors"))
 
 
-def _read_json(path: Path) -> Json:
+def tokenizer_of(weights: Path) -> Path | None:
+    """Return the tokenizer.json in the folder of weights, or beside their file; None if there is none."""
+    file = (weights if weights.is_dir() else weights.parent) / TOKENIZER
+    return file if file.is_file() else None
+
+
+def read_json(path: Path) -> Json:
+    """Return a JSON object. Raises CheckpointError if the file is damaged or has another value."""
     try:
         found = json.loads(read_regular(path, MAX_JSON))
     except (ValueError, RecursionError, OSError) as e:

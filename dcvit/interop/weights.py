@@ -27,6 +27,7 @@ from dcvit.interop import (
     hf_vit,
     llama,
     maxtext,
+    names,
     orbax_tensors,
     own,
     preprocessing,
@@ -114,7 +115,7 @@ def open_weights(path: str | Path) -> Weights:
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:
-                description = family.describe(file.tensors, file.config)
+                description = names.named(family.describe(file.tensors, file.config), file.config)
                 links = family.links(description, file.tensors)
             except CheckpointError as e:
                 raise CheckpointError(f"{path} ({name}): {e}") from None

@@ -29,6 +29,7 @@ from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
+from dcvit.interop.tensors import tokenizer_of
 from dcvit.interop.weights import Weights, open_weights
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
@@ -61,6 +62,7 @@ class LoadedModel:
       class_names: a name for each class.
       multilabel: the probabilities of classes are independent of each other.
       open_tokenizer: returns the tokenizer of a language model.
+      end_tokens: tokens that end a text, besides the tokenizer's or the model's.
       mesh: the mesh that the parameters are sharded over.
     """
 
@@ -71,6 +73,7 @@ class LoadedModel:
     class_names: Sequence[str] = ()
     multilabel: bool = False
     open_tokenizer: Callable[[], Tokenizer] | None = None
+    end_tokens: Sequence[int] = ()
     mesh: Mesh | None = None
 
     def predict(self, images: Images, topk: int = 5) -> list[list[Prediction]]:
@@ -90,7 +93,7 @@ class LoadedModel:
             raise ConfigError("a language model does not classify images: use generate")
         if topk < 1:
             raise ConfigError(f"topk={topk} should be 1 or more")
-        with self._devices():
+        with _devices(self.mesh):
             yield from classifier.classify(
                 self.module, self.params, map(self._checked, batches), class_names=self.class_names, topk=topk,
                 multilabel=self.multilabel,
@@ -141,10 +144,10 @@ class LoadedModel:
         """Continue texts as one batch; see `dcvit.inference.texts.continue_texts`."""
         if not isinstance(self.module, LM):
             raise ConfigError("an image model does not generate text: use predict")
-        with self._devices():
+        with _devices(self.mesh):
             return continue_texts(
                 self.module, self.params, tokenizer or self.tokenizer, prompts, max_tokens=tokens, sampling=sampling,
-                seed=seed, stop=stop, show=show,
+                seed=seed, stop=stop, show=show, end_tokens=self.end_tokens,
             )  # fmt: skip
 
     def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
@@ -157,7 +160,7 @@ class LoadedModel:
         batches = list(self._inputs(inputs))
         if len(batches) != 1:
             raise ConfigError(f"expected 1 … {classifier.BATCH} images at once")
-        with self._devices():
+        with _devices(self.mesh):
             try:
                 found = attention_maps(self.module, self.params, jnp.asarray(batches[0]), layers)
             except ValueError as e:
@@ -188,7 +191,7 @@ class LoadedModel:
         return batch
 
     def _run(self, batch: np.ndarray, name: str) -> np.ndarray:
-        with self._devices():
+        with _devices(self.mesh):
             outputs: Any = classifier.apply(self.module, self.params, jnp.asarray(batch))[1]
         for part in name.split("/"):
             if not isinstance(outputs, Mapping) or part not in outputs:
@@ -197,9 +200,10 @@ class LoadedModel:
             outputs = outputs[part]
         return np.asarray(outputs)
 
-    def _devices(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the model runs on the mesh of its parameters."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+def _devices(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a model runs on the mesh of its parameters."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> LoadedModel:
@@ -247,7 +251,7 @@ def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | 
     if isinstance(module, LM):
         _check_params(module, params, (1, 1), np.int32, str(trained.checkpoint))
     return LoadedModel(
-        module, params, trained.record(), trained.pp_predict, names, trained.is_multilabel, trained.tokenizer, mesh
+        module, params, trained.record(), trained.pp_predict, names, trained.is_multilabel, trained.tokenizer, mesh=mesh
     )
 
 
@@ -258,11 +262,13 @@ def _load_weights(source: str, sharding: str | None) -> LoadedModel:
     module = build(described)
     mesh = _mesh(sharding, module)
     params = _place(weights, module, mesh, str(sharding))
-    names = [str(i) for i in range(described.num_outputs or 0)]
-    file = Path(source) / "tokenizer.json"
-    tokenizer = functools.partial(open_tokenizer, str(file), None) if file.is_file() else None
+    names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
+    file = tokenizer_of(weights.path)
+    tokenizer = functools.partial(open_tokenizer, str(file), None) if file else None
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
-    return LoadedModel(module, params, config, described.pp, names, False, tokenizer, mesh)
+    return LoadedModel(
+        module, params, config, described.pp, names, False, tokenizer, end_tokens=described.end_tokens, mesh=mesh
+    )
 
 
 def _place(weights: Weights, module: ViT | LM, mesh: Mesh | None, sharding: str) -> Params:

@@ -1,12 +1,13 @@
 """Files of weights: which file of a folder is read, where its description is, and what is refused in descriptions."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import own, timm_vit
+from dcvit.interop import names, own, timm_vit
 from dcvit.interop.family import Description
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import open_file
@@ -45,6 +46,9 @@ def test_an_index_without_names_of_files_is_refused(tmp_path, files, message):
     [
         (dict(model_name="mlp"), "model_name='mlp'; expected vit or lm"),
         (dict(pp=5), "pp=5; expected str"),
+        (dict(class_names=["a", "b"]), "has 2 class_names; expected 4"),
+        (dict(class_names="abcd"), "class_names='abcd'; expected a list of str"),
+        (dict(end_tokens=["a"]), r"end_tokens=\['a'\]; expected a list of int"),
         (dict(num_outputs=0), "num_outputs=0; expected an integer in 1"),
         (dict(fields={"depth": "x"}), "depth='x'; expected an integer in 1 … 4096"),
         (dict(fields={"depth": 10**9}), "depth=1000000000; expected an integer in 1 … 4096"),
@@ -82,6 +86,55 @@ def test_a_config_of_the_modeling_file_is_checked(tmp_path, values, message):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcvit", **values}))
     with pytest.raises(CheckpointError, match=message):
         open_weights(tmp_path)
+
+
+GENERATION = "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ()),
+        ({"id2label": {"1": "b", "0": "a", "2": "c"}}, ("a", "b", "c")),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}}, ()),
+        ({"label_names": ["n1", "n2", "n3"], "label_descriptions": {"n1": "x", "n3": "y"}}, ("x", "n2", "y")),
+        ({"pretrained_cfg": {"label_names": {"2": "c"}}}, ("0", "1", "c")),
+        ({"id2label": {"0": "a"}}, "id2label={'0': 'a'}; expected a name for each of the 3 classes"),
+        ({"id2label": {"0": "a", "1": "b", "3": "c"}}, "expected a name for each"),
+        ({"id2label": {"a": "a", "b": "b", "c": "c"}}, "expected a name for each"),
+        ({"id2label": ["a", 1, "c"]}, "expected a name for each"),
+        ({"label_names": "abc"}, "label_names='abc'; expected a name for each"),
+        ({"label_names": {"0": [1]}}, "expected a name for each"),
+    ],
+)  # fmt: skip
+def test_class_names_of_other_libraries(config, expected):
+    if isinstance(expected, tuple):
+        assert names.class_names(config, 3) == expected
+        assert names.class_names(config, 0) == ()
+    else:
+        with pytest.raises(CheckpointError, match=re.escape(expected)) as error:
+            names.class_names(config, 3)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ()),
+        ({"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": 2, GENERATION: {"eos_token_id": [3, 9, 70]}}, (3, 9)),
+        ({"eos_token_id": 2, GENERATION: {}}, (2,)),
+        ({"eos_token_id": None}, ()),
+        ({"eos_token_id": "</s>"}, "config.json: eos_token_id='</s>'; expected a token"),
+        ({GENERATION: {"eos_token_id": [True]}}, "generation_config.json: eos_token_id=[True]; expected a token"),
+    ],
+)
+def test_tokens_that_end_a_text_of_transformers(config, expected):
+    if isinstance(expected, tuple):
+        assert names.end_tokens(config, 61) == expected
+    else:
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            names.end_tokens(config, 61)
 
 
 TIMM = dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")

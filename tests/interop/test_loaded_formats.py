@@ -1,0 +1,123 @@
+"""`dcvit.load` reads every format of weights that a conversion writes: same logits, class names and ends of texts."""
+
+import json
+
+import conversion_models
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models
+
+import dcvit
+from dcvit.export import formats
+from dcvit.inference.sampling import Sampling
+
+WRITERS = {
+    "npz": formats.write_npz, "bv": formats.write_bv, "safetensors": formats.write_safetensors, "hf": formats.write_hf,
+    "timm": formats.write_timm,
+}  # fmt: skip
+LETTERS = [*(chr(ord("a") + i) for i in range(small_models.VOCAB - 1)), "<end>"]
+NAMES = tuple(f"class {i}" for i in range(10))
+PLAIN = dict(compose=None, pool_type="tok", mlp="gelu", norm_epsilon=1e-6)
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def described(model, **values):
+    return model._replace(description=model.description._replace(**values))
+
+
+@pytest.mark.parametrize("to", WRITERS)
+@pytest.mark.parametrize("composed", [False, True])
+def test_images_have_the_same_logits_and_names_of_classes(to, composed, tmp_path):
+    if composed and to == "timm":
+        pytest.skip("timm has no composed attention")
+    net, params, model = conversion_models.image_model(**({} if composed else PLAIN))
+    WRITERS[to](described(model, class_names=NAMES), tmp_path)
+    loaded = dcvit.load(tmp_path)
+    assert loaded.class_names == NAMES
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 16, 16, 3)).astype(np.float32)
+    expected = np.asarray(net.apply({"params": params}, jnp.asarray(x))[0])
+    np.testing.assert_allclose(loaded.features(x, "logits"), expected, rtol=1e-5, atol=1e-5)
+    best = expected.argmax(axis=1)
+    assert [row[0].label for row in loaded.predict(x)] == [NAMES[i] for i in best]
+
+
+@pytest.mark.parametrize("to", [to for to in WRITERS if to != "timm"])
+def test_texts_have_the_same_logits_and_end(to, tmp_path):
+    net, params, model = conversion_models.language_model(window_pattern="1:1")
+    WRITERS[to](described(model, end_tokens=(5, 9)), tmp_path)
+    loaded = dcvit.load(tmp_path)
+    assert loaded.end_tokens == (5, 9)
+    tokens = np.asarray(small_models.make_tokens(length=8))
+    expected = net.apply({"params": params}, jnp.asarray(tokens))[0]
+    np.testing.assert_allclose(loaded.features(tokens, "logits"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_classes_without_names_have_numbers(tmp_path):
+    for to in ("hf", "timm", "safetensors"):
+        (tmp_path / to).mkdir()
+        WRITERS[to](conversion_models.image_model(**PLAIN)[2], tmp_path / to)
+        assert dcvit.load(tmp_path / to).class_names == [str(i) for i in range(10)]
+
+
+def test_transformers_reads_the_names(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    for fields in ({}, PLAIN):
+        folder = tmp_path / str(len(fields))
+        folder.mkdir()
+        formats.write_hf(described(conversion_models.image_model(**fields)[2], class_names=NAMES), folder)
+        config = json.loads((folder / "config.json").read_text())
+        kind = transformers.AutoConfig if fields else transformers.PretrainedConfig  # our class needs remote code
+        found = kind.from_pretrained(folder) if fields else kind.from_dict(config)
+        assert found.id2label == dict(enumerate(NAMES))
+        assert found.label2id == {name: i for i, name in enumerate(NAMES)}
+        assert found.num_labels == 10
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder of transformers with a tokenizer whose tokens are the letters of a language model."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
+    model = conversion_models.language_model("Transformer++-405M", compose=None)[2]
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="a"))
+    tokenizer.add_special_tokens([LETTERS[-1]])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    formats.write_hf(model, tmp_path)
+    return tmp_path, model
+
+
+def continued(model):
+    return model.continue_texts(["cab"], 6, sampling=Sampling(temperature=2.0, top_p=1.0), seed=1).texts[0]
+
+
+def test_a_text_ends_at_the_token_that_the_config_names(text):
+    folder, _ = text
+    whole = continued(dcvit.load(folder))
+    assert (whole.tokens, whole.ended) == (6, "length")
+    letters = whole.text.split()
+    count = next(i for i in range(1, 6) if letters[i] not in letters[:i])
+    token = LETTERS.index(letters[count])
+    for name, value in (("generation_config.json", [0x7FFF, token]), ("config.json", token)):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": value}))
+        found = continued(dcvit.load(folder))
+        assert (found.text.split(), found.tokens, found.ended) == (letters[:count], count, "end_of_text")
+        (folder / name).write_text(json.dumps(content))
+
+
+def test_a_tokenizer_beside_a_single_file_is_found(text):
+    folder, _ = text
+    (file,) = folder.glob("*.safetensors")
+    assert dcvit.load(file).generate("cab", 3) == dcvit.load(folder).generate("cab", 3)
+
+
+def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_path):
+    folder, model = text
+    (tmp_path / "run").mkdir()
+    formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=folder), tmp_path / "run")
+    assert dcvit.load(tmp_path / "run").tokenizer.end_of_text == len(LETTERS) - 1
+    images = described(conversion_models.image_model()[2], class_names=NAMES)
+    (tmp_path / "images").mkdir()
+    formats.write_dcvit(images, tmp_path / "images")
+    assert list(dcvit.load(tmp_path / "images").class_names) == list(NAMES)
