@@ -182,9 +182,10 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = make_norm(*norm), make_norm(*norm)
         self.pre = Composition(config) if compose in ("pre", "both") else None
         self.post = Composition(config) if compose in ("post", "both") else None
-        # Heads that share a key head, composed by their query alone: both products of attention commute with that.
+        # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
         key_wise = "k" in config.branches and (config.projection or config.gate)
-        self.folded = not key_wise and config.groups % key_heads == 0
+        mixes_heads = config.projection or config.static
+        self.folded = not key_wise and (not mixes_heads or config.groups % key_heads == 0)
         rotary = getattr(config, "position", None) == "rotary"
         self.rotary = round(config.rotary_fraction * self.head_dim) if rotary else 0
 

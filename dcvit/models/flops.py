@@ -129,7 +129,8 @@ def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
     With G = 1 the weights are the paper's T·(M·2RH + (2RH)² + M·H). A composition that can be folded into queries and
     outputs (`dcvit.dcmha.folded`) costs nothing for a pair:
 
-      each of T tokens:         R·H·J and H·J for the J×J matrices (projection and gate), H·J·D to apply them
+      each of T tokens:         R·H·J and H·J for the J×J matrices (projection and gate), H·J·D to apply them, with
+                                J = 1 if there are only gates
     """
     if net.compose is None:
         return 0
@@ -138,6 +139,7 @@ def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
     weights = net.projection * net.groups * inner * (net.width + inner) + net.gate * net.width * heads
     sides, composes = len(net.branches), 2 if net.compose == "both" else 1
     if foldable(net):
+        per_group = per_group if net.projection or net.static else 1
         matrix = net.projection * rank + net.gate
         return composes * tokens * (weights + heads * per_group * (matrix + net.width // heads))
     each_pair = sides * (net.projection * 2 * rank * heads + net.gate * heads) + net.static * heads * per_group
@@ -147,4 +149,6 @@ def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
 def foldable(net: TransformerFields) -> bool:
     """Return whether the composition of a model can be folded into queries and outputs (`dcvit.dcmha.folded`)."""
     key_wise = "k" in net.branches and (net.projection or net.gate)
-    return net.compose is not None and not key_wise and net.groups % (net.num_key_heads or net.num_heads) == 0
+    mixes_heads = net.projection or net.static
+    inside = not mixes_heads or net.groups % (net.num_key_heads or net.num_heads) == 0
+    return net.compose is not None and not key_wise and inside

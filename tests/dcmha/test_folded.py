@@ -22,6 +22,7 @@ CASES = {  # every branch that can be folded, and every option of attention
     "post": {"branches": None, "post": "qpg", "key_heads": 2, "groups": 2},
     "one query": {"branches": "qpgs", "key_heads": 2, "groups": 2, "queries": 1, "keys": 9, "mask": (2, 1, 1, 9)},
     "a head in each group": {"branches": "qg", "key_heads": 4, "groups": 4},
+    "gates of heads with their own keys": {"branches": "qg", "key_heads": 4, "groups": 2, "causal": True},
 }
 
 
@@ -74,9 +75,10 @@ def test_bfloat16_is_rounded_as_the_queries_and_outputs_of_plain_attention():
     assert error < 0.01
 
 
-def test_the_map_of_one_head_is_its_gate():
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gates_alone_scale_the_vectors_of_heads(groups):
     x, weights = jnp.ones((1, 3, 4, 2)), dcmha.ComposeWeights(qg=jnp.full((1, 3, 4), 0.5))
-    np.testing.assert_array_equal(folded.compose_heads(x, weights, groups=4), 1.5 * x)
+    np.testing.assert_array_equal(folded.compose_heads(x, weights, groups=groups), 1.5 * x)
 
 
 @pytest.mark.slow

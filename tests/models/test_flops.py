@@ -54,6 +54,7 @@ def counted(of, net, example, tokens):
     function, params = of(net, example)
     jaxpr = jax.make_jaxpr(function)(params, example).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    folded = {(tokens, groups, net.num_heads // groups) for groups in (net.groups, net.num_heads)}
 
     def walk(jaxpr):
         total = 0
@@ -65,16 +66,8 @@ def counted(of, net, example, tokens):
             elif name == "conv_general_dilated":
                 kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)
                 total += 2 * math.prod(out) * math.prod(kernel[:-1])
-            elif (
-                name == "mul"
-                and len(out) == 5
-                and (
-                    out[-2:] == (tokens, tokens)  # a gate on B G H/G T S
-                    or out[1:4]
-                    == (tokens, net.groups, net.num_heads // net.groups)  # a term on B T G J _, where folded
-                )
-            ):
-                total += 2 * math.prod(out)  # the product, and the sum that it is added to
+            elif name == "mul" and len(out) == 5 and (out[-2:] == (tokens, tokens) or out[1:4] in folded):
+                total += 2 * math.prod(out)  # a gate on B G H/G T S, or a term on B T G J _, and the sum
             times = equation.params.get("length", 1) if name == "scan" else 1
             total += times * sum(map(walk, jaxprs_in_params(equation.params)))
         return total
@@ -113,6 +106,7 @@ FOLDED = [
     {"num_key_heads": 1, "branches": "q", "gate": False, "rank": 1, "static": True},
     {"num_key_heads": 3, "projection": False, "gate": False, "static": True, "groups": 3},
     {"num_key_heads": 2, "branches": "q", "projection": False, "groups": 2},
+    {"branches": "q", "projection": False},
 ]
 FOLDED = [{"compose": "both", "implementation": "folded", **fields} for fields in FOLDED]
 
