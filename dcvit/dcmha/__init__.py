@@ -62,7 +62,8 @@ def attention(
       groups: number of equal groups of heads; each group is composed separately (Section 3.2).
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.
-      implementation: a name from `IMPLEMENTATIONS`; None selects the fastest one for platform, shapes and dtypes
+      implementation: a name from `IMPLEMENTATIONS`; None folds the composition into q and the output if that is exact
+        (`dcvit.dcmha.folded`), or else selects the fastest one for platform, shapes and dtypes
         (`dcvit.dcmha.dispatch`). All have gradients and a forward mode (`jax.jvp`, `jax.linearize`).
 
     Returns:

@@ -48,7 +48,8 @@ class BranchFields(nn.Module, kw_only=True):
       gate: the dynamic gates exist.
       static: the static projection W_b exists.
       rank: R of the dynamic projections.
-      groups: heads are composed inside each of this many equal groups (Section 3.2).
+      groups: heads are composed inside each of this many equal groups (Section 3.2). With branches "q" and one key head
+        in each group, composition adds almost no operations (`dcvit.dcmha.folded`).
       compose_gelu: the GELU of the dynamic projections: "tanh", its approximation, as in the authors' JAX code, or
         "exact", as in their PyTorch models.
     """
