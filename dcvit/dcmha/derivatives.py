@@ -2,7 +2,8 @@
 
 A function with `jax.custom_vjp` has no forward mode. Here, the tangent of the output is a primitive that is linear in
 the tangents of the inputs. Forward mode evaluates it as `jax.jvp` of a plain JAX function. Reverse mode transposes it,
-and its transpose is the hand-written backward pass. Derivatives of higher order differentiate these two functions.
+and its transpose is the hand-written backward pass. Derivatives of higher order are those of the plain JAX function, so
+that no kernel is ever differentiated.
 """
 
 from __future__ import annotations
@@ -40,13 +41,18 @@ def differentiable(
         integers and booleans are ignored and may be None.
       forward_mode: the same function in operations that JAX differentiates.
     """
+    gradients_of = _gradients(backward, forward_mode)
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def call(static: Static, inputs: Inputs) -> Array:
-        return forward(static, inputs)[0]
+    def with_residuals(static: Static, inputs: Inputs) -> tuple[Array, Residuals]:
+        out, residuals = forward(static, inputs)
+        _check_type("the output", out, jax.tree.leaves(inputs)[0])
+        return out, residuals
 
-    def with_tangent(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Array, Array]:
-        out, residuals = forward(static, *primals)
+    def with_tangent(
+        static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]
+    ) -> tuple[tuple[Array, Residuals], tuple[Array, Residuals]]:
+        out, residuals = with_residuals(static, *primals)
         known, tree = jax.tree.flatten((*primals, residuals))
         given = [t for t in jax.tree.leaves(tangents) if t.dtype != jax.dtypes.float0]
 
@@ -55,20 +61,62 @@ def differentiable(
             floats = iter(given)
             leaves, structure = jax.tree.flatten(inputs)
             each = [next(floats) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
-            return [
-                jax.jvp(functools.partial(forward_mode, static), (inputs,), (jax.tree.unflatten(structure, each),))[1]
-            ]
+            along = jax.tree.unflatten(structure, each)
+            return [jax.jvp(functools.partial(forward_mode, static), (inputs,), (along,))[1]]
 
         def gradients(known: Sequence[Array], d_out: Sequence[Array]) -> list[Array]:
-            inputs, residuals = jax.tree.unflatten(tree, known)
-            found = backward(static, inputs, residuals, *d_out)
-            return jax.tree.leaves(jax.tree.map(lambda x, g: g if _is_float(x) else None, inputs, found))
+            return gradients_of(static, *jax.tree.unflatten(tree, known), *d_out)
 
         (d_out,) = tangent_p.bind(*known, *given, count=len(known), tangent=tangent, gradients=gradients)
-        return out, d_out
+        return (out, residuals), (d_out, jax.tree.map(_zero_tangent, residuals))
 
-    call.defjvp(with_tangent)
-    return call
+    with_residuals.defjvp(with_tangent)
+    return lambda static, inputs: with_residuals(static, inputs)[0]
+
+
+def _gradients(
+    backward: Callable[[Static, Inputs, Residuals, Array], Inputs], forward_mode: Callable[[Static, Inputs], Array]
+) -> Callable[[Static, Inputs, Residuals, Array], list[Array]]:
+    """Return `backward` for the leaves that have gradients. Its derivative is that of the gradient of `forward_mode`.
+
+    The residuals are a function of the inputs, so that they need no tangents.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def gradients(static: Static, inputs: Inputs, residuals: Residuals, d_out: Array) -> list[Array]:
+        found = _of_floats(inputs, backward(static, inputs, residuals, d_out))
+        for x, g in zip(_of_floats(inputs, inputs), found, strict=True):
+            _check_type("a gradient", g, x)
+        return found
+
+    def with_tangent(
+        static: Static, primals: tuple[Inputs, Residuals, Array], tangents: tuple[Inputs, Residuals, Array]
+    ) -> tuple[list[Array], list[Array]]:
+        def plain(inputs: Inputs, d_out: Array) -> list[Array]:
+            return _of_floats(inputs, jax.vjp(functools.partial(forward_mode, static), inputs)[1](d_out)[0])
+
+        moved = jax.jvp(plain, (primals[0], primals[2]), (tangents[0], tangents[2]))[1]
+        return gradients(static, *primals), moved
+
+    gradients.defjvp(with_tangent)
+    return gradients
+
+
+def _of_floats(inputs: Inputs, found: Inputs) -> list[Array]:
+    """Return the leaves of `found` that belong to floating-point leaves of `inputs`."""
+    return jax.tree.leaves(jax.tree.map(lambda x, g: g if _is_float(x) else None, inputs, found))
+
+
+def _check_type(name: str, found: Array, expected: Array) -> None:
+    """Raise TypeError if an array has not the shape and dtype that the primitive gives to it."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise TypeError(
+            f"{name} is {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}, as its input"
+        )
+
+
+def _zero_tangent(x: Array) -> Array | np.ndarray:
+    return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _is_float(x: Array) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from attention_cases import random_case, relative_errors, worst
 
 from dcvit import dcmha
-from dcvit.dcmha import blockwise, reference
+from dcvit.dcmha import blockwise, decode, derivatives, reference
 from dcvit.dcmha.pallas_gpu import api as gpu
 from dcvit.dcmha.pallas_tpu import api as tpu
 from dcvit.dcmha.pallas_tpu import decode as tpu_decode
@@ -65,30 +65,111 @@ def test_kernels_have_a_forward_mode(backend):
     check_forward_mode(backend, args, options)
 
 
+ALL = (
+    "reverse over reverse", "forward over reverse", "reverse over forward", "forward over forward",
+    "gradients of each", "tangents of each",
+)  # fmt: skip
+
+
+def second_derivatives(attention, args, along, options, names):
+    """Derivatives of gradients along a direction, in every order of the two modes, and derivatives of two examples."""
+
+    def attend(*args):
+        return attention(*args, **options)
+
+    def loss(args):
+        return jnp.sum(jnp.sin(attend(*args)))
+
+    def slope(args):  # of the loss, along the direction
+        return sum(jnp.vdot(g, t) for g, t in zip(*map(jax.tree.leaves, (jax.grad(loss)(args), along)), strict=True))
+
+    two = jax.tree.map(lambda x: jnp.stack([x, x / 2]), (args, along))
+    of_name = {
+        "reverse over reverse": lambda: jax.grad(slope)(args),
+        "forward over reverse": lambda: jax.jvp(jax.grad(loss), (args,), (along,))[1],
+        "reverse over forward": lambda: jax.grad(lambda a: jax.jvp(loss, (a,), (along,))[1])(args),
+        "forward over forward": lambda: jax.jvp(lambda a: jax.jvp(loss, (a,), (along,))[1], (args,), (along,))[1],
+        "gradients of each": lambda: jax.vmap(jax.grad(loss))(two[0]),
+        "tangents of each": lambda: jax.vmap(lambda t: jax.jvp(attend, args, t)[1])(two[1]),
+    }
+    return {name: of_name[name]() for name in of_name if name in names}
+
+
+def check_second_derivatives(attention, args, options, tolerance, names=ALL):
+    """They equal those of the reference in float64, which are two orders of differentiation of plain operations."""
+    compute = jax.jit(
+        lambda attention, args, along: second_derivatives(attention, args, along, options, names), static_argnums=0
+    )
+    found = compute(attention, args, tangents(args))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (args, tangents(args)))
+        expected = compute(reference.attention, *wide)
+    for name in found:
+        assert worst(relative_errors(found[name], expected[name])) < tolerance, name
+
+
+SECOND = {
+    "masked": {"queries": 12, "batch": 2, "causal": True, "mask": (2, 1, 12, 12), "rank": 1},
+    "groups, static": {"queries": 8, "heads": 4, "key_heads": 2, "groups": 2, "branches": "qkpgs", "window": 3},
+    "plain": {"queries": 8, "branches": None},
+}
+
+
 @pytest.mark.exhaustive
-def test_second_derivatives_and_batches_of_derivatives_equal_those_of_the_reference():
-    args, options = random_case(12, batch=2, causal=True, mask=(2, 1, 12, 12), rank=1)
+@pytest.mark.parametrize("case", SECOND)
+def test_second_derivatives_of_blockwise_attention_in_float64(x64, case):
+    args, options = random_case(dtype=jnp.float64, **SECOND[case])
+    check_second_derivatives(blockwise.attention, args, options, 1e-10)
+
+
+@pytest.mark.exhaustive
+def test_second_derivatives_of_one_query_in_float64(x64):
+    args, options = random_case(1, 9, batch=2, dtype=jnp.float64)
+    check_second_derivatives(decode.attention, args, options, 1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("attention", "case", "names"),
+    [
+        (blockwise.attention, SECOND["masked"], ALL),
+        (functools.partial(tpu.attention, interpret=True), {"queries": 8, "rank": 1, "mask": (1, 1, 8, 8)}, ALL),
+        (functools.partial(tpu_decode.attention, interpret=True), {"queries": 1, "keys": 9}, ALL),
+        (gpu.attention, {"queries": 16, "head_dim": 32, "rank": 1}, ALL[:1]),
+    ],
+    ids=["blockwise", "tpu", "tpu_decode", "gpu"],
+)
+def test_second_derivatives_in_float32(attention, case, names):
+    """The kernels for GPUs split operands into pairs of bfloat16, with errors of about 1e-5."""
+    tolerance = 5e-5 if attention is gpu.attention else 2e-5
+    check_second_derivatives(attention, *random_case(**case), tolerance, names)
+
+
+@pytest.mark.slow
+def test_the_hessian_of_blockwise_attention_is_symmetric_and_that_of_the_reference(x64):
+    args, options = random_case(3, heads=2, head_dim=2, dtype=jnp.float64, branches="qpg", rank=1)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def derivatives(attention, args, along):
-        def attend(*args):
-            return attention(*args, **options)
+    def hessian(attention, q):
+        return jax.hessian(lambda q: jnp.sum(jnp.sin(attention(q, *args[1:], **options))))(q).reshape(q.size, q.size)
 
-        def loss(args):
-            return jnp.sum(jnp.sin(attend(*args)))
+    found, expected = hessian(blockwise.attention, args[0]), hessian(reference.attention, args[0])
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    np.testing.assert_allclose(found, found.T, atol=1e-12)
 
-        two = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), (args, along))
-        return {
-            "forward over reverse": jax.jvp(jax.grad(loss), (args,), (along,))[1],
-            "reverse over forward": jax.grad(lambda a: jax.jvp(loss, (a,), (along,))[1])(args),
-            "gradients of each": jax.vmap(jax.grad(loss))(two[0]),
-            "tangents of each": jax.vmap(lambda t: jax.jvp(attend, args, t)[1])(two[1]),
-        }
 
-    found = derivatives(blockwise.attention, args, tangents(args))
-    expected = derivatives(reference.attention, args, tangents(args))
-    for name in found:
-        assert worst(relative_errors(found[name], expected[name])) < 2e-5, name
+@pytest.mark.parametrize("wrong", ["output", "gradient"])
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.astype(jnp.bfloat16)], ids=["shape", "dtype"])
+def test_a_wrong_type_of_an_output_or_gradient_is_an_error(wrong, change):
+    as_given = lambda x: x  # noqa: E731
+    of_output, of_gradient = (change if wrong == name else as_given for name in ("output", "gradient"))
+    double = derivatives.differentiable(
+        lambda static, x: (of_output(2 * x), ()),
+        lambda static, x, residuals, d_out: of_gradient(2 * d_out),
+        lambda static, x: 2 * x,
+    )
+    with pytest.raises(TypeError, match=rf"{wrong} is .*, expected float32\[3\], as its input"):
+        jax.vjp(functools.partial(double, None), jnp.ones(3))[1](jnp.ones(3))
 
 
 @pytest.mark.slow
