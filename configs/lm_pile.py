@@ -101,25 +101,14 @@ def get_config(
     runlocal: bool = False,
 ) -> ConfigDict:
     """`preset` names the model and `data` the files; other arguments override the preset. See the module docstring."""
-    if kind == "text" and tokenizer is None:
-        raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
     steps, batch_size, lr = recipe(preset)
     config = ConfigDict()
     config.seed = 0
     config.total_steps = steps
 
     config.vocab_size = vocab_size or vocabulary(preset)
-    options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
-    if kind != "text":  # the data has tokens
-        options |= {"vocab_size": config.vocab_size, "end_of_text": end_of_text}
-    if kind == "megatron":
-        train = options | {"path": data, "rows": (0, -validation)}
-        held_out = options | {"path": data, "rows": (-validation, None)}
-    else:
-        train, held_out = (options | {"path": f"{data}/{split}"} for split in ("train", "validation"))
-    config.input = ConfigDict()
-    config.input.data = train
-    config.input.batch_size = batch_size
+    train, held_out = splits(kind, data, validation, context, tokenizer, config.vocab_size, end_of_text)
+    config.input = {"data": train, "batch_size": batch_size}
     config.grad_accum = grad_accum
     config.mesh = [("fsdp", -1), ("tensor", tensor)]
     config.sharding_strategy = "fsdp+tensor"
@@ -148,6 +137,28 @@ def get_config(
     if runlocal:
         _shrink(config)
     return config
+
+
+def splits(
+    kind: str,
+    data: str,
+    validation: int,
+    context: int,
+    tokenizer: str | None,
+    vocab_size: int,
+    end_of_text: int | None,
+) -> tuple[dict, dict]:
+    """Return the data of training and validation."""
+    if kind == "text" and tokenizer is None:
+        raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
+    options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
+    if kind != "text":  # the data has tokens
+        options |= {"vocab_size": vocab_size, "end_of_text": end_of_text}
+    if kind == "megatron":
+        options |= {"path": data}
+        return options | {"rows": (0, -validation)}, options | {"rows": (-validation, None)}
+    train, held_out = (options | {"path": f"{data}/{split}"} for split in ("train", "validation"))
+    return train, held_out
 
 
 def pods() -> dict[str, str]:

@@ -24,6 +24,7 @@ DATASETS = {
 }
 MODEL = {"variant": "DCViT-S/16", "posemb": "sincos2d", "rep_size": True, "pool_type": "gap"}  # without a run
 RES = 384
+LABELS = '|onehot({num_classes})|keep("image", "labels")'
 
 
 def get_config(
@@ -50,58 +51,23 @@ def get_config(
     """
     if not init:
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
-    if bool(data) == bool(data_dir):
-        raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
-    if data and data not in DATASETS:
-        raise ValueError(f"data={data!r}; known: {', '.join(DATASETS)}")
     run = init_config or {}
     if run and run["model_name"] != "vit":
         raise ValueError(f"init={init} is a run of model_name={run['model_name']!r}; expected 'vit'")
     given = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type}
-    model = {**run.get("model", MODEL), **{key: value for key, value in given.items() if value is not None}}
-    as_run = bool(run) and res is None and exif is None
-    res = res or RES
-    bigger = res * 7 // 6  # 448 for 384
-    crops = {
-        "inception_crop": f"inception_crop({res})",
-        "resmall_crop": f"resize_small({bigger})|random_crop({res})",
-        "resize_crop": f"resize({bigger})|random_crop({res})",
-    }
-    if crop not in crops:
-        raise ValueError(f"crop={crop!r}; known: {', '.join(crops)}")
-    if data:
-        train, val, test, own_steps = DATASETS[data]
-        sources = {s: {"kind": "tfds", "name": data, "split": s} for s in (train, val, test)}
-        evaluated = {"val": val, "test": test}
-    else:
-        train, own_steps = "train", 500
-        folder = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
-        sources = {s: {**folder, "split": s} for s in ("train", "val")}
-        evaluated = {"val": "val"}
+    pp_train, pp_eval = preprocessing(run, res, crop, exif)
+    train, evaluated, own_steps = sources(data, data_dir, val_fraction)
 
     config = ConfigDict()
     config.seed = 0
     config.total_steps = steps or own_steps
     config.num_classes = None  # the number of classes of the data
 
-    pp_labels = '|onehot({num_classes})|keep("image", "labels")'
-    if as_run:
-        pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
-        if not pp_train.startswith("decode"):  # the images of the run were not encoded
-            pp_train = pp_eval
-    else:
-        exif = "exif=True" in run.get("pp_predict", "") if exif is None else exif
-        decode = "decode(exif=True)" if exif else "decode"
-        pp_eval = f"{decode}|resize_small({bigger})|central_crop({res})|value_range(-1, 1)"
-        pp_train = f"{decode}|{crops[crop]}|flip_lr|value_range(-1, 1)"
-    config.input = ConfigDict()
-    config.input.data = sources[train]
-    config.input.batch_size = batch_size
-    config.input.pp = pp_train + pp_labels
+    config.input = {"data": train, "batch_size": batch_size, "pp": pp_train + LABELS}
     config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = model
+    config.model = {**run.get("model", MODEL), **{key: value for key, value in given.items() if value is not None}}
     config.model_init = init
     config.model_load = {"dont_load": ["head/kernel", "head/bias"]}
 
@@ -115,7 +81,44 @@ def get_config(
     config.log_steps = 10
     config.ckpt_steps = 1000
     config.evals = {
-        name: {"type": "classification", "data": sources[split], "pp": pp_eval + pp_labels, "log_steps": 100}
-        for name, split in evaluated.items()
+        name: {"type": "classification", "data": source, "pp": pp_eval + LABELS, "log_steps": 100}
+        for name, source in evaluated.items()
     }
     return config
+
+
+def preprocessing(run: dict, res: int | None, crop: str, exif: bool | None) -> tuple[str, str]:
+    """Return the preprocessing of training and of evaluation, without labels: that of the run, or for `res`."""
+    as_run = bool(run) and res is None and exif is None
+    res = res or RES
+    bigger = res * 7 // 6  # 448 for 384
+    crops = {
+        "inception_crop": f"inception_crop({res})",
+        "resmall_crop": f"resize_small({bigger})|random_crop({res})",
+        "resize_crop": f"resize({bigger})|random_crop({res})",
+    }
+    if crop not in crops:
+        raise ValueError(f"crop={crop!r}; known: {', '.join(crops)}")
+    if as_run:
+        pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
+        return pp_train if pp_train.startswith("decode") else pp_eval, pp_eval  # the run's images may not be encoded
+    exif = "exif=True" in run.get("pp_predict", "") if exif is None else exif
+    decode = "decode(exif=True)" if exif else "decode"
+    return (
+        f"{decode}|{crops[crop]}|flip_lr|value_range(-1, 1)",
+        f"{decode}|resize_small({bigger})|central_crop({res})|value_range(-1, 1)",
+    )
+
+
+def sources(data: str, data_dir: str, val_fraction: float) -> tuple[dict, dict[str, dict], int]:
+    """Return the training data, the data of each evaluator, and the number of steps."""
+    if bool(data) == bool(data_dir):
+        raise ValueError(f"give either data={'|'.join(DATASETS)} or data_dir=FOLDER")
+    if data and data not in DATASETS:
+        raise ValueError(f"data={data!r}; known: {', '.join(DATASETS)}")
+    if data:
+        train, val, test, steps = DATASETS[data]
+        found = {s: {"kind": "tfds", "name": data, "split": s} for s in (train, val, test)}
+        return found[train], {"val": found[val], "test": found[test]}, steps
+    folder = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
+    return {**folder, "split": "train"}, {"val": {**folder, "split": "val"}}, 500

@@ -37,6 +37,13 @@ def test_functions_and_classes_are_short():
     assert long.keys() == LONG_DEFINITIONS.keys(), long
 
 
+def test_functions_of_configs_are_short():
+    for path in ROOT.glob("configs/*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        long = {node.name for node in functions if node.end_lineno - node.lineno + 1 > FUNCTION_LINES}
+        assert not long, f"{path}: {long}"
+
+
 def test_files_are_short():
     lines = {path.as_posix(): len((ROOT / path).read_text().splitlines()) for path in SOURCES}
     assert {path: count for path, count in lines.items() if count > FILE_LINES} == {}

@@ -196,7 +196,7 @@ def _op(node: ast.expr) -> Op:
     return _with_keys(op, keys, what) if keys else op
 
 
-def _arguments(node: ast.expr) -> tuple[str, list[Any], dict[str, Any]]:
+def _arguments(node: ast.expr) -> tuple[str, list[object], dict[str, object]]:
     """Return the name and the arguments of an op. Raises InputError if the name or a literal is invalid."""
     call = _call(node)
     if not isinstance(call.func, ast.Name):
