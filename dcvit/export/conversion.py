@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ WRITERS: dict[str, Callable[[Model, Path], None]] = {
     "timm": formats.write_timm,
     **programs.WRITERS,
 }
+
+
+log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
@@ -121,7 +125,11 @@ def _source_logits(model: Model, x: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the logits of the source, and what computed them: the original library where it can."""
     small = model.size * 4 <= libraries.MAX_BYTES
     if model.origin in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
-        found = libraries.transformers_logits(model.path, x) if model.path.is_dir() else None
+        try:
+            found = libraries.transformers_logits(model.path, x) if model.path.is_dir() else None
+        except Exception as e:  # it has many types of exceptions for a file that it does not read
+            log.warning("transformers cannot evaluate %s, so dcvit does: %s", model.path, first_line_with_type(e))
+            found = None
         if found is not None:
             return found, "transformers"
     return logits.compute(model, x), "dcvit"

@@ -21,16 +21,31 @@ from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
 from dcvit.export.logits import nested
 from dcvit.export.source import Model
-from dcvit.interop import dcvit_hf, hf_processor, names, own
+from dcvit.interop import (
+    dcvit_hf,
+    dinov2,
+    gpt2,
+    gpt_neox,
+    hf_processor,
+    hf_vit,
+    llama,
+    names,
+    own,
+    siglip,
+    timm_vit,
+)
 from dcvit.interop import links as linking
-from dcvit.interop.family import Description
+from dcvit.interop.family import Description, WrittenFamily
 from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import GENERATION, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
-from dcvit.interop.weights import FAMILIES
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build, example
 
 # Families of transformers by our models; the first that can express a model is used.
+WRITTEN: dict[str, WrittenFamily] = {
+    "hf_vit": hf_vit, "siglip": siglip, "dinov2": dinov2, "gpt2": gpt2, "llama": llama, "gpt_neox": gpt_neox,
+    "timm": timm_vit, "dcvit_hf": dcvit_hf,
+}  # fmt: skip
 NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_neox")}
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
@@ -125,12 +140,11 @@ def native_family(model: Model, families: tuple[str, ...]) -> tuple[str, Json]:
     """
     reasons = []
     for name in families:
-        if name in FAMILIES:
-            try:
-                return name, FAMILIES[name].config(model.description)
-            except CheckpointError as e:
-                reasons.append(f"{name}: {e}")
-    raise CheckpointError("; ".join(reasons) or f"no family of {', '.join(families)}")
+        try:
+            return name, WRITTEN[name].config(model.description)
+        except CheckpointError as e:
+            reasons.append(f"{name}: {e}")
+    raise CheckpointError("; ".join(reasons))
 
 
 def write_hf(model: Model, folder: Path) -> None:
@@ -143,7 +157,7 @@ def write_hf(model: Model, folder: Path) -> None:
         name, config = native_family(model, NATIVE[model.description.model_name])
     except CheckpointError as native:
         try:
-            name, config = OURS, FAMILIES[OURS].config(model.description)
+            name, config = OURS, WRITTEN[OURS].config(model.description)
         except CheckpointError as e:
             raise CheckpointError(f"{e} ({native})") from None
         shutil.copyfile(MODELING, folder / MODELING.name)
@@ -193,7 +207,7 @@ def write_timm(model: Model, folder: Path) -> None:
 
 
 def _theirs(family: str, model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    return linking.write(FAMILIES[family].links(model.description), model.params)
+    return linking.write(WRITTEN[family].links(model.description), model.params)
 
 
 def _write_json(path: Path, content: Json) -> None:

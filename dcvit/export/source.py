@@ -14,17 +14,16 @@ import numpy as np
 import tensorstore as ts
 
 from dcvit import config as configs
-from dcvit.checkpoint import steps
 from dcvit.checkpoint.checkpointer import as_tensor, open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.checkpoint.placement import unrolled
 from dcvit.config_keys import WITHOUT_EFFECT
-from dcvit.errors import ConfigError
 from dcvit.inference.classifier import read_class_names
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
 from dcvit.interop.weights import Weights, open_weights
 from dcvit.models import lm, vit
+from dcvit.runs.workdir import find
 from dcvit.training import setup
 from dcvit.training.model import build, example
 from dcvit.training.trained import TrainedModel, open_trained
@@ -75,23 +74,11 @@ def open_model(path: Path) -> Model:
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
-    workdir = _workdir(path)
-    if workdir is None:
+    workdir = find(path)
+    if not isinstance(workdir, Path):
         return from_weights(open_weights(path))
     trained = open_trained(workdir, None, None if workdir == path else path)
     return _from_run(path, workdir, trained)
-
-
-def _workdir(path: Path) -> Path | None:
-    """Return the workdir that a path is, or is a checkpoint of; None if it is neither."""
-    if (path / steps.FOLDER).is_dir():
-        return path
-    if (path / steps.ABOUT).is_dir():
-        workdir = path.absolute().parent.parent
-        if not (workdir / "config.json").is_file():
-            raise ConfigError(f"{path} is a checkpoint without the config.json of its run in {workdir}")
-        return workdir
-    return None
 
 
 def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:

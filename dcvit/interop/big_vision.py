@@ -62,11 +62,6 @@ def unused(name: str) -> bool:
     return False
 
 
-def config(description: Description) -> Json:
-    """Return no entries: big_vision reads no config.json."""
-    return {}
-
-
 def first_block(tensors: Tensors) -> str | None:
     """Return the path of the first layer, or of all if they are scanned; None if there is no layer."""
     return next((at for at in (f"{BLOCK}_0", BLOCK) if f"{at}/LayerNorm_0/scale" in tensors), None)

@@ -73,20 +73,6 @@ def unused(name: str) -> bool:
     return False
 
 
-def config(description: Description) -> Json:
-    """Return an empty config.json, of which the authors' models have none."""
-    vit_links.check_expressible(
-        description, "the authors' ViT", compose=("both",), qk_norm=("layernorm",), posemb=("learn", "sincos2d"),
-        rep_size=(description.fields.get("rep_size", False),), layer_scale=(None,), registers=(0,), mlp=("gelu_tanh",),
-        norm_epsilon=(1e-6,),
-    )  # fmt: skip
-    fields = {**big_vision.DEFAULTS, **description.fields}
-    for key, value in {"rank": 2, "groups": 1, "branches": "qk", "projection": True, "gate": True}.items():
-        if fields[key] != value:
-            raise CheckpointError(f"the authors' ViT cannot express {key}={fields[key]!r}, only {value!r}")
-    return {}
-
-
 def _projection(path: str, shape: Shape, name: str, tensors: Tensors | None) -> Link:
     """Link a projection of attention, whose kernel the authors may store as a matrix."""
     theirs = path.replace(f"/{OURS}/", f"/{name}/")

@@ -44,6 +44,10 @@ class Family(Protocol):
     def unused(self, name: str) -> bool:
         """Return True for a tensor that is not a parameter, such as a buffer of positions."""
 
+
+class WrittenFamily(Family, Protocol):
+    """Functions of the module of a family that models are also exported to."""
+
     def config(self, description: Description) -> Json:
         """Return the content of config.json for a model.
 

@@ -58,10 +58,6 @@ def describe(tensors: Tensors, config: Json) -> Description:
     return fields.canonical().describe(vocab)
 
 
-def config(description: Description) -> Json:
-    raise CheckpointError("a MaxText checkpoint has no config.json; export to safetensors or hf instead")
-
-
 def unused(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 

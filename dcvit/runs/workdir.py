@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from dcvit import config as configs
-from dcvit.checkpoint.files import Folder, replace
+from dcvit.checkpoint import checksums
+from dcvit.checkpoint.files import Folder, absolute, replace
 from dcvit.checkpoint.steps import ABOUT, FOLDER, about, problems, saved_steps
 from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
 from dcvit.runs import metrics
@@ -25,7 +26,7 @@ Record = dict[str, Any]  # a JSON object
 ACCEPTED = "accepted.json"  # names given to --accept, by which checkpoints may differ from config.json and data.json
 SHARED_SECONDS = 20  # a network file system shows the files of other processes with a delay
 SAMPLES = 16  # examples whose content identifies the data
-MAX_CHARACTERS = 60  # of a value in a message
+MAX_CHARACTERS, MAX_PATH = 60, 200  # of a value, and of a path that cannot be read, in a message
 # Keys that may change when a run is resumed, because the result of a step does not depend on them.
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
@@ -33,6 +34,27 @@ FREE_KEYS = (
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+
+
+def find(path: Folder) -> Folder | None:
+    """Return the workdir that a path is, or is a checkpoint of; None if it is neither.
+
+    Raises:
+      CheckpointError: the path cannot be read.
+      ConfigError: the path is a checkpoint whose run has no config.json.
+    """
+    try:
+        if (path / FOLDER).is_dir():
+            return path
+        if not (path / ABOUT).is_dir() and not (path / checksums.NAME).is_file():
+            return None
+        workdir = absolute(path).parent.parent
+        if (workdir / "config.json").is_file():
+            return workdir
+    except Exception as e:  # such as a name that is too long; libraries for stores have error types of their own
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
+        raise CheckpointError(f"cannot read {str(path)[:MAX_PATH]}: {reason}") from None
+    raise ConfigError(f"{path} is a checkpoint without the config.json of its run in {workdir}")
 
 
 def data_identity(source: Source) -> Record:

@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Float32
 from PIL import Image
 
-from dcvit.checkpoint import checksums, steps
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder, folder
 from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.checkpoint.placement import place_params
 from dcvit.dcmha.reference import AttentionMatrices
-from dcvit.errors import ConfigError, InputError, nearest, type_name
+from dcvit.errors import CheckpointError, ConfigError, InputError, nearest, type_name
 from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
@@ -36,6 +35,7 @@ from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, shardings
+from dcvit.runs import workdir as workdirs
 from dcvit.training.model import build, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
@@ -225,19 +225,14 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
         path = folder(str(source))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    if config is None and not is_run(path):
-        return _load_weights(str(source), sharding)
-    workdir = path if config is None else None
-    if workdir is not None and not (workdir / "config.json").is_file():
-        workdir = path.parent.parent
+    workdir = workdirs.find(path) if config is None else None
+    if config is None and workdir is None:
+        if not isinstance(path, Path):
+            raise CheckpointError(
+                f"{source} is no run; copy weights of other libraries to a local folder, to read them"
+            )
+        return _load_weights(path, sharding)
     return load_trained(open_trained(workdir, config, path), workdir, sharding)
-
-
-def is_run(path: Folder) -> bool:
-    """Return True for a workdir, or a checkpoint in a workdir."""
-    if (path / checksums.NAME).is_file() or (path / "params").is_dir():
-        path = path.parent.parent
-    return (path / "config.json").is_file() and (path / steps.FOLDER).is_dir()
 
 
 def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | None = None) -> LoadedModel:
@@ -255,9 +250,9 @@ def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | 
     )
 
 
-def _load_weights(source: str, sharding: str | None) -> LoadedModel:
+def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     """Load weights of another library."""
-    weights = open_weights(source)
+    weights = open_weights(path)
     described = weights.description
     module = build(described)
     mesh = _mesh(sharding, module)

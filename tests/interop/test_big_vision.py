@@ -10,7 +10,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from small_models import assert_trees_equal, jit, param_shapes, random_params
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import big_vision, dcmha_vit
+from dcvit.interop import big_vision
 from dcvit.interop import links as linking
 from dcvit.interop.tensors import Tensor
 from dcvit.interop.weights import open_weights
@@ -282,4 +282,3 @@ def test_attention_of_the_authors_vit_equals_the_equations(tmp_path, stored):
     np.testing.assert_allclose(out["encoder"]["block00"]["sa"], expected, rtol=0, atol=2e-5 * expected.std())
     written = dict(linking.write(weights.links, weights.parameters()))
     assert_trees_equal(written, flat)
-    assert dcmha_vit.config(weights.description) == {}

@@ -399,6 +399,21 @@ def test_the_log_says_why_there_is_no_processor(tmp_path, caplog):
     assert not (tmp_path / "preprocessor_config.json").exists()
 
 
+def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_path, monkeypatch, caplog):
+    (tmp_path / "hf").mkdir()
+    formats.write_hf(conversion_models.language_model(**NATIVE["gpt2"])[2], tmp_path / "hf")
+
+    def fail(*_):
+        raise RuntimeError("no kernel\nat line 7")
+
+    monkeypatch.setattr(libraries, "transformers_logits", fail)
+    monkeypatch.setattr(libraries, "installed", lambda *_: True)
+    report = conversion.convert(tmp_path / "hf", tmp_path / "out", "npz")
+    assert (report.source, report.difference) == ("dcvit", 0)
+    (record,) = [record.getMessage() for record in caplog.records if "cannot evaluate" in record.getMessage()]
+    assert record == f"transformers cannot evaluate {tmp_path / 'hf'}, so dcvit does: RuntimeError: no kernel"
+
+
 MEASURE = """
 import sys
 from pathlib import Path

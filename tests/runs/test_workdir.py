@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from trained_workdirs import DIGITS
@@ -12,7 +13,7 @@ from dcvit import cli, train
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.steps import saved_steps
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.runs import lock, workdir
 from dcvit.training import trainer
 from input_pipeline import InputError
@@ -176,3 +177,15 @@ def test_file_in_place_of_the_workdir_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "run") == 2
     err = capsys.readouterr().err
     assert err == f"error: cannot write to workdir {tmp_path / 'run'}: File exists\n"
+
+
+def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_path):
+    checkpoint = digits_workdir / "checkpoints" / "30"
+    assert workdir.find(digits_workdir) == workdir.find(checkpoint) == digits_workdir
+    assert workdir.find(tmp_path) is workdir.find(tmp_path / "missing") is None
+    alone = tmp_path / "alone" / "checkpoints" / "30"
+    shutil.copytree(checkpoint, alone)
+    with pytest.raises(ConfigError, match=r"30 is a checkpoint without the config.json of its run in .*alone"):
+        workdir.find(alone)
+    with pytest.raises(CheckpointError, match=r"cannot read y*: File name too long"):
+        workdir.find(Path("y" * 300))

@@ -1,6 +1,7 @@
 """`dcvit.load`: a run as a Python object gives what the commands print."""
 
 import json
+from pathlib import PurePosixPath
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,12 @@ class TestErrors:
             dcvit.load(tmp_path / "missing")
         with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
             dcvit.load(digits_workdir, sharding="fdsp")
+        with pytest.raises(CheckpointError, match=r"cannot read .*xxx: File name too long") as e:
+            dcvit.load("x" * 300)
+        assert len(str(e.value)) < 250
+
+    def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
+        monkeypatch.setattr(loaded, "folder", PurePosixPath)
+        monkeypatch.setattr(loaded.workdirs, "find", lambda _: None)
+        with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
+            dcvit.load("gs://bucket/gpt2")
