@@ -69,11 +69,12 @@ def _pallas_gpu(
 def _folded(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
 ) -> Array:
-    groups = options.pop("groups")
+    groups = options["groups"]
     if (reason := folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
         raise UnsupportedError(reason)
     q = folded.compose_heads(q, pre, groups=groups)
-    out = attention(q, k, v, None, None, None, groups=1, **options)
+    options["groups"] = 1
+    out = attention(q, k, v, None, None, None, **options)
     return folded.compose_heads(out, post, groups=groups)
 
 

@@ -21,7 +21,7 @@ from dcvit.runs.progress import RunProgress
 
 def trace(queries, composed=True, keys=256, dtype=jnp.float32, devices=1, **options):
     """Trace attention of 2 heads without running it, on a mesh of so many devices; 0 means that no mesh is set."""
-    args, _ = random_case(queries, keys, branches="qg" if composed else None, dtype=dtype)
+    args, _ = random_case(queries, keys, branches="qpg" if composed else None, dtype=dtype)
     mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices]) if devices else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         return jax.eval_shape(lambda *a: dcmha.attention(*a, **options), *args)
