@@ -5,9 +5,9 @@ The file needs torch and transformers 5 only. `dcvit convert RUN FOLDER --to hf`
 Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax, the H scores of each query-key pair
 are multiplied by an H×H matrix that is computed from the query and the key (Eqn 4-7).
 
-Letters in comments: B batch, T queries, S keys, M width, H heads, K key heads, D head width, R rank, G groups of heads,
-J = H/G, N tokens. Attention with composition holds B×H×T×S scores in memory. Without composition it is PyTorch's
-`scaled_dot_product_attention`. Dropout and stochastic depth of the training in JAX are not part of these models.
+Letters in comments: B batch, T queries, S keys, M width, H heads, K key heads, D head width, R rank, G groups of
+heads, J = H/G, N tokens. Attention with composition holds B×H×T×S scores in memory. Without composition, or where that
+can be folded into queries and outputs, it is PyTorch's `scaled_dot_product_attention`. Dropout is left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ IMAGE_FIELDS = {
     "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
 }  # fmt: skip
 TEXT_FIELDS = {
-    **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary",
-    "rotary_fraction": 1.0, "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu",
-    "mlp_groups": None, "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256,
-    "prefill_window": None, "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
+    **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
+    "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu", "mlp_groups": None,
+    "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256, "prefill_window": None,
+    "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
 }  # fmt: skip
 NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 
@@ -123,10 +123,7 @@ class Composition(nn.Module):
         return torch.cat(parts, dim=-1) if parts else x.new_zeros((*x.shape[:2], 0), dtype=torch.float32)
 
     def forward(self, a: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Compose scores or attention weights `a`, B H T S in float32 (Eqn 7); the others are those of `weights`.
-
-        Without key-wise branches, `a` may also be queries or outputs, B H T D.
-        """
+        """Compose scores B H T S, or without key-wise branches vectors B H T D (Eqn 7), by the results of `weights`."""
         a = a.unflatten(1, (self.groups, -1))  # B G J T S
         out = a
         if hasattr(self, "w_b"):
@@ -171,11 +168,10 @@ class Attention(nn.Module):
     def __init__(self, config: Config, *, bias: bool = True, compose: str | None = None, layer: int = 0):
         super().__init__()
         self.config, self.layer, self.heads = config, layer, config.num_heads
-        self.head_dim = config.width // config.num_heads
+        self.head_dim = head_dim = config.width // config.num_heads
         key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
-        keys = self.head_dim * key_heads
         self.query = nn.Linear(config.width, config.width, bias=bias)
-        self.key, self.value = (nn.Linear(config.width, keys, bias=bias) for _ in range(2))
+        self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=bias) for _ in range(2))
         self.out = nn.Linear(config.width, config.width, bias=bias)
         if config.qk_norm and compose != "plain":
             norm = config.qk_norm, self.head_dim, config.qk_norm_epsilon, False
@@ -183,11 +179,9 @@ class Attention(nn.Module):
         self.pre = Composition(config) if compose in ("pre", "both") else None
         self.post = Composition(config) if compose in ("post", "both") else None
         # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
-        key_wise = "k" in config.branches and (config.projection or config.gate)
-        mixes_heads = config.projection or config.static
-        self.folded = not key_wise and (not mixes_heads or config.groups % key_heads == 0)
-        rotary = getattr(config, "position", None) == "rotary"
-        self.rotary = round(config.rotary_fraction * self.head_dim) if rotary else 0
+        query_wise = config.branches == "q" or not (config.projection or config.gate)
+        self.folded = query_wise and (config.groups % key_heads == 0 or not (config.projection or config.static))
+        self.rotary = round(config.rotary_fraction * head_dim) if getattr(config, "position", None) == "rotary" else 0
 
     def forward(
         self,
@@ -208,12 +202,10 @@ class Attention(nn.Module):
         if self.rotary and positions is not None:
             q, k = (rotate(y, positions, self.rotary, self.config.rotary_base) for y in (q, k))
         compositions = [c for c in (self.pre, self.post) if c is not None]
-        queries = [c.weights(x, "q") for c in compositions]
-        keys = [c.weights(source, "k") for c in compositions]
+        queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-            if compositions and not self.folded:
-                # The two compositions take the places of keys and values in a layer of their own.
+            if compositions and not self.folded:  # cached as the keys and values of a layer of their own
                 first, last = cache.update(keys[0][:, None], keys[-1][:, None], self.config.depth + self.layer)
                 keys = [first[:, 0], last[:, 0]][: len(keys)]
         k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
@@ -368,8 +360,7 @@ class DCViTForImageClassification(DCModel):
 
     def _sincos(self, x: Tensor) -> Tensor:
         """Return MoCo v3's fixed embedding: sine and cosine of x, then of y, at width/4 frequencies."""
-        rows, columns = self.grid
-        y_x = torch.meshgrid(*(torch.arange(n, device=x.device) for n in (rows, columns)), indexing="ij")
+        y_x = torch.meshgrid(*(torch.arange(n, device=x.device) for n in self.grid), indexing="ij")
         count = self.config.width // 4
         frequencies = 10_000.0 ** (-torch.arange(count, device=x.device, dtype=torch.float64) / (count - 1))
         angles = [grid.flatten()[:, None] * frequencies for grid in reversed(y_x)]
@@ -388,8 +379,7 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         self.embed = nn.Embedding(config.vocab_size, config.width)
         if config.position == "learned":
             self.position = nn.Parameter(torch.zeros(config.context, config.width))
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.depth))
-        self.norm = main_norm(config)
+        self.layers, self.norm = nn.ModuleList(Block(config, i) for i in range(config.depth)), main_norm(config)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
