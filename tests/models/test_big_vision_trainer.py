@@ -3,7 +3,9 @@
 The calls are written down from the public interface of big_vision, which has no releases that could be installed.
 """
 
+import contextlib
 import inspect
+import logging
 
 import flax.linen as nn
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from small_models import assert_trees_equal, jit, random_params, save_npz
@@ -59,11 +61,18 @@ def train_step(model, params, batch, rng):
             },
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param({"depth": 1, "compose": "both", "set_mesh": True}, marks=pytest.mark.exhaustive),
     ],
-    ids=["unrolled", "scanned"],
+    ids=["unrolled", "scanned", "with a mesh"],
 )
-def test_trainer_initializes_trains_and_evaluates_the_model(options):
-    """On a mesh of two devices whose axis splits batch and parameters, with transfers to and from devices forbidden."""
+def test_trainer_initializes_trains_and_evaluates_the_model(options, caplog):
+    """On a mesh of two devices whose axis splits batch and parameters, with transfers to and from devices forbidden.
+
+    With the mesh that docs/big_vision.md sets in the launcher, each device computes attention of its own 4 examples.
+    """
+    options = dict(options)
+    is_set = options.pop("set_mesh", False)
+    caplog.set_level(logging.INFO, logger="dcvit.dcmha")
     config = ConfigDict({**CONFIG, "model": {**CONFIG["model"], **options}}).lock()
     model, init = make(config)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -73,7 +82,13 @@ def test_trainer_initializes_trains_and_evaluates_the_model(options):
     rng = np.random.default_rng(0)
     batch = {"image": rng.normal(size=(8, 8, 8, 3)), "labels": np.eye(7)[rng.integers(7, size=8)]}
     batch = jax.device_put(jax.tree.map(np.float32, batch), NamedSharding(mesh, P("data")))
-    with mesh, nn.logical_axis_rules([("act_batch", "data")]), jax.transfer_guard("disallow"):
+    launcher = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with (
+        jax.set_mesh(launcher) if is_set else contextlib.nullcontext(),
+        mesh,
+        nn.logical_axis_rules([("act_batch", "data")]),
+        jax.transfer_guard("disallow"),
+    ):
         params = jit(init, out_shardings=split)(key)
         step = jit(lambda *args: train_step(model, *args), out_shardings=(NamedSharding(mesh, P()), split))
         losses = []
@@ -81,6 +96,7 @@ def test_trainer_initializes_trains_and_evaluates_the_model(options):
             loss, params = step(params, batch, key)
             losses.append(loss)
         logits, out = jit(lambda p, image: model.apply({"params": p}, image))(params, batch["image"])
+    assert any("float32[4, 4, 4, 4]" in message for message in caplog.messages) == is_set
     assert losses[-1] < losses[0]
     assert out["logits"].shape == logits.shape == (8, 7)
     alone, _ = jit(lambda p, image: model.apply({"params": p}, image))(
