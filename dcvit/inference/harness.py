@@ -170,7 +170,8 @@ class HarnessModel(TemplateLM):
         results: dict[int, tuple[float, bool]] = {}
         with ProgressBar("loglikelihood", len(rows)) as bar:
             for part, batch in zip(parts, batches, strict=True):
-                scores = jax.device_get(self.score(self.params, batch))
+                with jax.set_mesh(self.mesh):  # the kernels need it
+                    scores = jax.device_get(self.score(self.params, batch))
                 sums = scores["log_p"].sum(axis=1, dtype=np.float64)
                 if not np.isfinite(sums).all():
                     raise FloatingPointError("the model's logits are not finite")

@@ -11,6 +11,7 @@ from PIL import Image
 
 import dcvit
 from dcvit import cli, generate, predict
+from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.models import lm, vit
 from dcvit.training import loaded
@@ -98,6 +99,16 @@ class TestText:
         np.testing.assert_array_equal(text.features(tokens, "logits"), expected)
         np.testing.assert_array_equal(text.features(np.stack([tokens, tokens]), "logits")[1:], expected)
         assert text.attention("def main", layers=[-1]).keys() == {text.module.depth - 1}
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3])])
+def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
+    """The compiler cannot split them, and without a mesh it may have to split any program."""
+    model = LoadedModel(vit.Model(3, depth=0), {"x": wrap(np.ones(2, np.float32))}, {})
+    assert splits_arrays()
+    with model._devices():
+        assert not splits_arrays()
+        np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["x"])(model.params), [2, 2])
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tensor"])
