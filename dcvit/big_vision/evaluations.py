@@ -105,7 +105,7 @@ def _few_shot(part: Part, name: str) -> Values:
     part.expect("label_key", ("label",), "the key of the label is 'label'")
     part.expect("mask_key", ("_mask",), "the key of the mask is '_mask'")
     part.expect("pred", ("predict",), "expected 'predict'")
-    datasets, folder = part.values.pop("datasets", {}), part.values.pop("data_dir", None)
+    datasets, folder = part.inner("datasets").values, part.values.pop("data_dir", None)
     if part.values.get("pp_train") != part.values.get("pp_eval"):
         raise part.refuse("pp_train", "pp_train and pp_eval should be equal")
     pp = preprocessing.translate_pp(part, "pp_train")

@@ -159,11 +159,12 @@ def _translate_mesh(config: Part) -> None:
             f"config.sharding_strategy={strategy!r} of big_vision has no equivalent; expected "
             """[('.*', 'replicate')] or [('.*', 'fsdp(axis="data")')]"""
         )
-    mesh = [tuple(axis) for axis in config.values.pop("mesh", [("data", -1)])]
-    if len(mesh) != 1 or mesh[0][0] != "data":
+    mesh = config.values.pop("mesh", [("data", -1)])
+    pairs = isinstance(mesh, list | tuple) and all(isinstance(axis, list | tuple) and len(axis) == 2 for axis in mesh)
+    if not pairs or len(mesh) != 1 or mesh[0][0] != "data":
         raise ConfigError(f"config.mesh={mesh!r} of big_vision has no equivalent; expected [('data', N)]")
     if sharded:
         config.put("mesh", [("fsdp", mesh[0][1])], f"mesh={mesh!r}")
         config.put("sharding_strategy", "fsdp", f"sharding_strategy={strategy!r}")
-    elif mesh != [("data", -1)]:
-        config.values["mesh"] = mesh
+    elif mesh[0][1] != -1:
+        config.values["mesh"] = [tuple(axis) for axis in mesh]
