@@ -206,7 +206,9 @@ def _arguments(node: ast.expr) -> tuple[str, list[object], dict[str, object]]:
         raise InputError(f"preprocessing: unknown op {name!r}; {nearest(name, ops.__all__)}")
     try:
         args = [ast.literal_eval(arg) for arg in call.args]
-        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        if len(kwargs) < len(call.keywords):  # **{…} has no name
+            raise ValueError
     except (ValueError, TypeError):
         raise InputError(f"preprocessing: the arguments of {_shown(ast.unparse(node))} must be literals") from None
     return name, args, kwargs

@@ -48,6 +48,8 @@ def test_string_nested_deeply_is_a_short_one_line_error(parse, before, inside, a
         ("pad(True)", "border=True should be of type int"),
         ("pad(n)", "must be literals"),
         ("pad(__import__('os').getpid())", "must be literals"),
+        ("pad(**{'border': 1})", "must be literals"),
+        ("pad(*[1])", "must be literals"),
         ("pad(1", "cannot parse"),
         ("pad(1)|(|)keep('image')", "cannot parse"),
         ("pad(1, inkey=3)", "inkey=3 should be a key of the example"),
