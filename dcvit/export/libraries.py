@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dcvit.errors import CheckpointError, first_line_with_type
 from dcvit.interop import dcvit_hf
 from dcvit.interop.tensors import Json
 
@@ -40,6 +41,9 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     Args:
       folder: config.json and weights. Code in the folder is not executed.
       x: images B height width channels, or tokens B T.
+
+    Raises:
+      CheckpointError: transformers refuses the folder.
     """
     name = class_name(_config(folder))
     if name is None:
@@ -57,13 +61,16 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     if model_class is None:
         return None
     transformers.utils.logging.disable_progress_bar()
-    model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    try:
+        model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        with torch.no_grad():
+            found = model.eval()(_torch(x))
+    except Exception as e:  # transformers has many types of errors, of values in config.json and of shapes
+        raise CheckpointError(f"{folder}: transformers cannot evaluate the model: {first_line_with_type(e)}") from None
+    if "logits" in found:
+        return np.asarray(found.logits.numpy())
     has_pooler = not any("pooler" in name for name in report["missing_keys"])  # a missing one has random weights
-    with torch.no_grad():
-        found = model.eval()(_torch(x))
-        if "logits" in found:
-            return np.asarray(found.logits.numpy())
-        return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
+    return np.asarray((found.pooler_output if has_pooler else found.last_hidden_state[:, 0]).numpy())
 
 
 def class_name(config: Json) -> str | None:

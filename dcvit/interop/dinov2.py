@@ -53,7 +53,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     classes = vit_links.shape_of(tensors, "classifier.weight", "DINOv2")[0] if has_head else None
     image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, 1)
-    channels = hf_config.size(config, "num_channels", 3)
+    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
     return Description("vit", classes, fields, hf_processor.read(config, "Bit", image_size, channels))
 
 

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Json] = {
     "Bit": CLIP,
     "CLIP": CLIP,
 }
+LARGEST = 100_000  # pixels of a side
 SQUARE = ("ViT", "DeiT")  # classes for which one number is height and width; for the others, it is the smaller side
 NAME = re.compile(r"(\w+?)(?:ImageProcessor(?:Fast|Pil)?|FeatureExtractor)")
 log = logging.getLogger(__name__)
@@ -43,12 +44,15 @@ def read(config: Json, kind: str, image_size: tuple[int, int], channels: int) ->
       config: the content of config.json, which holds that of preprocessor_config.json, if it exists, by that name.
       kind: the class, of `DEFAULTS`, that transformers has for the model.
       image_size: height and width.
-      channels: 3, or 1 for gray images.
+      channels: 3, or 1 for gray images; for others the result is empty.
 
     Raises:
       CheckpointError: preprocessor_config.json has values of other types than transformers writes.
     """
     found = config.get(PROCESSOR) or {}
+    if channels not in (1, 3):
+        log.info("images of %d channels have no preprocessing", channels)
+        return ""
     try:
         named = NAME.fullmatch(str(found.get("image_processor_type") or found.get("feature_extractor_type")))
         name = named[1] if named and named[1] in DEFAULTS else kind
@@ -132,10 +136,10 @@ def _size(found: object) -> tuple[int, int] | None:
     """Return a height and width in any of the forms of transformers; None if there is none."""
     if found is None:
         return None
-    if isinstance(found, int):
-        return found, found
-    if not isinstance(found, dict):
+    if not isinstance(found, int | dict):
         raise ValueError("neither a number nor an object")
-    if "shortest_edge" in found:
-        return int(found["shortest_edge"]), int(found["shortest_edge"])
-    return int(found["height"]), int(found["width"])
+    sides = found if isinstance(found, dict) else {"shortest_edge": found}
+    height, width = (int(sides[key if key in sides else "shortest_edge"]) for key in ("height", "width"))
+    if not (1 <= height <= LARGEST and 1 <= width <= LARGEST):
+        raise ValueError(f"{height}x{width} pixels")
+    return height, width

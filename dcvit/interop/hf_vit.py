@@ -53,7 +53,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
         fields["rep_size"] = True if size == fields["width"] else size
     image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
-    channels = hf_config.size(config, "num_channels", 3)
+    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
     processor = "DeiT" if kind == "deit" else "ViT"
     return Description("vit", classes, fields, hf_processor.read(config, processor, image_size, channels))
 

@@ -50,9 +50,11 @@ def to_pp(preprocessing: Preprocessing) -> str:
     """Return a preprocessing string. Interpolation antialiases, as Pillow's does.
 
     Raises:
-      ValueError: a standard deviation is not positive, or a mean or standard deviation is not finite.
+      ValueError: a channel has no mean or standard deviation, one is not finite, or a standard deviation not positive.
     """
-    if min(preprocessing.std) <= 0 or not all(map(math.isfinite, (*preprocessing.mean, *preprocessing.std))):
+    both = (*preprocessing.mean, *preprocessing.std)
+    too_few = min(len(preprocessing.mean), len(preprocessing.std)) < preprocessing.channels
+    if too_few or min(preprocessing.std) <= 0 or not all(map(math.isfinite, both)):
         raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
     method = METHODS[preprocessing.method]
     size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)

@@ -48,7 +48,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     }
     image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embedding.weight", fields, image_size, 0)
-    channels = hf_config.size(config, "num_channels", 3)
+    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
     return Description("vit", classes, fields, hf_processor.read(config, "Siglip", image_size, channels))
 
 

@@ -246,7 +246,7 @@ def _pooling(fields: Json) -> list[Link]:
 
 
 def _pp(found: object) -> str:
-    """Return the preprocessing that timm's `pretrained_cfg` describes; "" without one."""
+    """Return the preprocessing that timm's `pretrained_cfg` describes; "" without one or for 2 or 4 channels."""
     if not found:
         return ""
     mode = found.get("crop_mode", "center") if isinstance(found, dict) else None
@@ -255,6 +255,8 @@ def _pp(found: object) -> str:
     try:
         assert isinstance(found, dict)
         channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
+        if channels not in (1, 3):
+            return ""
         crop = _fraction(found.get("crop_pct") or 0.875)
         squash = (preprocessing.resized(height, crop), preprocessing.resized(width, crop))
         is_squashed = mode == "squash"

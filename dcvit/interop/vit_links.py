@@ -258,6 +258,17 @@ def read_sizes(config: Json, patch_size: int = 16, norm_epsilon: float = 1e-6) -
     return fields
 
 
+def channels_of(config: Json, tensors: Tensors, patches: str) -> int:
+    """Return the number of channels of an image. Raises CheckpointError if the tensor of the patches has another."""
+    channels, found = (
+        hf_config.size(config, "num_channels", 3),
+        shape_of(tensors, f"{patches}.weight", "the file", 4)[1],
+    )
+    if channels != found:
+        raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
+    return channels
+
+
 def write_sizes(description: Description) -> Json:
     """Return the keys of config.json for these fields, and for the size of the images."""
     fields, size = settings(description), preprocessing.size_of(description.pp)

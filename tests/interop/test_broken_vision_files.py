@@ -202,6 +202,9 @@ CASES = {
     "empty": (bare("a.safetensors", b""), NO_TENSORS),
     "pickle": (bare("a.pkl", pickle.dumps(Bomb())), NO_TENSORS),
     "object in a file of torch": (pickled, NO_TENSORS),
+    **{f"{family}, channels": (configured(family, num_channels=1), r"num_channels=1, but .*patch\w+\S* has 3 channels")
+       for family in ("hf_vit", "dinov2")},
+    "siglip, channels": (configured("siglip", num_channels=4), "num_channels=4, but .*embedding.weight has 3 channels"),
     "empty folder": (lambda folder: folder, "has no weights"),
     "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
     "pipe for an array": (pipe_in_bv, "has other entries than files"),

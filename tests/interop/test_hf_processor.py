@@ -129,6 +129,9 @@ CROP = {"crop_size": {"height": 28, "width": 28}, "do_center_crop": True}
         ({"rescale_factor": 10**400}, CheckpointError("not as transformers writes it")),
         ({"image_processor_type": ["a"], "size": "a", **CROP}, CheckpointError("not as transformers writes it")),
         ({"crop_size": 40, "do_center_crop": True}, CheckpointError("a crop of .40, 40. pixels from .32, 32.")),
+        ({"crop_size": -3, "do_center_crop": True}, CheckpointError("not as transformers writes it")),
+        ({"size": {"shortest_edge": 10**9}, **CROP}, CheckpointError("not as transformers writes it")),
+        ({"image_mean": [0.4]}, CheckpointError("not as transformers writes it")),
         ({"resample": -1}, CheckpointError("resample=-1; expected 0 to 3")),
     ],
 )

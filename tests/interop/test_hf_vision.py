@@ -23,6 +23,8 @@ from vision_models import (
     randomize,
 )
 
+from dcvit.errors import CheckpointError
+from dcvit.export import libraries
 from dcvit.interop import weights
 
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
@@ -174,3 +176,13 @@ def test_bfloat16_tensors_are_read_exactly(tmp_path):
     np.testing.assert_array_equal(
         read.tree()["head"]["kernel"].astype(np.float32).T, stored["classifier.weight"].float().numpy()
     )
+
+
+def test_values_that_transformers_refuses_are_an_error_of_one_line(tmp_path):
+    """Its errors have many types, and some have several lines."""
+    create("SigLIP").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": None}))
+    with pytest.raises(CheckpointError, match="transformers cannot evaluate the model: ") as error:
+        libraries.transformers_logits(tmp_path, images((32, 32)))
+    assert "\n" not in str(error.value)
