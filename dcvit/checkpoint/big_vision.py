@@ -10,6 +10,7 @@ linen, the inlined pooling head, and position embeddings with a row for the clas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -108,7 +109,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
     """Return the arrays of a checkpoint by today's names, below its root or subtree; an array is read on demand.
 
     Raises:
-      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.checkpoint.npz.read`), or it has no such
+      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.checkpoint.npz.open_arrays`), or has no such
         subtree.
     """
     arrays = _open_folder(source.path) if source.path.is_dir() else _open_npz(source.path)
@@ -140,13 +141,23 @@ def _array_folders(path: Path) -> Iterator[Path]:
 
 
 def _open_npz(path: Path) -> dict[str, Tensor]:
+    def read(array: npz.NpzArray) -> np.ndarray:
+        with _npz_errors():
+            x = array.read()
+        # numpy does not know bfloat16 and stores its bytes as a void type.
+        return x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x
+
+    with _npz_errors():
+        arrays = npz.open_arrays(path)
+    return {name: Tensor(array.shape, functools.partial(read, array)) for name, array in arrays.items()}
+
+
+@contextlib.contextmanager
+def _npz_errors() -> Iterator[None]:
     try:
-        arrays = npz.read(path)
+        yield
     except npz.NpzError as e:
         raise CheckpointError(str(e)) from None
-    # numpy does not know bfloat16 and stores its bytes as a void type.
-    arrays = {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in arrays.items()}
-    return {name: Tensor(x.shape, functools.partial(np.asarray, x)) for name, x in arrays.items()}
 
 
 def _open_folder(path: Path) -> dict[str, Tensor]:

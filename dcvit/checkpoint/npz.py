@@ -5,11 +5,15 @@ unpickled, executed or written to disk. Memory is allocated for an array only af
 of the array and the available memory were found to agree with its size.
 """
 
+import contextlib
 import copy
+import functools
 import io
 import math
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,26 +29,70 @@ class NpzError(ValueError):
     """A damaged or unsafe archive; the message names the file and its member."""
 
 
+class NpzArray(NamedTuple):
+    """An array in an archive, which `read` reads."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def open_arrays(path: str | Path) -> dict[str, NpzArray]:
+    """Open the arrays of a `.npz` file by name; only the directory of the archive and the headers are read.
+
+    Raises:
+      NpzError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
+        size than announced; names are no paths in a tree; the arrays need more memory than is available. What only the
+        data shows is raised when the array is read.
+    """
+    with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
+        members = _members(archive)
+        _check_memory(members)
+        return {
+            name: NpzArray(_shape(archive, name, info), functools.partial(_read, path, name, info))
+            for name, info in members.items()
+        }
+
+
 def read(path: str | Path) -> dict[str, np.ndarray]:
     """Read the arrays of a `.npz` file by name, as `numpy.load` does with `allow_pickle=False`.
 
     An array of a dtype that numpy does not know, such as bfloat16, is returned with the void dtype `V2`.
 
     Raises:
-      NpzError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
-        size than announced; names are no paths in a tree; the arrays need more memory than is available.
+      NpzError: see `open_arrays`.
     """
+    return {name: array.read() for name, array in open_arrays(path).items()}
+
+
+def _read(path: str | Path, name: str, info: zipfile.ZipInfo) -> np.ndarray:
+    with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
+        return _array(archive, name, info)
+
+
+@contextlib.contextmanager
+def _errors_of(path: str | Path) -> Iterator[None]:
+    """Raise NpzError with the path for every error of a file."""
     try:
-        with Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
-            members = _members(archive)
-            _check_memory(members)
-            return {name: _array(archive, name, info) for name, info in members.items()}
+        yield
     except NpzError as e:
         raise NpzError(f"{path}: {e}") from None
     except OSError as e:
         raise NpzError(f"cannot read {path}: {e.strerror or first_line(e)}") from None
     except Exception as e:  # zipfile raises many types of exceptions for damaged directories
         raise NpzError(f"{path} is not an .npz archive, or is damaged: {first_line(e)}") from None
+
+
+@contextlib.contextmanager
+def _errors_in(name: str) -> Iterator[None]:
+    """Raise NpzError with the name of a member for every error in its content; errors of the file pass."""
+    try:
+        yield
+    except OSError:
+        raise
+    except NpzError as e:
+        raise NpzError(f"member {name!r}: {e}") from None
+    except Exception as e:
+        raise NpzError(f"member {name!r} is damaged: {first_line(e)}") from None
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -80,30 +128,28 @@ def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
         )
 
 
+def _shape(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> tuple[int, ...]:
+    """Return the shape in the header of one member."""
+    with _errors_in(name), archive.open(info) as stream:
+        return _check_header(stream.read(HEADER_BYTES), info.file_size)
+
+
 def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.ndarray:
     """Read the array of one member."""
     # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
+    _shape(archive, name, info)  # the file may have changed
     longer = copy.copy(info)
     longer.file_size += 1  # zipfile stops at this size; one byte more shows excess data
-    try:
-        with archive.open(info) as stream:
-            _check_header(stream.read(HEADER_BYTES), info.file_size)
-        with archive.open(longer) as stream:
-            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-            if stream.read(1):  # at the end of the data zipfile compares the checksum
-                raise NpzError(f"unpacks to more than the {info.file_size:,} bytes announced")
-    except OSError:
-        raise
-    except NpzError as e:
-        raise NpzError(f"member {name!r}: {e}") from None
-    except Exception as e:
-        raise NpzError(f"member {name!r} is damaged: {first_line(e)}") from None
+    with _errors_in(name), archive.open(longer) as stream:
+        array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+        if stream.read(1):  # at the end of the data zipfile compares the checksum
+            raise NpzError(f"unpacks to more than the {info.file_size:,} bytes announced")
     return array
 
 
-def _check_header(start: bytes, announced: int) -> None:
-    """Check the header of a `.npy` file.
+def _check_header(start: bytes, announced: int) -> tuple[int, ...]:
+    """Return the shape of an array, after a check of the header of its `.npy` file.
 
     Args:
       start: the beginning of the file.
@@ -130,3 +176,4 @@ def _check_header(start: bytes, announced: int) -> None:
         raise NpzError(f"the header announces {dtype} of shape {shape}, which is not an array")
     if file.tell() + math.prod(shape) * dtype.itemsize != announced:
         raise NpzError(f"the header announces {dtype} of shape {shape}, the archive {announced:,} bytes")
+    return shape

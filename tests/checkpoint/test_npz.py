@@ -79,6 +79,21 @@ def test_arrays_equal_those_of_numpy_load(tmp_path, save):
             np.testing.assert_array_equal(array, expected[name])
 
 
+def test_opening_reads_no_array(tmp_path):
+    """So that a program that only recognizes a file does not need the memory of its arrays."""
+    np.savez(tmp_path / "a.npz", large=np.zeros((64, 1 << 16), np.float32), small=np.ones(3, np.float32))
+    tracemalloc.start()
+    opened = npz.open_arrays(tmp_path / "a.npz")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert {name: array.shape for name, array in opened.items()} == {"large": (64, 1 << 16), "small": (3,)}
+    assert peak < 1 << 20
+    np.testing.assert_array_equal(opened["small"].read(), np.ones(3))
+    (tmp_path / "a.npz").write_bytes(b"changed")
+    with pytest.raises(npz.NpzError, match=r"a\.npz is not an \.npz archive"):
+        opened["small"].read()
+
+
 def test_bfloat16_is_returned_as_its_bytes(tmp_path):
     values = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     np.savez(tmp_path / "a.npz", kernel=values)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 import weakref
 
 import jax
@@ -193,6 +194,15 @@ def test_a_stack_with_a_missing_layer_is_refused(small, missing):
         place_params(tensors, shapes, "file")
     with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(5, 32\), model \(2, 32\)\)"):
         place_params({**tensors, "Transformer/decoderblock_4/mlp_norm/scale": lost}, shapes, "file")
+
+
+def test_an_archive_is_recognized_without_its_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"params/head/kernel": np.zeros((64, 1 << 16), np.float32)})
+    tracemalloc.start()
+    assert not weights_module.is_weights(tmp_path / "a.npz")  # but a checkpoint of big_vision's format
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 CONVERT = """
