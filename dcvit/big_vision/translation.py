@@ -152,8 +152,9 @@ def _translate_mesh(config: Part) -> None:
     if repr(rules) not in ("[('act_batch', 'data')]", "[('act_batch', ('data',))]"):
         raise ConfigError(f"config.sharding_rules={rules!r} of big_vision has no equivalent; expected act_batch only")
     strategy = config.values.pop("sharding_strategy", [(".*", "replicate")])
-    tactics = [rule[1] for rule in strategy if isinstance(rule, list | tuple) and len(rule) == 2 and rule[0] == ".*"]
-    sharded = len(strategy) == 1 and bool(tactics) and bool(FSDP.fullmatch(tactics[0]))
+    rules = strategy if isinstance(strategy, list | tuple) else []
+    tactics = [str(rule[1]) for rule in rules if isinstance(rule, list | tuple) and len(rule) == 2 and rule[0] == ".*"]
+    sharded = len(rules) == 1 and bool(tactics) and bool(FSDP.fullmatch(tactics[0]))
     if not sharded and tactics != ["replicate"]:
         raise ConfigError(
             f"config.sharding_strategy={strategy!r} of big_vision has no equivalent; expected "
