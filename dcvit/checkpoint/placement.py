@@ -161,13 +161,25 @@ def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
         raise CheckpointError(f"{what} is {array.dtype} of {array.shape}; expected numbers of {tensor.shape}")
     with np.errstate(over="ignore"):  # the check of the result reports it
         value = np.asarray(array, dtype)
-    if not (finite := np.isfinite(value)).all():
-        first = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise CheckpointError(
-            f"{what} has {value.size - np.count_nonzero(finite)} of {value.size} numbers that are not finite in "
-            f"{value.dtype}, the first is {value[first]} at {list(first)}; give weights of a run that did not diverge"
-        )
+    _check_finite(value, what)
     return value
+
+
+def check_finite(params: PyTree, file: str) -> None:
+    """Raise CheckpointError, with the name, if a parameter on this host's devices has numbers that are not finite."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        whole = not isinstance(leaf, jax.Array)
+        for part in [leaf] if whole else [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]:
+            _check_finite(np.asarray(part), f"{file}: {name}")
+
+
+def _check_finite(value: np.ndarray, what: str) -> None:
+    if not (finite := np.isfinite(value)).all():
+        raise CheckpointError(
+            f"{what} has numbers that are not finite in {value.dtype}, such as {value[~finite][0]}; "
+            "give weights of a run that did not diverge"
+        )
 
 
 def _put(value: np.ndarray, index: int | None, leaf: Leaf, stack: jax.Array | None) -> jax.Array:

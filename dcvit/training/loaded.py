@@ -21,7 +21,7 @@ from PIL import Image
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import Folder, folder
 from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.checkpoint.placement import place_params
+from dcvit.checkpoint.placement import check_finite, place_params
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.errors import CheckpointError, ConfigError, InputError, nearest, type_name
 from dcvit.inference import classifier
@@ -246,6 +246,7 @@ def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | 
     mesh = _mesh(sharding, module)
     place = None if mesh is None else functools.partial(shardings, mesh=mesh, strategy=str(sharding))
     params = load_params(trained.checkpoint, place)
+    check_finite(params, str(trained.checkpoint))
     if isinstance(module, LM):
         _check_params(module, params, (1, 1), np.int32, str(trained.checkpoint))
     return LoadedModel(

@@ -259,7 +259,7 @@ BROKEN = {
     "empty source": (None, "has no weights"),
     "another value": (None, "largest difference of logits"),
     "not a number": (None, "numbers that are not finite in float32"),
-    "source not a number": (None, "lm: embedding/embedding has 544 of 544 numbers that are not finite"),
+    "source not a number": (None, "lm: embedding/embedding has numbers that are not finite in float32, such as nan"),
     "full disk": (None, "No space left on device"),
     "damaged weights": (None, "damaged"),
     "unknown field": (None, "cannot express compose='both'"),

@@ -170,7 +170,7 @@ def test_a_number_that_is_not_finite_is_named(small, value):
     scale = tensors[path].read().astype(np.float32)
     scale[[3, 5]] = value
     tensors[path] = Tensor(scale.shape, lambda: scale)
-    with pytest.raises(CheckpointError, match=rf"^file: {path} has 2 of 32 numbers that .*{value} at \[3\]"):
+    with pytest.raises(CheckpointError, match=rf"^file: {path} has numbers that are not finite .*such as {value};"):
         place_params(tensors, shapes, "file")
 
 

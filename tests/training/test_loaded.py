@@ -3,6 +3,7 @@
 import json
 from pathlib import PurePosixPath
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +12,13 @@ from PIL import Image
 
 import dcvit
 from dcvit import cli, generate, predict
+from dcvit.checkpoint.checkpointer import load_params
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.models import lm, vit
 from dcvit.training import loaded
 from dcvit.training.loaded import LoadedModel
+from dcvit.training.trained import open_trained
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES = ["tests/data/four.png", "tests/data/seven.png"]
@@ -182,6 +185,16 @@ class TestErrors:
         with pytest.raises(CheckpointError, match=r"cannot read .*xxx: File name too long") as e:
             dcvit.load("x" * 300)
         assert len(str(e.value)) < 250
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_a_run_that_diverged_is_refused_by_the_name_of_the_parameter(self, tmp_path, digits_workdir, value):
+        params = jax.device_get(load_params(digits_workdir))
+        params["head"]["bias"] = np.where(np.arange(10) == 2, value, params["head"]["bias"])
+        flat = flax.traverse_util.flatten_dict(params, sep="/")
+        np.savez(tmp_path / "a.npz", **flat)
+        trained = open_trained(digits_workdir, None, tmp_path / "a.npz")
+        with pytest.raises(CheckpointError, match=rf"a\.npz: head/bias has numbers .*float32, such as {value};"):
+            loaded.load_trained(trained, digits_workdir)
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
         monkeypatch.setattr(loaded, "folder", PurePosixPath)
