@@ -30,8 +30,7 @@ DELAY = 4  # bundles after a branch that the processor still executes
 def count(text: str) -> int:
     """Return the bundles of one step of the grid from the text of a kernel's final schedule."""
     lines = [(m[2], len(m[3]), m[4]) for m in map(LINE.match, text.splitlines()) if m]
-    tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge[^,]*, [^,]*, (\d+) /\* loop exit test", text)}
-    tests |= {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\.\S+ [^,]*, (\d+) /\* loop exit test", text)}
+    tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\S* [^,]*, (\d+)", text)}
     weights = [int(depth >= 1) for _, depth, _ in lines]
     for start, (tag, depth, _) in enumerate(lines):
         if tag != "LB" or depth < 2:  # the outermost loop is the grid
@@ -43,6 +42,31 @@ def count(text: str) -> int:
                     weights[inside] *= tests[back[1]]
                 break
     return sum(weights)
+
+
+def steps(text: str) -> int:
+    """Return the steps of the grid on one core from the text of a kernel's final schedule.
+
+    The loop over the grid is a pipeline of three stages: it loads one step ahead and stores one step behind.
+    """
+    lines = [m[4] for m in map(LINE.match, text.splitlines()) if m and len(m[3]) == 1]
+    trips = [int(n) for line in lines for n in re.findall(r"(\d+) /\* loop exit test", line)]
+    return trips[-1] - 2
+
+
+def dump_options(folder: str | Path) -> str:
+    """Return the options in LIBTPU_INIT_ARGS with which libtpu writes the final schedules into a folder."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+
+
+def schedules(folder: str | Path) -> dict[str, str]:
+    """Return the texts of the final schedules of this package's kernels in a folder, by the instruction's name."""
+    paths = sorted(Path(folder).glob("*-dcmha_*-final_bundles.txt"))
+    return {
+        re.sub(r".*-(dcmha_[a-z_]+[.\d]*)-.*", r"\1", path.name): path.read_text()
+        for path in paths
+        if "schedule-analysis" not in path.name
+    }
 
 
 def child(spec: dict[str, Any]) -> None:
@@ -117,7 +141,7 @@ def bundles(
         environment = {
             **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_WORKER_HOSTNAMES": "localhost", "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "LIBTPU_INIT_ARGS": dump_options(folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
         }  # fmt: skip
         done = subprocess.run(
@@ -125,11 +149,7 @@ def bundles(
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        found = {}
-        for path in sorted(Path(folder).glob("*-dcmha_*-final_bundles.txt")):
-            if "schedule-analysis" not in path.name:
-                found[re.sub(r".*-(dcmha_[a-z_]+)\..*", r"\1", path.name)] = count(path.read_text())
-        return found
+        return {name.partition(".")[0]: count(text) for name, text in schedules(folder).items()}
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""Collective operations of a compiled program, parsed from the text of its optimized HLO."""
+"""Instructions and collective operations of a compiled program, parsed from the text of its optimized HLO."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -18,10 +18,28 @@ BITS = {
     "u4": 4,
 }  # other names end in their number of bits
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\((.*)$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 CALLED = re.compile(
     r"(calls|body|condition|to_apply|branch_computations|called_computations)=\{?([^,}\s]+(?:, %[^,}\s]+)*)"
 )
+
+
+class Instruction(NamedTuple):
+    """One line of a computation: `name = shape op(rest`, where `rest` holds operands and attributes."""
+
+    name: str
+    shape: str
+    op: str
+    rest: str
+
+    @property
+    def op_name(self) -> str:
+        """The JAX operation that it comes from, or an empty string."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+Computations = dict[str, list[Instruction]]
 
 
 class Collective(NamedTuple):
@@ -52,20 +70,19 @@ def collectives(text: str) -> list[Collective]:
     Args:
       text: the optimized HLO, `compiled.as_text()`.
     """
-    computations, entry = _computations(text)
-    times = _times(computations, entry)
+    program, entry = computations(text)
+    runs = times(program, entry)
     found: dict[str, Collective] = {}
-    for name, lines in computations.items():
-        for number, (shape, op, rest) in enumerate(lines):
-            kind = op.removesuffix("-start")
-            if kind not in KINDS or not times.get(name):
+    for name, lines in program.items():
+        for number, line in enumerate(lines):
+            kind, shape = line.op.removesuffix("-start"), line.shape
+            if kind not in KINDS or not runs.get(name):
                 continue
             if kind == "all-reduce" and "reduce-scatter" in name:
-                kind, shape = "reduce-scatter", lines[-1][0]
-            size = _bytes(_result(shape, op))
-            channel = re.search(r"channel_id=(\d+)", rest)
-            op_name = re.search(r'op_name="([^"]*)"', rest)
-            one = Collective(kind, shape, size, times[name], op_name[1] if op_name else "")
+                kind, shape = "reduce-scatter", lines[-1].shape
+            size = size_in_bytes(_result(shape, line.op))
+            channel = re.search(r"channel_id=(\d+)", line.rest)
+            one = Collective(kind, shape, size, runs[name], line.op_name)
             found.setdefault(channel[1] if channel else f"{name} {number}", one)
     return list(found.values())
 
@@ -79,37 +96,37 @@ def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
     }
 
 
-Lines = list[tuple[str, str, str]]  # instructions of a computation: result shape, operation, operands and attributes
-
-
-def _computations(text: str) -> tuple[dict[str, Lines], str]:
-    """Return the instructions of each computation, and the name of the entry computation."""
-    computations: dict[str, Lines] = {}
+def computations(text: str) -> tuple[Computations, str]:
+    """Return the instructions of each computation of a program, and the name of the entry computation."""
+    found: Computations = {}
     entry, lines = "", []
     for line in text.splitlines():
         if header := COMPUTATION.match(line):
-            lines = computations[header[1]] = []
+            lines = found[header[1]] = []
             entry = header[1] if line.startswith("ENTRY") else entry
         elif instruction := INSTRUCTION.match(line):
-            lines.append((instruction[1], instruction[2], instruction[3]))
-    return computations, entry
+            lines.append(Instruction(*instruction.groups()))
+    return found, entry
 
 
-def _times(computations: dict[str, Lines], entry: str) -> dict[str, int]:
-    """Return how often each computation is executed, starting from the entry computation."""
-    times: dict[str, int] = {}
+def times(program: Computations, entry: str) -> dict[str, int]:
+    """Return how often each computation is executed per run of the program, which starts from the entry computation.
+
+    The body of a loop whose length is not in its condition counts once.
+    """
+    found: dict[str, int] = {}
 
     def visit(name: str, count: int) -> None:
-        times[name] = times.get(name, 0) + count
-        for _, op, rest in computations.get(name, ()):
-            called = dict(_called(rest))
-            loops = _trips(computations.get(called.get("condition", ""), [])) if op == "while" else 1
-            for role, callee in _called(rest):
+        found[name] = found.get(name, 0) + count
+        for line in program.get(name, ()):
+            called = dict(_called(line.rest))
+            loops = _trips(program.get(called.get("condition", ""), [])) if line.op == "while" else 1
+            for role, callee in _called(line.rest):
                 if role != "condition":
                     visit(callee, count * loops)
 
     visit(entry, 1)
-    return times
+    return found
 
 
 def _called(rest: str) -> Iterator[tuple[str, str]]:
@@ -119,11 +136,9 @@ def _called(rest: str) -> Iterator[tuple[str, str]]:
             yield role, name.lstrip("%")
 
 
-def _trips(condition: Lines) -> int:
+def _trips(condition: Sequence[Instruction]) -> int:
     """Return the constant with which a loop's condition compares its counter, or 1."""
-    constants = [
-        int(found[1]) for _, op, rest in condition if op == "constant" and (found := re.match(r"(\d+)\)", rest))
-    ]
+    constants = [int(found[1]) for x in condition if x.op == "constant" and (found := re.match(r"(\d+)\)", x.rest))]
     return max(constants, default=1)
 
 
@@ -136,8 +151,8 @@ def _result(shape: str, op: str) -> str:
     return " ".join(arrays[len(arrays) // 2 :])
 
 
-def _bytes(shape: str) -> int:
-    """Return the size of all arrays in a shape."""
+def size_in_bytes(shape: str) -> int:
+    """Return the bytes of all arrays in a shape in HLO's notation, without padding."""
     total = 0
     for dtype, sides in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
         digits = re.findall(r"\d+", dtype)

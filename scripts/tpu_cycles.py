@@ -1,0 +1,238 @@
+"""Cycles, FLOPs and bytes of the instructions of a compiled TPU program, read from the text of its optimized HLO.
+
+The TPU compiler writes the cycles that it expects of an instruction, `estimated_cycles`, next to the instruction. It
+writes none for calls of Pallas kernels; theirs come from the schedules of the kernels (scripts/tpu_bundles.py).
+Instructions in the body of a loop count as often as the loop runs. Other instructions without an estimate count
+nothing: collectives, copies between HBM and VMEM that run beside the computation, and operations on scalars.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dcvit.parallel import hlo
+from dcvit.parallel.hlo import Instruction
+
+# FLOPs of the matrix units per cycle, and bytes of HBM per second, of one device of a chip in
+# `dcvit.parallel.topologies`. v4, v5e and v5p have 8, 4 and 8 units of 128×128; the compiler's estimate of a product of
+# 8192×8192 bfloat16 matrices reaches 93, 88 and 90 % of them, and 70 % of the figure for v6e. The clock is the chip's
+# peak over the FLOPs per cycle. Bandwidths: cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e.
+MXU = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19}
+HBM = {"v4": 1228e9, "v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
+
+KINDS = ("matmul", "relayout", "elementwise", "kernel")
+MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse"}
+PASSIVE = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "reshape",
+    "broadcast",
+    "convert",
+    "tuple",
+    "get-tuple-element",
+    "fusion",
+}
+# Parts of a model: the first whose pattern is found in the name of the JAX operation, followed by its source line.
+PARTS = {
+    "qkv products": r"\.project/",
+    "attention output": r"\.output/",
+    "dynamic weights": r"\._compose_weights/",
+    "attention core": r"\._attend/",
+    "MLP": r"/(MlpBlock|mlp)\w*/",
+    "norms and residuals": r"[Nn]orm\w*/|_residual/",
+    "patch embedding": r"/(pos_)?embedding/",
+    "head and loss": r"/\w*head/|jvp\(\)|jvp\(\w*\)\)?/\w+ ",
+    "input": r"^jit\(update\)/(?!.*jvp).* (losses|pixels|tasks)\.py:",
+    "optimizer": r"^jit\(update\)/(?!.*jvp)",
+}
+OTHER = "other"
+
+
+class Cost(NamedTuple):
+    """One instruction of a program.
+
+    Fields:
+      name: its name in the program.
+      part: one of `PARTS`, or `OTHER`.
+      kind: one of `KINDS`.
+      cycles: the estimate for all its executions.
+      times: how often it is executed per run of the program.
+      flops: floating-point operations of its matrix products and convolutions, in all executions.
+      moved: the least number of bytes that a relayout reads from HBM and writes to it, in all executions; 0 for an
+        update in place.
+      shape: the shape of its result in HLO's notation.
+      op_name: the JAX operation it comes from; that of the last operation, if the compiler has fused several.
+      source: "file.py:line" of the call that made the operation, or an empty string.
+    """
+
+    name: str
+    part: str
+    kind: str
+    cycles: float
+    times: int
+    flops: float
+    moved: float
+    shape: str
+    op_name: str
+    source: str
+
+
+def costs(text: str, kernels: Mapping[str, float]) -> list[Cost]:
+    """Return the instructions of a program that have an estimate, in the order of the text.
+
+    Args:
+      text: the optimized HLO, `compiled.as_text()`.
+      kernels: the cycles of one call of each Pallas kernel, by the name of its instruction. The compiler schedules
+        kernels with equal bodies once, so that one name is enough for all of them.
+
+    Raises:
+      KeyError: the cycles of a kernel are not given.
+    """
+    program, entry = hlo.computations(text)
+    runs = hlo.times(program, entry)
+    lines = source_lines(text)
+    fused = {_called(x) for some in program.values() for x in some if x.op == "fusion"}
+    by_body: dict[str, float] = {}
+    found = []
+    for name, instructions in program.items():
+        times, shapes = runs.get(name, 0), {x.name: x.shape for x in instructions}
+        for x in instructions if times and name not in fused else ():
+            whole = [(x, shapes), *_inner(program, x)]
+            estimate = re.search(r'"estimated_cycles":"(\d+)"', x.rest)
+            kernel = next((y for y, _ in whole if is_kernel(y)), None)
+            if estimate is None and kernel is None:
+                continue
+            if kernel is not None and x.name in kernels:
+                by_body[_body(kernel)] = kernels[x.name]
+            frame = re.search(r"stack_frame_id=(\d+)", x.rest)
+            source = lines.get(frame[1], "") if frame else ""
+            in_place = any(y.op == "dynamic-update-slice" for y, _ in whole)
+            work, cycles = sum(flops(*one) for one in whole), float(estimate[1]) if estimate else 0.0
+            cost = Cost(
+                x.name, part(x.op_name, source), _kind([y for y, _ in whole]), cycles * times, times, work * times,
+                0 if in_place else _moved(x, shapes) * times, x.shape, x.op_name, source,
+            )  # fmt: skip
+            found.append((cost, kernel))
+    if missing := [cost.name for cost, kernel in found if kernel is not None and _body(kernel) not in by_body]:
+        raise KeyError(f"no cycles of {', '.join(missing)}")
+    return [c if kernel is None else c._replace(cycles=by_body[_body(kernel)] * c.times) for c, kernel in found]
+
+
+def is_kernel(x: Instruction) -> bool:
+    """Return True for the call of a Pallas kernel."""
+    return x.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.rest
+
+
+def _body(x: Instruction) -> str:
+    """Return the program of a Pallas kernel."""
+    body = re.search(r'"body":"([^"]*)"', x.rest)
+    return body[1] if body else x.name
+
+
+def part(op_name: str, source: str) -> str:
+    """Return the part of the model that an operation belongs to."""
+    return next((name for name, pattern in PARTS.items() if re.search(pattern, f"{op_name} {source}")), OTHER)
+
+
+def source_lines(text: str) -> dict[str, str]:
+    """Return "file.py:line" for each number of a stack frame in the text of a program."""
+    tables: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for line in text.split("\nENTRY", 1)[0].splitlines():
+        if re.fullmatch(r"[A-Z]\w+", line):
+            rows = tables.setdefault(line, {})
+        elif row := re.match(r"(\d+) (.*)", line):
+            rows[row[1]] = row[2]
+    found = {}
+    for number, row in tables.get("StackFrames", {}).items():
+        place = tables["FileLocations"][_field(row, "file_location_id")]
+        path = tables["FileNames"][_field(place, "file_name_id")].strip('"')
+        found[number] = f"{path.rpartition('/')[2]}:{_field(place, 'line')}"
+    return found
+
+
+def _field(row: str, name: str) -> str:
+    value = re.search(rf"\b{name}=(\d+)", row)
+    return value[1] if value else ""
+
+
+def _inner(program: hlo.Computations, x: Instruction) -> list[tuple[Instruction, dict[str, str]]]:
+    """Return the instructions of a fusion, nested ones too, each with the shapes of its computation by name."""
+    body = program.get(_called(x), []) if x.op == "fusion" else []
+    shapes = {y.name: y.shape for y in body}
+    return [pair for y in body for pair in [(y, shapes), *_inner(program, y)]]
+
+
+def _called(x: Instruction) -> str:
+    """Return the name of the computation of a fusion."""
+    called = re.search(r"calls=%?([\w.-]+)", x.rest)
+    return called[1] if called else ""
+
+
+def _kind(instructions: Sequence[Instruction]) -> str:
+    """Return the kind of a fusion, or of a single instruction."""
+    ops = {x.op for x in instructions}
+    if any(is_kernel(x) for x in instructions):
+        return "kernel"
+    if ops & {"convolution", "dot"}:
+        return "matmul"
+    return "relayout" if ops & MOVES and ops <= MOVES | PASSIVE else "elementwise"
+
+
+def flops(x: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return the floating-point operations of a convolution, the form in which a TPU program has matrix products.
+
+    Args:
+      x: the instruction; other operations than a convolution have none.
+      shapes: the shapes of its operands by name.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest) if x.op == "convolution" else None
+    if labels is None:
+        return 0
+    arrays = [*(shapes[name] for name in _operands(x.rest)[:2]), x.shape]
+    left, right, out = (
+        dict(zip(names, _sides(a), strict=True)) for names, a in zip(labels.groups(), arrays, strict=True)
+    )
+    window = re.search(r"window=\{([^}]*)\}", x.rest)
+    fields = [field.split("=") for field in window[1].split()] if window else []
+    total = 2 * out["b"] * out["f"] * right["i"]
+    for axis in range(len(out) - 2):
+        spec = {key: values.split("x")[axis] for key, values in fields}
+        total *= _pairs(left[str(axis)], right[str(axis)], out[str(axis)], spec)
+    return total
+
+
+def _pairs(size: int, window: int, out: int, spec: Mapping[str, str]) -> int:
+    """Return the number of products of one spatial axis of a convolution, without those with padding and holes."""
+    stride, low = int(spec.get("stride", 1)), int(spec.get("pad", "0_0").split("_")[0])
+    hole, apart = int(spec.get("lhs_dilate", 1)), int(spec.get("rhs_dilate", 1))
+    places = (o * stride + w * apart - low for o in range(out) for w in range(window))
+    return sum(0 <= place <= (size - 1) * hole and place % hole == 0 for place in places)
+
+
+def _operands(rest: str) -> list[str]:
+    """Return the names of the operands, which end at the first closing parenthesis."""
+    return [name.split()[-1].lstrip("%") for name in rest.split(")", 1)[0].split(", ") if name]
+
+
+def _sides(shape: str) -> list[int]:
+    """Return the sides of the first array in a shape."""
+    sides = re.search(r"\[([\d,]*)\]", shape)
+    return [int(side) for side in sides[1].split(",") if side] if sides else []
+
+
+def _moved(x: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return the bytes that an operation writes to HBM, and that it reads from it if it reads at most what it writes.
+
+    Arrays in VMEM have the mark S(1).
+    """
+
+    def in_hbm(shape: str) -> int:
+        arrays = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
+        return sum(hlo.size_in_bytes(array) for array in arrays if "S(1)" not in array)
+
+    written = in_hbm(x.shape)
+    return written + min(hlo.size_in_bytes(x.shape), sum(in_hbm(shapes.get(name, "")) for name in _operands(x.rest)))

@@ -1,0 +1,210 @@
+"""Estimate of the time of a training step on TPUs by the TPU compiler, without a TPU.
+
+    python scripts/tpu_step.py --config vit_i1k:variant=DCViT-S/16 --topology v5e:2x2
+    python scripts/tpu_step.py --config vit_i1k:variant=DCViT-S/16 "vit_i1k:variant=ViT-S/16 model.dtype_mm=bfloat16"
+    python scripts/tpu_step.py --config lm_pile:preset=DCFormer++-405M,grad_accum=16 --topology v5e:4x4 --top 20
+
+Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
+(scripts/tpu_cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
+schedule times the steps of their grid. Collectives have no estimate and are listed with their bytes. Several configs
+are compared with the first one. A word after a config overrides a key of this config, --config.KEY=VALUE that of all
+configs. The compilation of a ViT takes about six minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import jax
+import tpu_bundles
+import tpu_cycles
+from tpu_cycles import HBM, KINDS, MXU, OTHER, PARTS, Cost
+
+from dcvit import cli
+from dcvit.errors import ConfigError
+from dcvit.parallel import hlo, topologies
+from dcvit.training import aot
+from dcvit.training.setup import load_setup
+
+MEGA = 1e6
+
+
+class Kernel(TypedDict):
+    """A Pallas kernel: bundles of a step of its grid, steps of the grid on a core, and calls in a training step."""
+
+    bundles: int
+    steps: int
+    calls: int
+
+
+class Estimate(TypedDict):
+    """The estimate of a training step.
+
+    Fields:
+      config: the config with its overrides.
+      topology: the TPU slice.
+      examples: the examples of a chip.
+      cycles: the cycles of a chip in a step.
+      seconds: the same at the chip's clock.
+      table: cycles by part of the model and kind of operation.
+      matmul_flops: FLOPs of the compiled matrix products outside of kernels, on one chip.
+      utilization: the share of the matrix units' peak that these products reach during their own cycles.
+      relayout_bound: the share of the relayouts' cycles that HBM needs for their bytes.
+      kernels: the Pallas kernels by name.
+      collectives: for each kind of collective, executions and GiB of results on a chip.
+      costs: the instructions with the most cycles; --top limits their number.
+    """
+
+    config: str
+    topology: str
+    examples: int
+    cycles: float
+    seconds: float
+    table: dict[str, dict[str, float]]
+    matmul_flops: float
+    utilization: float
+    relayout_bound: float
+    kernels: dict[str, Kernel]
+    collectives: dict[str, tuple[int, float]]
+    costs: list[dict[str, object]]
+
+
+def compiled_text(spec: str, overrides: Sequence[str], topology: str) -> tuple[str, int]:
+    """Return the optimized HLO of the training step of a config, and the examples of a chip."""
+    _, devices = aot.topology_devices(topology)
+    setup = load_setup(spec, overrides, devices=devices, stand_in=True)
+    return aot.lower(setup).lowered.compile().as_text() or "", setup.data.batch_size // len(devices)
+
+
+def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: int = 0) -> Estimate:
+    """Return the estimate of a compiled step, without `config`, `topology` and `examples`.
+
+    Args:
+      text: the optimized HLO.
+      schedules: the final schedules of its kernels by instruction, see `tpu_bundles.schedules`.
+      chip: the chip that it was compiled for.
+      top: the number of instructions to list.
+    """
+    bundles = {name: (tpu_bundles.count(schedule), tpu_bundles.steps(schedule)) for name, schedule in schedules.items()}
+    costs = tpu_cycles.costs(text, {name: float(n * steps) for name, (n, steps) in bundles.items()})
+    table = {name: dict.fromkeys(KINDS, 0.0) for name in (*PARTS, OTHER)}
+    for cost in costs:
+        table[cost.part][cost.kind] += cost.cycles
+    kernels: dict[str, Kernel] = {}
+    for name, (n, steps) in bundles.items():
+        calls = sum(c.times for c in costs if c.kind == "kernel" and c.cycles == n * steps * c.times)
+        kernels[name] = {"bundles": n, "steps": steps, "calls": calls}
+    cycles, matmul, relayout = (
+        sum(c.cycles for c in costs if c.kind in kinds) for kinds in (KINDS, ("matmul",), ("relayout",))
+    )
+    flops, clock = sum(c.flops for c in costs), chip.peak / MXU[chip.name]
+    moved = sum(c.moved for c in costs if c.kind == "relayout")
+    collectives = hlo.totals(hlo.collectives(text))
+    largest = sorted(costs, key=lambda c: -c.cycles)[:top]
+    return {
+        "config": "", "topology": "", "examples": 0, "cycles": cycles, "seconds": cycles / clock, "table": table,
+        "matmul_flops": flops, "utilization": flops / MXU[chip.name] / matmul if matmul else 0.0,
+        "relayout_bound": moved / HBM[chip.name] * clock / relayout if relayout else 0.0, "kernels": kernels,
+        "collectives": {kind: (count, size / topologies.GIB) for kind, (count, size) in collectives.items()},
+        "costs": [c._asdict() for c in largest],
+    }  # fmt: skip
+
+
+def markdown(result: Estimate) -> list[str]:
+    """Return the estimate of one config as the lines of a Markdown table, in millions of cycles."""
+    columns = [kind for kind in KINDS if any(row[kind] for row in result["table"].values())]
+    lines = [f"| million cycles | {' | '.join(columns)} | total | share |", "|---" * (len(columns) + 3) + "|"]
+    for name, row in result["table"].items():
+        if any(row.values()):
+            lines.append(_row(name, [*(row[kind] for kind in columns), sum(row.values())], result["cycles"]))
+    sums = [sum(row[kind] for row in result["table"].values()) for kind in columns]
+    lines.append(_row("total", [*sums, result["cycles"]], result["cycles"]))
+    return lines
+
+
+def _row(name: str, cycles: Sequence[float], total: float) -> str:
+    cells = [f"{x / MEGA:.1f}" if x else "–" for x in cycles]
+    return f"| {name} | {' | '.join(cells)} | {cycles[-1] / total:.1%} |"
+
+
+def comparison(results: Sequence[Estimate]) -> list[str]:
+    """Return the estimates of several configs side by side as the lines of a Markdown table."""
+    lines = ["| million cycles | " + " | ".join(r["config"] for r in results) + " |", "|---" * (len(results) + 1) + "|"]
+    rows: dict[str, list[float]] = {}
+    for name in (*PARTS, OTHER):
+        rows[name] = [sum(r["table"][name].values()) for r in results]
+    for kind in KINDS:
+        rows[f"all: {kind}"] = [sum(row[kind] for row in r["table"].values()) for r in results]
+    rows["total"] = [r["cycles"] for r in results]
+    for name, values in rows.items():
+        if any(values):
+            lines.append(f"| {name} | {' | '.join(f'{x / MEGA:.1f}' for x in values)} |")
+    ratios = [f"{r['cycles'] / results[0]['cycles']:.2f}" for r in results]
+    return [*lines, f"| of the first | {' | '.join(ratios)} |"]
+
+
+def notes(result: Estimate) -> list[str]:
+    """Return the figures of an estimate that its table does not have."""
+    lines = [
+        f"{result['config']}, {result['topology']}, {result['examples']} examples per chip: "
+        f"{result['cycles'] / MEGA:.1f} million cycles, {result['seconds'] * 1e3:.0f} ms",
+        f"matrix products: {result['matmul_flops'] / 1e12:.2f} TFLOP, "
+        f"{result['utilization']:.0%} of the peak of the matrix units while they run",
+        f"relayouts: HBM needs {result['relayout_bound']:.0%} of their cycles for the bytes",
+    ]
+    for name, kernel in result["kernels"].items():
+        lines.append(f"{name}: {kernel['bundles']:,} bundles × {kernel['steps']} steps × {kernel['calls']} calls")
+    for kind, (count, size) in result["collectives"].items():
+        lines.append(f"{kind}: {count} times, {size:.3f} GiB, not in the cycles")
+    for cost in map(Cost._make, (c.values() for c in result["costs"])):
+        lines.append(
+            f"{cost.cycles / MEGA:8.2f} {cost.part}, {cost.kind}, {cost.times} × {cost.name}: {cost.shape[:60]}"
+            f" {re.sub(r'.*[.]_attend/', '', cost.op_name)[-60:]} {cost.source}"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; see the module's docstring."""
+    parser = cli.Parser(prog="scripts/tpu_step.py", description="Estimate the time of a training step on TPUs.")
+    parser.add_argument(
+        "--config", nargs="+", required=True, help="configs, each with overrides KEY=VALUE after spaces"
+    )
+    parser.add_argument("--topology", default="v5e:2x2", help="a TPU slice such as v5e:2x2")
+    parser.add_argument("--top", type=int, default=0, help="list the instructions with the most cycles")
+    parser.add_argument("--json", type=cli.path, help="JSON file for the results")
+    args, overrides = parser.parse(argv)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no schedules
+    results: list[Estimate] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = tpu_bundles.dump_options(folder)  # before libtpu starts
+        chip, _ = aot.topology_devices(args.topology)
+        if chip.name not in MXU:
+            raise ConfigError(f"--topology: no figures for {chip.name}; known are {', '.join(MXU)}")
+        for words in args.config:
+            spec, *own = words.split()
+            text, examples = compiled_text(spec, [*overrides, *own], args.topology)
+            result = estimate(text, tpu_bundles.schedules(folder), chip, args.top)
+            result |= {"config": words, "topology": args.topology, "examples": examples}
+            results.append(result)
+            print("\n".join([*notes(result), "", *markdown(result), ""]), flush=True)
+            for path in Path(folder).iterdir():  # the next program has kernels of the same names
+                path.unlink()
+            jax.clear_caches()
+            if args.json:  # after each config, because a compilation takes long
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if len(results) > 1:
+        print("\n".join(comparison(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
