@@ -93,7 +93,7 @@ class LoadedModel:
             raise ConfigError("a language model does not classify images: use generate")
         if topk < 1:
             raise ConfigError(f"topk={topk} should be 1 or more")
-        with self._devices():
+        with _devices(self.mesh, self.params):
             yield from classifier.classify(
                 self.module, self.params, map(self._checked, batches), class_names=self.class_names, topk=topk,
                 multilabel=self.multilabel,
@@ -144,7 +144,7 @@ class LoadedModel:
         """Continue texts as one batch; see `dcvit.inference.texts.continue_texts`."""
         if not isinstance(self.module, LM):
             raise ConfigError("an image model does not generate text: use predict")
-        with self._devices():
+        with _devices(self.mesh, self.params):
             return continue_texts(
                 self.module, self.params, tokenizer or self.tokenizer, prompts, max_tokens=tokens, sampling=sampling,
                 seed=seed, stop=stop, show=show, end_tokens=self.end_tokens,
@@ -160,7 +160,7 @@ class LoadedModel:
         batches = list(self._inputs(inputs))
         if len(batches) != 1:
             raise ConfigError(f"expected 1 … {classifier.BATCH} images at once")
-        with self._devices():
+        with _devices(self.mesh, self.params):
             try:
                 found = attention_maps(self.module, self.params, jnp.asarray(batches[0]), layers)
             except ValueError as e:
@@ -191,7 +191,7 @@ class LoadedModel:
         return batch
 
     def _run(self, batch: np.ndarray, name: str) -> np.ndarray:
-        with self._devices():
+        with _devices(self.mesh, self.params):
             outputs: Any = classifier.apply(self.module, self.params, jnp.asarray(batch))[1]
         for part in name.split("/"):
             if not isinstance(outputs, Mapping) or part not in outputs:
@@ -200,13 +200,14 @@ class LoadedModel:
             outputs = outputs[part]
         return np.asarray(outputs)
 
-    def _devices(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the model runs on the mesh of its parameters; kernels need one."""
-        if self.mesh is not None:
-            return jax.set_mesh(self.mesh)
-        arrays = [x for x in jax.tree.leaves(self.params) if isinstance(x, jax.Array)]
-        devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
-        return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
+
+def _devices(mesh: Mesh | None, params: Params) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a model runs on the mesh of its parameters; kernels need one."""
+    if mesh is not None:
+        return jax.set_mesh(mesh)
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
+    return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
 
 def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> LoadedModel:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, ReadingError, nearest
 from input_pipeline.images import decode as decoding
 from input_pipeline.images.limits import jpeg_size
 from input_pipeline.preprocess.keys import copy, drop, flatten, keep, onehot
@@ -48,13 +48,13 @@ class Change:
     encoded: bool = False  # the value is the bytes of an image file instead of pixels
 
     def __call__(self, example: Example, rng: np.random.Generator) -> Example:
-        """Apply the op. Raises InputError if the value is not an image."""
+        """Apply the op. Raises ReadingError if the value is not an image, which is the fault of the string."""
         value = example[self.inkey]
         is_pixels = isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype.kind in "uifb"
         if not (isinstance(value, bytes) if self.encoded else is_pixels):
             expected = "the bytes of an image file" if self.encoded else "pixels of shape (height, width, channels)"
             shape = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise InputError(f"{self.name}: {self.inkey!r} should be {expected}, found {shape}")
+            raise ReadingError(f"{self.name}: {self.inkey!r} should be {expected}, found {shape}")
         return {**example, self.outkey: self.function(value, rng)}
 
 
