@@ -83,6 +83,9 @@ KEYS = {
         '"ddp", "fsdp", "tensor" or "fsdp+tensor", or pairs (regex, strategy or mesh axes); see '
         "`dcvit.parallel.sharding.shardings`.",
     ),
+    "require_fused": Key(
+        bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."
+    ),
     "evals": Key(
         dict, {},
         "Evaluators by name: `type`, `data`, `pp`, `batch_size`, an interval `log`, `optional` (skip it if its data is "

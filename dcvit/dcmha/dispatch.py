@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Protocol, TypedDict, Unpack
 
 import jax
@@ -92,6 +94,11 @@ ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu"}
 # scripts/check_gpu.py and scripts/bench_dcmha.py have shown on a GPU that it is correct and faster.
 BY_PLATFORM = {"cpu": ("blockwise",), "tpu": ("pallas_tpu", "blockwise")}
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
+# Implementations that keep the scores on the chip. `folded` is judged by the plain attention inside it, and a single
+# query has no matrix of scores.
+FUSED = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu", "folded")
+
+_FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 
 
 def platform() -> str:
@@ -105,6 +112,16 @@ def platform() -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
+@contextlib.contextmanager
+def fused_only() -> Iterator[None]:
+    """Make `attention` raise ValueError on GPUs and TPUs where its implementation is not fused."""
+    token = _FUSED_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _FUSED_ONLY.reset(token)
+
+
 def attention(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, implementation: str | None,
     dropout: reference.Dropout | None = None, **options: Unpack[Options],
@@ -114,7 +131,7 @@ def attention(
     The implementation and the reasons against those tried before it are logged.
 
     Raises:
-      ValueError: the named implementation does not support the case.
+      ValueError: the named implementation does not support the case, or is not fused inside `fused_only`.
     """
     names = candidates(q, k, pre, post, options["groups"]) if implementation is None else (implementation,)
     reasons: list[str] = []
@@ -133,6 +150,8 @@ def attention(
             continue
         note = "".join(reasons) if implementation is None else ", as requested"
         case = _describe(q, k, pre, post, options["window"])
+        if _FUSED_ONLY.get() and platform() != "cpu" and q.shape[1] > 1 and name not in FUSED:
+            raise ValueError(f"attention is not fused: {name} on {platform()} for {case}{note}")
         LOG.info("attention: %s on %s for %s%s", name, platform(), case, note)
         return out
     raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case

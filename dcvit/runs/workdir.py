@@ -31,6 +31,7 @@ MAX_CHARACTERS, MAX_PATH = 60, 200  # of a value, and of a path that cannot be r
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
     "watchdog_seconds", "watchdog_exit", "early_stop", "wandb",
+    "require_fused",
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")

@@ -6,6 +6,7 @@ here, before anything compiles.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -25,6 +26,7 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.config import UNITS, Options, duration, is_duration, load
+from dcvit.dcmha import dispatch
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
@@ -150,7 +152,8 @@ def _build(
     if not total_steps:
         raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
     in_steps = functools.partial(duration, batch_size=batch_size, examples=len(source), total_steps=total_steps)
-    with jax.set_mesh(mesh):  # whose devices determine the implementations of attention
+    fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
+    with jax.set_mesh(mesh), fused:  # the devices of the mesh determine the implementations of attention
         shapes = param_shapes(model, task.example)
     optimizer, schedule = make_optimizer(config, shapes, total_steps, in_steps)
     evaluators = make_evaluators(config, predictor(model), mesh, task, source) if evaluate else {}

@@ -241,3 +241,25 @@ def test_the_layer_works_on_meshes_with_other_axes(sizes, names):
 def test_a_rotary_embedding_of_other_tokens_raises():
     with pytest.raises(ValueError, match="of the same tokens"):
         Attention(4, rotary=2).init(jax.random.key(0), jnp.zeros((2, 5, 16)), jnp.zeros((2, 7, 16)))
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "refused"),
+    [
+        ("tpu", {}, None),
+        ("tpu", {"dtype": jnp.float16}, "blockwise on tpu .*; not pallas_tpu: the TPU kernels support q, k and v"),
+        ("tpu", {"implementation": "blockwise"}, "blockwise on tpu .*, as requested"),
+        ("gpu", {}, "reference on gpu for float32"),
+        ("gpu", {"queries": 1}, None),  # no matrix of scores
+        ("cpu", {"implementation": "reference"}, None),
+    ],
+)
+def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platform, options, refused, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    options = {"queries": 256} | options
+    trace(**options)
+    with (
+        dispatch.fused_only(),
+        pytest.raises(ValueError, match=f"attention is not fused: {refused}") if refused else contextlib.nullcontext(),
+    ):
+        trace(**options)

@@ -10,6 +10,7 @@ from training_runs import LM_TINY, small_setup
 
 from dcvit import cli, tokenize, train
 from dcvit import config as configs
+from dcvit.dcmha import dispatch
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.training import setup
 
@@ -168,6 +169,14 @@ def test_invalid_command_line_is_one_line(capsys, argv, message):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_run_that_requires_fused_attention_is_refused_without_it_on_accelerators(monkeypatch):
+    overrides = {"model.implementation": "blockwise", "require_fused": True}
+    make(**overrides)  # on a CPU
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    with pytest.raises(ConfigError, match=r"^config.model: attention is not fused: blockwise on gpu for float32"):
+        make(**overrides)
 
 
 def test_setup_is_frozen_and_holds_the_complete_config():
