@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict, Unpack
 
 import jax
 
-from dcvit.dcmha import blockwise, decode, folded, reference
+from dcvit.dcmha import blockwise, decode, elementwise, folded, reference
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.partition import splits_arrays
@@ -82,6 +82,7 @@ def _folded(
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.attention,
+    "elementwise": elementwise.attention,
     "folded": _folded,
     "blockwise": blockwise.attention,
     "decode": decode.attention,
@@ -92,7 +93,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu"}
 # Implementations in the order in which they are tried; `reference` follows. `pallas_gpu` must be selected by name until
 # scripts/check_gpu.py and scripts/bench_dcmha.py have shown on a GPU that it is correct and faster.
-BY_PLATFORM = {"cpu": ("blockwise",), "tpu": ("pallas_tpu", "blockwise")}
+BY_PLATFORM = {"cpu": ("blockwise",), "gpu": ("elementwise",), "tpu": ("pallas_tpu", "blockwise")}
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
 # Implementations that keep the scores on the chip. `folded` is judged by the plain attention inside it, and a single
 # query has no matrix of scores.
@@ -168,14 +169,15 @@ def candidates(
     docs/performance.md, and `reference` is faster for small plain attention (scripts/bench_dcmha.py). Attention of one
     query, as in decoding or in a pooling head, is a matrix-vector product: `decode` does not copy the keys, and the
     gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, `decode` and its
-    kernel are preferred because they read less memory in fewer, larger products; this has not been measured.
+    kernel are preferred because they read less memory in fewer, larger products; this has not been measured. Nor has
+    `elementwise` been on a GPU: it is preferred there because the compiled program reads and writes the fewest bytes.
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
     if folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups) is None:
         return ("folded", "reference")  # `folded` does not support dropout
     plain = pre is None and post is None
-    if queries > 1 and plain and here == "cpu" and queries * keys < SMALL:
+    if queries > 1 and plain and (here == "gpu" or (here == "cpu" and queries * keys < SMALL)):
         return ("reference",)
     return (*(ONE_QUERY if queries == 1 else BY_PLATFORM).get(here, ()), "reference")
 

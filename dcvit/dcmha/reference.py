@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -84,10 +85,11 @@ def attention_matrices(
     mask: Bool[Array, "#B 1 #T #S"] | None,
     groups: int,
     scale: float,
+    compose: Callable[..., Array] = compose,
 ) -> AttentionMatrices:
     """Compute all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
 
-    `mask` is True for all keys that a query attends to; see `visible`.
+    `mask` is True for all keys that a query attends to; see `visible`. `compose` computes Eqn 7.
     """
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
@@ -112,13 +114,15 @@ def attention(
     groups: int,
     scale: float,
     dropout: Dropout | None = None,
+    compose: Callable[..., Array] = compose,
 ) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
-    Scores and weights are float32, or float64 for float64 inputs.
+    Scores and weights are float32, or float64 for float64 inputs. `compose` computes Eqn 7.
     """
     mask = visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
-    weights = attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale).composed_weights
+    matrices = attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale, compose=compose)
+    weights = matrices.composed_weights
     if dropout is not None:
         weights = _drop(weights, dropout)
     v = _repeat(v, q.shape[2])

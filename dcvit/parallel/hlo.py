@@ -112,7 +112,7 @@ def computations(text: str) -> tuple[Computations, str]:
 def times(program: Computations, entry: str) -> dict[str, int]:
     """Return how often each computation is executed per run of the program, which starts from the entry computation.
 
-    The body of a loop whose length is not in its condition counts once.
+    The body of a loop whose length the compiler does not know counts once.
     """
     found: dict[str, int] = {}
 
@@ -120,7 +120,7 @@ def times(program: Computations, entry: str) -> dict[str, int]:
         found[name] = found.get(name, 0) + count
         for line in program.get(name, ()):
             called = dict(_called(line.rest))
-            loops = _trips(program.get(called.get("condition", ""), [])) if line.op == "while" else 1
+            loops = _trips(line, program.get(called.get("condition", ""), [])) if line.op == "while" else 1
             for role, callee in _called(line.rest):
                 if role != "condition":
                     visit(callee, count * loops)
@@ -136,8 +136,10 @@ def _called(rest: str) -> Iterator[tuple[str, str]]:
             yield role, name.lstrip("%")
 
 
-def _trips(condition: Sequence[Instruction]) -> int:
-    """Return the constant with which a loop's condition compares its counter, or 1."""
+def _trips(loop: Instruction, condition: Sequence[Instruction]) -> int:
+    """Return the length of a loop as the compiler states it, or the constant in the loop's condition, or 1."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
     constants = [int(found[1]) for x in condition if x.op == "constant" and (found := re.match(r"(\d+)\)", x.rest))]
     return max(constants, default=1)
 

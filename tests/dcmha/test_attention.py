@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from dcvit.dcmha import ComposeWeights, attention
 
-IMPLEMENTATIONS = ("reference", "blockwise")  # these also support float64
+IMPLEMENTATIONS = ("reference", "blockwise", "elementwise")  # these also support float64
 
 SHAPES = {
     "self": {},
@@ -199,7 +199,7 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"groups": 3}, "groups=3 does not divide 4 heads"),
         ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
-        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, folded, blockwise"),
+        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, elementwise, folded"),
         ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
         ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),
     ],

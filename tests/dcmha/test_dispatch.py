@@ -45,7 +45,8 @@ def log(caplog):
         ("cpu", 16, False, "reference"),
         ("tpu", 256, True, "pallas_tpu"),
         ("tpu", 1, True, "pallas_tpu_decode"),
-        ("gpu", 256, True, "reference"),
+        ("gpu", 256, True, "elementwise"),
+        ("gpu", 256, False, "reference"),
         ("gpu", 1, True, "decode"),
     ],
 )
@@ -249,7 +250,7 @@ def test_a_rotary_embedding_of_other_tokens_raises():
         ("tpu", {}, None),
         ("tpu", {"dtype": jnp.float16}, "blockwise on tpu .*; not pallas_tpu: the TPU kernels support q, k and v"),
         ("tpu", {"implementation": "blockwise"}, "blockwise on tpu .*, as requested"),
-        ("gpu", {}, "reference on gpu for float32"),
+        ("gpu", {}, "elementwise on gpu for float32"),
         ("gpu", {"queries": 1}, None),  # no matrix of scores
         ("cpu", {"implementation": "reference"}, None),
     ],

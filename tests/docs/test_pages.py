@@ -135,6 +135,16 @@ def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
         assert line in page
 
 
+def test_the_table_of_gpu_traffic_is_what_the_compiled_programs_move():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import gpu_traffic
+
+    rows = json.loads((ROOT / "docs" / "gpu_traffic.json").read_text())
+    table = "\n".join([gpu_traffic.HEADER, *map(gpu_traffic.line, rows)])
+    assert table in (ROOT / "docs" / "performance.md").read_text()
+    assert {row["row"] for row in rows} == gpu_traffic.ROWS.keys()
+
+
 def test_the_table_of_upcycling_is_what_the_benchmark_measured():
     sys.path.insert(0, str(ROOT / "scripts"))
     import bench_upcycle

@@ -54,6 +54,12 @@ def test_collectives_are_counted_as_often_as_they_run():
     assert gathered.op_name == "jit(f)/while/body/dot"
 
 
+def test_the_length_of_a_loop_is_what_the_compiler_states():
+    """On GPUs the condition of a loop may be a fusion, whose constant is in another computation."""
+    stated = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
+    assert hlo.totals(hlo.collectives(stated))["all-gather"] == (7, 7 * 32)
+
+
 def test_collectives_of_a_compiled_program():
     """A scan of five products whose contracted dimension is split: five sums over all devices."""
     mesh = sharding.data_mesh()
