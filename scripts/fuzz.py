@@ -58,15 +58,15 @@ def limits() -> Iterator[None]:
         raise Unbounded(f"more than {SECONDS} s of CPU time")
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    previous = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    faulthandler.dump_traceback_later(6 * SECONDS, exit=True)
+    previous = signal.signal(signal.SIGVTALRM, stop)  # not SIGPROF: libtpu sends it
     try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        faulthandler.dump_traceback_later(6 * SECONDS, exit=True)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGPROF, previous)
+        signal.signal(signal.SIGVTALRM, previous)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if (after - before) << 10 > MEMORY:
         raise Unbounded(f"{(after - before) >> 10} MB")
