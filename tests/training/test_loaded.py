@@ -109,7 +109,7 @@ def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
     """The compiler cannot split them, and without a mesh it may have to split any program."""
     model = LoadedModel(vit.Model(3, depth=0), {"x": wrap(np.ones(2, np.float32))}, {})
     assert splits_arrays()
-    with model._devices():
+    with loaded._devices(model.mesh, model.params):
         assert not splits_arrays()
         np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["x"])(model.params), [2, 2])
 
