@@ -80,7 +80,7 @@ class LoadedModel:
         """Return the `topk` most probable classes of each image, the most probable first.
 
         Raises:
-          ConfigError: the model is a language model, or has no preprocessing of images.
+          ConfigError: the model is a language model, or has no head or no preprocessing of images.
           InputError: an image cannot be read, or does not have the shape of the others.
         """
         return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
@@ -91,6 +91,8 @@ class LoadedModel:
         """Yield the predictions for each batch of preprocessed images and their names."""
         if not isinstance(self.module, ViT):
             raise ConfigError("a language model does not classify images: use generate")
+        if not self.module.num_classes:
+            raise ConfigError("a model without a head has no classes: use features")
         if topk < 1:
             raise ConfigError(f"topk={topk} should be 1 or more")
         with _devices(self.mesh, self.params):

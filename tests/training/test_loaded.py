@@ -153,6 +153,12 @@ class TestErrors:
         with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
             loaded._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
 
+    def test_model_without_a_head_has_features_and_no_classes(self, model):
+        headless = small(model.module.clone(num_classes=None), jnp.zeros((1, 8, 8, 3)), pp=model.pp)
+        assert headless.features(self.IMAGE).shape == (1, 8)
+        with pytest.raises(ConfigError, match="without a head has no classes: use features"):
+            headless.predict(self.IMAGE)
+
     def test_image_of_another_size_does_not_fit_the_parameters(self, model):
         with pytest.raises(CheckpointError, match="pos_embedding"):
             model.predict(np.zeros((16, 16, 3), np.uint8))
