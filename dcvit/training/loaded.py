@@ -47,6 +47,7 @@ ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Sequence[ImageInput]
 Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
@@ -322,11 +323,17 @@ def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     if isinstance(image, np.ndarray):
         found = f"{image.dtype} of {image.shape}"
         try:
-            image = Image.fromarray(image)
+            image = Image.fromarray(image) if image.dtype == np.uint8 and image.size else None
         except TypeError:
-            raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}") from None
+            image = None
+        if image is None:
+            raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}")
     if not isinstance(image, Image.Image):
         raise InputError(f"image {number}: expected a path, a picture or an array, got {type_name(type(image))}")
+    if image.mode in ("I", "F"):  # a PNG would lose bits
+        raise InputError(f"image {number}: the picture has 32 bits a channel; expected 8 or 16")
+    if image.mode not in PNG_MODES:  # such as CMYK
+        image = image.convert("RGB")
     file = io.BytesIO()
     image.save(file, "PNG")
     return str(number), file.getvalue

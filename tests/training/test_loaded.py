@@ -141,6 +141,9 @@ class TestErrors:
             ([IMAGE, np.zeros((4, 4, 3), np.uint8)], "1: (4, 4, 3) after preprocessing, others (8, 8, 3)"),
             (np.zeros((8, 8, 7), np.uint8), "image 0: expected uint8 of (height, width, 3), found uint8 of (8, 8, 7)"),
             (np.zeros((8, 8), np.complex64), "complex64"),
+            (np.full((8, 8), 200, np.uint16), "found uint16 of (8, 8)"),  # a picture of these numbers would be black
+            (np.zeros((8, 8), np.float32), "found float32 of (8, 8)"),
+            (np.zeros((0, 8, 3), np.uint8), "found uint8 of (0, 8, 3)"),
         ],
     )
     def test_unusable_image_is_one_line(self, model, images, facts):
@@ -148,6 +151,21 @@ class TestErrors:
             model.predict(images)
         assert facts in str(e.value)
         assert "\n" not in str(e.value)
+
+    @pytest.mark.parametrize("mode", ["I", "F"])
+    def test_picture_of_32_bits_is_refused_as_its_file(self, model, tmp_path, mode):
+        picture = Image.new(mode, (8, 8))
+        picture.save(path := tmp_path / "a.tif")
+        for image in (picture, path):
+            with pytest.raises(InputError, match="32 bits a channel; expected 8 or 16"):
+                model.predict(image)
+
+    @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+    def test_picture_of_any_mode_is_that_of_its_file(self, model, tmp_path, mode):
+        pixels = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+        picture = Image.fromarray(pixels).convert(mode)
+        (picture.convert("RGB") if mode == "HSV" else picture).save(path := tmp_path / "a.tif")
+        np.testing.assert_array_equal(model.features(picture, "stem"), model.features(path, "stem"))
 
     def test_object_that_is_no_image_is_one_line(self):
         with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
