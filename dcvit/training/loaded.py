@@ -123,7 +123,7 @@ class LoadedModel:
         top_k: int = 0,
         top_p: float = 0.95,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> str:
         """Return a continuation of a text; see `dcvit.inference.texts.continue_texts` and `Sampling`.
 
@@ -140,7 +140,7 @@ class LoadedModel:
         *,
         sampling: Sampling,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         show: Callable[[str], None] = lambda _: None,
         tokenizer: Tokenizer | None = None,
     ) -> Continuations:
@@ -150,7 +150,7 @@ class LoadedModel:
         with _devices(self.mesh, self.params):
             return continue_texts(
                 self.module, self.params, tokenizer or self.tokenizer, prompts, max_tokens=tokens, sampling=sampling,
-                seed=seed, stop=stop, show=show, end_tokens=self.end_tokens,
+                seed=seed, stop=[stop] if isinstance(stop, str) else stop, show=show, end_tokens=self.end_tokens,
             )  # fmt: skip
 
     def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
