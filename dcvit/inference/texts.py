@@ -82,6 +82,11 @@ def end_of_text(model: LM, tokenizer: Tokenizer) -> int | None:
     return model.end_of_text if tokenizer.end_of_text is None else tokenizer.end_of_text
 
 
+def _default_tokens(model: LM, lengths: Sequence[int]) -> int:
+    """Return the maximum number of new tokens after prompts of these lengths."""
+    return max(1, min(DEFAULT_TOKENS, model.context - max(lengths, default=1)))
+
+
 def continue_texts(
     model: LM,
     params: Params,
@@ -115,7 +120,7 @@ def continue_texts(
     encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
     ends = [token for token in (end_of_text(model, tokenizer), *end_tokens) if token is not None]
     lengths = [max(1, len(tokens)) for tokens in encoded]
-    max_tokens = max_tokens or max(1, min(DEFAULT_TOKENS, model.context - max(lengths, default=1)))
+    max_tokens = _default_tokens(model, lengths) if max_tokens is None else max_tokens
     streams = [TextStream(tokenizer.decode, stop, after=tokens) for tokens in encoded]
     texts, counts = ["" for _ in prompts], [0 for _ in prompts]
 
@@ -141,4 +146,4 @@ def continue_texts(
         add(i, stream.rest())
         ended = "stop" if stream.stopped else "length" if counts[i] == max_tokens else "end_of_text"
         results.append(Continuation(prompts[i], texts[i], counts[i], ended))
-    return Continuations(results, sum(counts), speed, max(map(sum, zip(lengths, counts, strict=True))))
+    return Continuations(results, sum(counts), speed, max(map(sum, zip(lengths, counts, strict=True)), default=0))

@@ -15,6 +15,7 @@ from dcvit import cli, generate, predict
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.inference.sampling import Sampling
 from dcvit.models import lm, vit
 from dcvit.training import loaded
 from dcvit.training.loaded import LoadedModel
@@ -111,6 +112,12 @@ class TestGeneration:
         for stop in (absent, [absent]):
             assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=stop) == whole
         assert words.generate("a", 12, temperature=2.0, top_p=1.0, stop=whole[0]) == ""
+
+    def test_no_tokens_are_an_error_and_no_prompts_none(self, words):
+        with pytest.raises(ConfigError, match="max_tokens=0 should be 1 or more"):
+            words.generate("a", 0)
+        found = words.continue_texts([], sampling=Sampling())
+        assert (found.texts, found.tokens, found.positions) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3])])
