@@ -181,12 +181,7 @@ class LoadedModel:
         """Return batches of model inputs."""
         if isinstance(self.module, ViT):
             return (images for _, images in map(self._checked, _image_batches(inputs, self.pp)))
-        tokens = np.asarray(self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)
-        if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
-            raise InputError(f"expected a text, or tokens of shape T or B T, found {tokens.dtype} of {tokens.shape}")
-        if not 0 <= tokens.min() <= tokens.max() < self.module.vocab_size:
-            raise InputError(f"tokens should be in 0 … {self.module.vocab_size - 1}")
-        return [np.atleast_2d(tokens).astype(np.int32)]
+        return [_rows(self.module, self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)]
 
     def _checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
         """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
@@ -202,6 +197,18 @@ class LoadedModel:
                 raise ConfigError(f"the model has no intermediate {name!r}; {nearest(part, known)}")
             outputs = outputs[part]
         return np.asarray(outputs)
+
+
+def _rows(module: LM, given: Tokens | Images) -> np.ndarray:
+    """Return tokens as rows. Raise InputError if they are not inputs of the model."""
+    tokens = np.asarray(given)
+    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+        raise InputError(f"expected a text, or tokens of shape T or B T, found {tokens.dtype} of {tokens.shape}")
+    if not 0 <= tokens.min() <= tokens.max() < module.vocab_size:
+        raise InputError(f"tokens should be in 0 … {module.vocab_size - 1}")
+    if module.position == "learned" and tokens.shape[-1] > module.context:
+        raise InputError(f"{tokens.shape[-1]} tokens are more than the model's context of {module.context}")
+    return np.atleast_2d(tokens).astype(np.int32)
 
 
 def _devices(mesh: Mesh | None, params: Params) -> contextlib.AbstractContextManager[object]:

@@ -215,6 +215,13 @@ class TestErrors:
             with pytest.raises(InputError, match="tokens"):
                 words.features(np.asarray(tokens))
 
+    def test_more_tokens_than_learned_positions_are_one_line(self, words):
+        learned = small(words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32))
+        for call in (learned.features, learned.attention):
+            with pytest.raises(InputError, match="17 tokens are more than the model's context of 16"):
+                call(np.zeros((2, 17), np.int32))
+        assert words.features(np.zeros(17, np.int32), "logits").shape == (1, 17, 257)  # rotary positions go on
+
     def test_source_that_is_no_model_is_one_line(self, tmp_path, digits_workdir):
         with pytest.raises(CheckpointError, match="has no weights"):
             dcvit.load(tmp_path)
