@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
 DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
+ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
 
@@ -79,9 +81,10 @@ def _whole(array: np.ndarray) -> ts.ChunkLayout:
     return ts.ChunkLayout(chunk_shape=[max(size, 1) for size in array.shape])
 
 
-def write_safetensors(model: Model, folder: Path) -> None:
+def write_safetensors(model: Model, folder: Path, max_shard_bytes: int | None = None) -> None:
     """Write `model.safetensors`, or shards with their index; the description is in the headers, too."""
-    write_shards(folder, model.read(), max_shard_bytes=SHARD_BYTES, metadata=own.metadata(model.description))
+    size = max_shard_bytes or SHARD_BYTES
+    write_shards(folder, model.read(), max_shard_bytes=size, metadata=own.metadata(model.description))
     _write_json(folder / "config.json", own.config(model.description))
 
 
@@ -195,7 +198,7 @@ def context_of(model: Model) -> int:
 
 
 def write_timm(model: Model, folder: Path) -> None:
-    """Write `model.safetensors` and config.json for timm.
+    """Write `model.safetensors` and config.json for timm, which reads a single file.
 
     Raises:
       CheckpointError: timm cannot express the model; the message names the field.
@@ -203,7 +206,7 @@ def write_timm(model: Model, folder: Path) -> None:
     name, config = native_family(model, ("timm",))
     labels = {"label_names": list(model.description.class_names)} if model.description.class_names else {}
     _write_json(folder / "config.json", {**config, **labels})
-    write_shards(folder, _theirs(name, model))
+    write_shards(folder, _theirs(name, model), max_shard_bytes=ONE_FILE)
 
 
 def _theirs(family: str, model: Model) -> Iterator[tuple[str, np.ndarray]]:

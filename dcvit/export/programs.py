@@ -103,7 +103,7 @@ def write_stablehlo(model: Model, folder: Path) -> None:
     except Exception as e:
         raise CheckpointError(f"stablehlo cannot express the model: {_operation(e)}") from None
     (folder / STABLEHLO).write_bytes(exported.serialize())
-    formats.write_safetensors(model, folder)
+    formats.write_safetensors(model, folder, formats.ONE_FILE)
 
 
 def write_savedmodel(model: Model, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import inspect
 import json
 import os
 import re
@@ -452,6 +453,15 @@ def test_memory_holds_one_shard_at_a_time(tmp_path):
         peaks[name] = int(kilobytes) * 1024
     assert sum(path.stat().st_size for path in (tmp_path / "large").iterdir()) > 1.2e9
     assert peaks["large"] - peaks["small"] < 5e8
+
+
+@pytest.mark.parametrize("to", ["timm", "stablehlo"])
+def test_weights_that_one_call_loads_are_one_file(to, tmp_path, monkeypatch):
+    """timm and the code in the card of a program read model.safetensors."""
+    monkeypatch.setattr(formats, "SHARD_BYTES", 1000)
+    monkeypatch.setitem(inspect.unwrap(write_shards).__kwdefaults__, "max_shard_bytes", 1000)
+    conversion.WRITERS[to](conversion_models.image_model(compose=None, pool_type="tok", depth=1)[2], tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_gray_images_stay_gray():
