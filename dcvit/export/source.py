@@ -91,7 +91,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
         if field.name not in (*WITHOUT_EFFECT, outputs_key, "parent", "name") and value != field.default:
             fields[field.name] = list(value) if isinstance(value, tuple) else value
     name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
-    outputs: int | None = getattr(net, outputs_key)
+    outputs: int | None = getattr(net, outputs_key) or None  # 0 is no head, too
     has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
     description = Description(name, outputs, fields, pp, tuple(names))

@@ -224,15 +224,29 @@ def test_foreign_models_become_runs_that_predict_and_generate(folders, tmp_path,
 def test_scanned_layers_are_written_one_by_one(tmp_path):
     """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
     _, params, model = conversion_models.language_model(window_pattern="1:1", depth=5)
-    formats.write_dcvit(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["model"]["scan"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shutil.rmtree(tmp_path / "checkpoints")
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(0, {"params": lm.stack_blocks(params, 2)}, {"config": config})
+    fields = {**model.description.fields, "scan": True}
+    write_run(tmp_path / "run", model, lm.stack_blocks(params, 2), model=fields)
+    assert same_bits(values(tmp_path / "run"), dict(model.read()))
+
+
+def write_run(folder, source, params, **config):
+    """Write a workdir with the parameters of a model in another tree, and other values in its config."""
+    folder.mkdir()
+    formats.write_dcvit(source, folder)
+    config = {**json.loads((folder / "config.json").read_text()), **config}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "checkpoints")
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(0, {"params": params}, {"config": config})
     checkpointer.close()
-    assert same_bits(values(tmp_path), dict(model.read()))
+
+
+def test_a_run_without_a_head_is_converted(tmp_path):
+    """Its config has num_classes=0, which descriptions have None for."""
+    _, params, model = conversion_models.image_model(depth=1)
+    write_run(tmp_path / "run", model, {name: x for name, x in params.items() if name != "head"}, num_classes=0)
+    assert conversion.convert(tmp_path / "run", tmp_path / "out", "safetensors").difference == 0
+    assert open_model(tmp_path / "out").description.num_outputs is None
 
 
 def failing(change):
