@@ -41,12 +41,11 @@ def open_arrays(path: str | Path) -> dict[str, NpzArray]:
 
     Raises:
       NpzError: the file is no archive; a member is no array, has Python objects, is encrypted, damaged or of another
-        size than announced; names are no paths in a tree; the arrays need more memory than is available. What only the
-        data shows is raised when the array is read.
+        size than announced; names are no paths in a tree. What only the data shows is raised when the array is read,
+        and so is a need for more memory than is available then; all arrays together may need more.
     """
     with _errors_of(path), Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
         members = _members(archive)
-        _check_memory(members)
         return {
             name: NpzArray(_shape(archive, name, info), functools.partial(_read, path, name, info))
             for name, info in members.items()
@@ -117,15 +116,11 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def _check_memory(members: dict[str, zipfile.ZipInfo]) -> None:
-    """Raise NpzError if all arrays together need more than the available memory."""
-    announced, left = sum(info.file_size for info in members.values()), memory.available()
+def _check_memory(name: str, announced: int) -> None:
+    """Raise NpzError if the array of a member, of so many bytes, needs more than the available memory."""
+    left = memory.available()
     if left is not None and announced > left:
-        largest = max(members, key=lambda name: members[name].file_size)
-        raise NpzError(
-            f"announces {announced / 1e9:.1f} GB of arrays, the largest is {largest!r}; "
-            f"available memory: {left / 1e9:.1f} GB"
-        )
+        raise NpzError(f"member {name!r} announces {announced / 1e9:.1f} GB; available memory: {left / 1e9:.1f} GB")
 
 
 def _shape(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> tuple[int, ...]:
@@ -139,6 +134,7 @@ def _array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> np.nda
     # `numpy.load` calls `read_array` too. It is not used itself because it allocates any size that a header announces,
     # and ignores data beyond the announced size of a member.
     _shape(archive, name, info)  # the file may have changed
+    _check_memory(name, info.file_size)
     longer = copy.copy(info)
     longer.file_size += 1  # zipfile stops at this size; one byte more shows excess data
     with _errors_in(name), archive.open(longer) as stream:

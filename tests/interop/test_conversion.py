@@ -35,6 +35,7 @@ from dcvit.interop.safetensors_writer import write_shards
 from dcvit.interop.tensors import Tensor
 from dcvit.models import lm, vit
 from dcvit.training.model import build, example
+from input_pipeline import memory
 
 SHARD = 64 << 20  # bytes
 OWN = ("npz", "bv", "safetensors", "dcvit")
@@ -239,6 +240,14 @@ def write_run(folder, source, params, **config):
     checkpointer = Checkpointer(folder)
     checkpointer.save(0, {"params": params}, {"config": config})
     checkpointer.close()
+
+
+def test_an_archive_larger_than_the_available_memory_is_compared(folders, tmp_path, monkeypatch):
+    """Its arrays are read one at a time."""
+    largest = max(array.nbytes for array in values(folders["lm"]).values())
+    monkeypatch.setattr(memory, "available", lambda: largest + 1000)
+    assert conversion.convert(folders["lm"], tmp_path / "out", "npz").difference == 0
+    assert (tmp_path / "out" / "params.npz").stat().st_size > 2 * largest
 
 
 def test_a_run_without_a_head_is_converted(tmp_path):
