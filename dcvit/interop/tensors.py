@@ -32,6 +32,7 @@ FILE_NAMES = (  # in a folder, in this order; indexes of other formats, such as 
 GENERATION = "generation_config.json"  # of language models of Hugging Face
 TOKENIZER = "tokenizer.json"
 OWN_KEY = "dcvit"  # of the description of a model of this project, in a header or in config.json
+LFS_POINTER = b"version https://git-lfs"  # the beginning of a file that Git has not fetched
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
 
@@ -128,10 +129,12 @@ def _open_one(path: Path) -> Tensors:
         if not path.is_file():  # opening a named pipe would block
             raise CheckpointError(f"no file {path}")
         with path.open("rb") as file:
-            start = file.read(9)
+            start = file.read(len(LFS_POINTER))
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
-    if start[8:] == b"{":
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS without the weights; fetch them: git lfs pull")
+    if start[8:9] == b"{":
         return _open_safetensors(path)
     if start.startswith(ZIP_MAGIC) and not _is_torch(path):
         return big_vision.open_arrays(big_vision.Source(path, ""))

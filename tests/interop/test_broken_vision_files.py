@@ -199,6 +199,9 @@ CASES = {
     "cut npz": (cut_npz, "is not an .npz archive, or is damaged"),
     "cut zip of torch": (bare("a.bin", b"PK\x03\x04" + bytes(40)), "is not an .npz archive, or is damaged"),
     "text": (bare("a.bin", b"hello"), NO_TENSORS),
+    "pointer of Git LFS": (
+        bare("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), "git lfs pull"
+    ),
     "empty": (bare("a.safetensors", b""), NO_TENSORS),
     "pickle": (bare("a.pkl", pickle.dumps(Bomb())), NO_TENSORS),
     "object in a file of torch": (pickled, NO_TENSORS),
