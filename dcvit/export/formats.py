@@ -129,7 +129,9 @@ def _config(description: Description, tokenizer: Path | None) -> Json:
     if description.model_name == "lm":  # without a tokenizer, the text is not known to be bytes
         data: Json = {"kind": "text", "tokenizer": OWN_TOKENIZER} if tokenizer else {"kind": "input_ids"}
         if description.end_tokens:
-            end = description.end_tokens[0]
+            end, *others = description.end_tokens
+            if others:
+                log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
             data |= {"end_of_text": names.special_token(read_json(tokenizer), end) if tokenizer else end}
         return {**found, "input": {"data": {key: value for key, value in data.items() if value is not None}}}
     return found | ({"pp_predict": description.pp} if description.pp else {})

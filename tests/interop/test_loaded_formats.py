@@ -112,10 +112,11 @@ def test_a_tokenizer_beside_a_single_file_is_found(text):
     assert dcvit.load(file).generate("cab", 3) == dcvit.load(folder).generate("cab", 3)
 
 
-def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_path):
+def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_path, caplog):
     folder, model = text
     (tmp_path / "run").mkdir()
-    formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=folder), tmp_path / "run")
+    formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1, 3))._replace(path=folder), tmp_path / "run")
+    assert f"one token that ends a text, here {len(LETTERS) - 1}; others are lost: [3]" in caplog.text
     assert dcvit.load(tmp_path / "run").tokenizer.end_of_text == len(LETTERS) - 1
     images = described(conversion_models.image_model()[2], class_names=NAMES)
     (tmp_path / "images").mkdir()
