@@ -18,6 +18,7 @@ from dcvit.checkpoint.checkpointer import as_tensor, open_params
 from dcvit.checkpoint.params import check_tree, shapes_of
 from dcvit.checkpoint.placement import unrolled
 from dcvit.config_keys import WITHOUT_EFFECT
+from dcvit.errors import ConfigError, InputError
 from dcvit.inference.classifier import read_class_names
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Json, Tensor, Tensors
@@ -94,11 +95,23 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
     outputs: int | None = getattr(net, outputs_key) or None  # 0 is no head, too
     has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
-    description = Description(name, outputs, fields, pp, tuple(names))
+    ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
+    description = Description(name, outputs, fields, pp, tuple(names), ends)
     params = _unrolled(open_params(trained.checkpoint))
     shapes = param_shapes(description, params)
     check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))
     return Model(path, "dcvit", description, params, configs.read_json(workdir / "config.json").to_dict(), workdir)
+
+
+def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:
+    """Return the token that ends a text in the data of a run; () if there is none besides the model's."""
+    end = trained.record()["input"].get("data", {}).get("end_of_text")
+    if not isinstance(end, int):
+        try:
+            end = trained.tokenizer().end_of_text
+        except (ConfigError, InputError):  # the data came as tokens, or the tokenizer is not here
+            return ()
+    return () if end in (None, known) else (end,)
 
 
 def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import small_models
 
 import dcvit
 from dcvit.export import formats
+from dcvit.export.source import open_model
 from dcvit.inference.sampling import Sampling
 
 WRITERS = {
@@ -118,6 +119,10 @@ def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_pa
     formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1, 3))._replace(path=folder), tmp_path / "run")
     assert f"one token that ends a text, here {len(LETTERS) - 1}; others are lost: [3]" in caplog.text
     assert dcvit.load(tmp_path / "run").tokenizer.end_of_text == len(LETTERS) - 1
+    assert open_model(tmp_path / "run").description.end_tokens == (len(LETTERS) - 1,)  # of a later export
+    (tmp_path / "tokens").mkdir()
+    formats.write_dcvit(described(model, end_tokens=(3,)), tmp_path / "tokens")
+    assert open_model(tmp_path / "tokens").description.end_tokens == (3,)  # without a tokenizer
     images = described(conversion_models.image_model()[2], class_names=NAMES)
     (tmp_path / "images").mkdir()
     formats.write_dcvit(images, tmp_path / "images")
