@@ -57,7 +57,10 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if not isinstance(labels, dict):
         raise CheckpointError(f"config.json: id2label={labels!r:.100}; expected an object")
     vit_links.pair(config, "image_size", 224)  # transformers needs it; the parameters show the same
-    return field_checks.check(Description(name, len(labels) or None, fields, pp))
+    classes = len(labels) or None
+    if "head.weight" in tensors:  # transformers writes no `id2label` for two classes without names
+        classes = vit_links.shape_of(tensors, "head.weight", "the file")[0]
+    return field_checks.check(Description(name, classes, fields, pp))
 
 
 def config(description: Description) -> Json:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_the_folder_generates_as_remote_code_and_is_read_back(tmp_path, monkeypa
     assert tuned.description == model.description._replace(fields=non_default(model.description.fields))
     kernel = "Transformer/decoderblock_0/MlpBlock_0/in/kernel"
     np.testing.assert_array_equal(tuned.params[kernel].read(), 2 * model.params[kernel].read())
+
+
+def test_a_tuned_model_of_two_classes_without_names_is_read_back(tmp_path):
+    """transformers does not write the names that it gives to two classes by default."""
+    _, params, model = conversion_models.image_model(depth=1)
+    params = {**params, "head": jax.tree.map(lambda x: x[..., :2], params["head"])}
+    description = model.description._replace(num_outputs=2)
+    theirs, _ = to_torch(model._replace(description=description, params=conversion_models.tensors(params)), tmp_path)
+    theirs.save_pretrained(tmp_path / "tuned")
+    assert "id2label" not in json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert open_model(tmp_path / "tuned").description.num_outputs == 2
 
 
 def non_default(fields):
