@@ -53,6 +53,7 @@ MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate
 DATA = "data.json"  # of a run; it names the classes
 SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory again
+CHUNK_BYTES = 1 << 30  # the compressor of zarr takes less than 2 GiB
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
@@ -72,13 +73,17 @@ def write_bv(model: Model, folder: Path) -> None:
     for name, array in model.read():
         path = str(folder.absolute() / f"{own.ROOT}{name}".replace("/", "~"))
         spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
-        store = ts.open(spec, create=True, dtype=array.dtype, shape=array.shape, chunk_layout=_whole(array)).result()
+        store = ts.open(spec, create=True, dtype=array.dtype, shape=array.shape, chunk_layout=_layout(array)).result()
         store.write(array).result()
     _write_json(folder / "config.json", own.config(model.description))
 
 
-def _whole(array: np.ndarray) -> ts.ChunkLayout:
-    return ts.ChunkLayout(chunk_shape=[max(size, 1) for size in array.shape])
+def _layout(array: np.ndarray) -> ts.ChunkLayout:
+    """Return the layout of an array in one chunk, or in several parts of its first axis if it is large."""
+    shape = [max(size, 1) for size in array.shape]
+    if array.nbytes > CHUNK_BYTES:
+        shape[0] = max(1, shape[0] * CHUNK_BYTES // array.nbytes)
+    return ts.ChunkLayout(chunk_shape=shape)
 
 
 def write_safetensors(model: Model, folder: Path, max_shard_bytes: int | None = None) -> None:

@@ -86,6 +86,13 @@ def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
     assert same_bits(found, expected)
 
 
+def test_large_arrays_have_several_chunks(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
+    assert conversion.convert(folders["vit"], tmp_path / "bv", "bv").difference == 0
+    assert len([*(tmp_path / "bv" / "params~head~kernel").glob("[0-9]*")]) > 1
+    assert same_bits(values(tmp_path / "bv"), values(folders["vit"]))
+
+
 def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
     shutil.copyfile(folders["lm"] / "model.safetensors", tmp_path / "weights")
     assert open_model(tmp_path / "weights").description == open_model(folders["lm"]).description
