@@ -160,15 +160,20 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
+def utf8_path(text: str) -> Path:
+    """Convert an option's value to a path as in `path`, in valid UTF-8, which Orbax and TensorStore need."""
+    local = path(text)
+    try:
+        str(local.absolute()).encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text}: the path is not valid UTF-8") from None
+    return local
+
+
 def folder(text: str) -> Folder:
-    """Convert an option's value to a folder: a path as in `path`, or the URL of a supported store."""
+    """Convert an option's value to a folder: a path as in `utf8_path`, or the URL of a supported store."""
     if "://" not in text:
-        local = path(text)
-        try:
-            str(local.absolute()).encode()
-        except UnicodeEncodeError:  # Orbax cannot save there
-            raise argparse.ArgumentTypeError(f"{text}: the folder's name is not valid UTF-8") from None
-        return local
+        return utf8_path(text)
     try:
         return files.folder(text)
     except ValueError as e:

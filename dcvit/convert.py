@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit convert gpt2/ runs/gpt2 --to dcvit",
         ],
     )
-    parser.add_argument("source", type=cli.path, help="a workdir, one of its checkpoints, or weights: a file or folder")
-    parser.add_argument("target", type=cli.path, help="a new folder")
+    parser.add_argument(
+        "source", type=cli.utf8_path, help="a workdir, one of its checkpoints, or weights: a file or folder"
+    )
+    parser.add_argument("target", type=cli.utf8_path, help="a new folder")
     parser.add_argument(
         "--to", required=True,
         help="npz, bv (big_vision), safetensors, hf (transformers), timm, onnx, savedmodel, stablehlo or dcvit",

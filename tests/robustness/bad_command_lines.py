@@ -145,6 +145,8 @@ PATHS = {  # every option that is a path
     "tokenize --out": command("tokenize", "--data", TEXT, "--out", "{}"),
     "plot": command("plot", "{}"),
     "plot --out": command("plot", vit_run, "--out", "{}"),
+    "convert source": command("convert", "{}", "out", "--to", "npz"),
+    "convert target": command("convert", "w", "{}", "--to", "npz"),
     "aot --config": command("aot", "--config", "{}/a.py", "--topology", "v5e:4x4"),
     "aot --out": command("aot", "--config", "vit_digits", "--topology", "v5e:4x4", "--out", "{}"),
     "lm_eval --include_path": command("lm_eval", "--workdir", "w", "--tasks", "t", "--include_path", "{}"),
@@ -163,7 +165,7 @@ BAD_PATHS = {
     **{
         f"{name} that is not UTF-8": bad(with_path("\udcff", argv), "not valid UTF-8")
         for name, argv in PATHS.items()
-        if "--workdir" in name or "--checkpoint" in name
+        if any(word in name for word in ("--workdir", "--checkpoint", "convert"))
     },
 }
 
