@@ -109,8 +109,8 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
     """Return the arrays of a checkpoint by today's names, below its root or subtree; an array is read on demand.
 
     Raises:
-      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.checkpoint.npz.open_arrays`), or has no such
-        subtree.
+      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.checkpoint.npz.open_arrays`), has no such
+        subtree, or has an array under an old and a new name.
     """
     arrays = _open_folder(source.path) if source.path.is_dir() else _open_npz(source.path)
     root = next((root for root in ROOTS if any(name.startswith(root) for name in arrays)), "")
@@ -119,7 +119,7 @@ def open_arrays(source: Source) -> dict[str, Tensor]:
     if not found:
         names = sorted({name.removeprefix(root).split("/")[0] for name in arrays if name.startswith(root)})
         raise CheckpointError(f"{source.path} has no subtree {source.subtree!r}; it has {', '.join(names) or 'none'}")
-    return _with_new_names(found)
+    return _with_new_names(found, source.path)
 
 
 def _last_step(pointer: Path) -> Path:
@@ -191,11 +191,22 @@ def _read_zarr(folder: Path, shape: tuple[int, ...], fill: bool) -> np.ndarray:
     return array
 
 
-def _with_new_names(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the arrays of earlier releases, and add the position embedding of a class token to the token."""
-    new = {_new_name(name): array for name, array in arrays.items()}
-    if "probe" in new:
-        new = {f"MAPHead_0/{name}" if name.split("/")[0] in INLINED_HEAD else name: x for name, x in new.items()}
+def _with_new_names(arrays: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Rename the arrays of earlier releases, and add the position embedding of a class token to the token.
+
+    Raises:
+      CheckpointError: two arrays of the file `path` get the same name.
+    """
+    names = {name: _new_name(name) for name in arrays}
+    if "probe" in names:
+        names = {
+            old: f"MAPHead_0/{name}" if name.split("/")[0] in INLINED_HEAD else name for old, name in names.items()
+        }
+    new = dict[str, Tensor]()
+    for old, name in names.items():
+        if name in new:
+            raise CheckpointError(f"{path}: {old} is another array of {name}")
+        new[name] = arrays[old]
     cls, positions = new.get("cls"), new.get("pos_embedding")
     if cls and positions and len(positions.shape) == 3 and positions.shape[0] == 1:
         rows = positions.shape[1]

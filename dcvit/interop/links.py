@@ -124,8 +124,14 @@ def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Call
       unused: whether a tensor is not a parameter, such as a buffer.
 
     Raises:
-      CheckpointError: names occur on one side only; both sides are listed.
+      CheckpointError: names occur on one side only (both sides are listed), or two tensors hold the same parameter.
     """
+    holders: dict[str, str] = {}
+    for link in links:
+        for path in link.ours:
+            if path in holders:
+                raise CheckpointError(f"{what}: {holders[path]} and {link.theirs[0]} hold the same parameter {path}")
+            holders[path] = link.theirs[0]
     expected = {name for link in links for name in link.theirs}
     extra = [name for name in tensors if name not in expected and not unused(name)]
     missing = sorted(expected - set(tensors))

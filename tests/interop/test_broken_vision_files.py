@@ -17,7 +17,7 @@ import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import Model
-from dcvit.interop import big_vision, vit_links
+from dcvit.interop import big_vision, own, vit_links
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Tensor
@@ -194,6 +194,17 @@ def rename(old, new):
     return lambda tensors, config: tensors.update({new: tensors.pop(old)})
 
 
+def changed_npz(change):
+    return lambda folder: npz(folder, change(model("big_vision")[0]))
+
+
+def two_names(folder):
+    tensors = model("big_vision")[0]
+    tensors["params/head/bias"] = tensors["head/bias"] + 1
+    safetensors.numpy.save_file(tensors, folder / "a.safetensors", own.metadata(MODELS["big_vision"]))
+    return folder / "a.safetensors"
+
+
 CASES = {
     "cut safetensors": (cut, "is not a safetensors file, or is damaged"),
     "cut npz": (cut_npz, "is not an .npz archive, or is damaged"),
@@ -259,6 +270,11 @@ CASES = {
     "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
     "DINOv2, epsilon": (configured("dinov2", layer_norm_eps="x"), "layer_norm_eps='x'; expected a positive number"),
     "big_vision, names": (without, "only in the file: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
+    "big_vision, old and new name": (
+        changed_npz(lambda tensors: {**tensors, "Transformer/pos_embedding": tensors["pos_embedding"] + 1}),
+        "Transformer/pos_embedding is another array of pos_embedding",
+    ),
+    "own, two names": (two_names, "head/bias and params/head/bias hold the same parameter head/bias"),
     "big_vision, subtree": (lambda f: npz(f, subtree=":img"), "has no subtree 'img'; it has Transformer, cls"),
     "big_vision, pointer": (pointer("12\n"), "names step '12', but there is no folder 'a.bv-12'"),
     "big_vision, pointer elsewhere": (pointer("../x"), "names step '../x', but there is no folder"),
