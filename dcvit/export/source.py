@@ -26,7 +26,7 @@ from dcvit.interop.weights import Weights, open_weights
 from dcvit.models import lm, vit
 from dcvit.runs.workdir import find
 from dcvit.training import setup
-from dcvit.training.model import build, example
+from dcvit.training.model import build, described_by, example
 from dcvit.training.trained import TrainedModel, open_trained
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
 def from_weights(weights: Weights) -> Model:
     """Return the model of weights. Raises CheckpointError if the parameters are not those of their description."""
     params = weights.parameters()
-    shapes = param_shapes(weights.description, params)
+    with described_by(weights.path):
+        shapes = param_shapes(weights.description, params)
     check_tree({path: tensor.shape for path, tensor in params.items()}, shapes, str(weights.path))
     return Model(weights.path, weights.family, _with_preprocessing(weights, params), params, {})
 

@@ -28,15 +28,15 @@ from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
-from dcvit.interop.tensors import tokenizer_of
-from dcvit.interop.weights import Weights, open_weights
+from dcvit.interop.tensors import Tensors, tokenizer_of
+from dcvit.interop.weights import open_weights
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, shardings
 from dcvit.runs import workdir as workdirs
-from dcvit.training.model import build, example
+from dcvit.training.model import build, described_by, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.files import read_regular
@@ -269,9 +269,12 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     """Load weights of another library."""
     weights = open_weights(path)
     described = weights.description
-    module = build(described)
+    tensors = weights.parameters()
+    with described_by(path):
+        module = build(described)
+        shapes = param_shapes(module, example(described, tensors))
     mesh = _mesh(sharding, module)
-    params = _place(weights, module, mesh, str(sharding))
+    params = _place(weights.path, tensors, shapes, mesh, str(sharding))
     names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
     file = tokenizer_of(weights.path)
     tokenizer = functools.partial(open_tokenizer, str(file), None) if file else None
@@ -281,14 +284,12 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     )
 
 
-def _place(weights: Weights, module: ViT | LM, mesh: Mesh | None, sharding: str) -> Params:
-    """Return the parameters on their devices."""
-    tensors = weights.parameters()
-    shapes = param_shapes(module, example(weights.description, tensors))
+def _place(path: Path, tensors: Tensors, shapes: Params, mesh: Mesh | None, sharding: str) -> Params:
+    """Return the parameters of a file on their devices."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, sharding)
     like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    return place_params(tensors, like, str(weights.path))
+    return place_params(tensors, like, str(path))
 
 
 def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:

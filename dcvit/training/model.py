@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import shlex
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -52,6 +54,15 @@ def make_model(config: ConfigDict) -> nn.Module:
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
     return model
+
+
+@contextlib.contextmanager
+def described_by(path: Path) -> Iterator[None]:
+    """Inside the context, raise a CheckpointError that names the file for each error of its description."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as e:
+        raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
 
 
 def build(description: Description) -> vit.ViT | lm.LM:

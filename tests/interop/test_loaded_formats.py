@@ -9,6 +9,7 @@ import pytest
 import small_models
 
 import dcvit
+from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import open_model
 from dcvit.inference.sampling import Sampling
@@ -52,6 +53,23 @@ def test_texts_have_the_same_logits_and_end(to, tmp_path):
     tokens = np.asarray(small_models.make_tokens(length=8))
     expected = net.apply({"params": params}, jnp.asarray(tokens))[0]
     np.testing.assert_allclose(loaded.features(tokens, "logits"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", [dcvit.load, open_model])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(posemb="cosine"), "posemb='cosine'; known: 'learn', 'sincos2d'"),
+        (dict(window=5), "unexpected keyword argument 'window'"),
+    ],
+)
+def test_errors_of_a_description_name_the_file(read, fields, message, tmp_path):
+    model = conversion_models.image_model(**PLAIN)[2]
+    formats.write_safetensors(described(model, fields={**model.description.fields, **fields}), tmp_path)
+    with pytest.raises(CheckpointError, match=message) as error:
+        read(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}: ")
+    assert "config" not in str(error.value)
 
 
 def test_classes_without_names_have_numbers(tmp_path):
