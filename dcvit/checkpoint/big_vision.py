@@ -98,9 +98,12 @@ def read(source: Source) -> dict[str, Any]:
     """Read a checkpoint as a nested dict of arrays.
 
     Raises:
-      CheckpointError: see `open_arrays`.
+      CheckpointError: see `open_arrays`; or an array is not of numbers.
     """
     flat = {name: tensor.read() for name, tensor in open_arrays(source).items()}
+    for name, array in flat.items():
+        if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
+            raise CheckpointError(f"{source.path}: {name} is {array.dtype} of {array.shape}; expected numbers")
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
     return tree
 

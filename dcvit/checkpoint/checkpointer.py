@@ -250,14 +250,14 @@ def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | No
     """
     path = expand(source) if isinstance(source, str) else source
     located = big_vision.locate(path) if isinstance(path, Path) else None
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if located:
         loaded = big_vision.read(located)
-        return jax.device_put(loaded, shardings(loaded)) if shardings else loaded
+        return jax.device_put(loaded, shardings(loaded) if shardings else device)
     if not path.exists():
         big_vision.check_named(str(source))
     item = _verified_params(path)
     shapes = _metadata(item)
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
     target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
     try:
