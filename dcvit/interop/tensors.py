@@ -25,8 +25,9 @@ from input_pipeline.files import read_regular
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
 PROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
 INDEX_SUFFIX = ".index.json"
-FILE_NAMES = (  # in a folder, in this order; indexes of other formats, such as flax_model.msgpack, are not among them
-    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
+# In a folder, in transformers' order; indexes of other formats, such as flax_model.msgpack, are not among them.
+FILE_NAMES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "params.npz",
 )  # fmt: skip
 GENERATION = "generation_config.json"  # of language models of Hugging Face

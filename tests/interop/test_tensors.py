@@ -25,6 +25,14 @@ def test_the_header_describes_a_folder_without_config(tmp_path, max_shard_bytes)
     assert (weights.family, weights.description) == ("own", DESCRIPTION)
 
 
+def test_a_single_file_comes_before_shards_as_in_transformers(tmp_path):
+    write_shards(tmp_path, ((name, array + 1) for name, array in ARRAYS.items()), max_shard_bytes=64)
+    (tmp_path / "other").mkdir()
+    write_shards(tmp_path / "other", iter(ARRAYS.items()))
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(open_file(tmp_path).tensors["norm/scale"].read(), ARRAYS["norm/scale"])
+
+
 def test_the_index_of_another_format_is_ignored(tmp_path):
     write_shards(tmp_path, iter(ARRAYS.items()))
     index = {"weight_map": {"head/kernel": "flax_model-00001-of-00001.msgpack"}}
