@@ -295,6 +295,8 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     assert str(tmp_path) in message
     assert len(message.splitlines()) == 1
     assert len(message) < 700
+    assert "weights_only" not in message  # PyTorch recommends to unpickle the file
+    assert message.isprintable()
 
 
 @pytest.mark.parametrize(
