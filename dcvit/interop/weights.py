@@ -90,14 +90,19 @@ class Weights(NamedTuple):
 
 
 def is_weights(path: Path) -> bool:
-    """Return True for a file or folder that `open_weights` reads, unless it is a checkpoint of big_vision's format."""
-    if path.is_dir():
-        return not locate(path) and (orbax_tensors.find(path) is not None or has_files(path))
-    if not path.is_file() or not is_npz(path):
-        return path.is_file() and path.suffix != ".npz"  # the reader of archives reports a damaged one
+    """Return True for a file or folder that `open_weights` reads.
+
+    False for a checkpoint of big_vision's format, whose names are those of this project, unless it describes its model.
+    """
+    if path.is_dir() and not locate(path):
+        return orbax_tensors.find(path) is not None or has_files(path)
+    if path.is_file() and not is_npz(path):
+        return path.suffix != ".npz"  # the reader of archives reports a damaged one
+    if not path.exists():
+        return False
     file = open_file(path)
     found = next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
-    return found == "dcmha_vit"  # other archives have the names of this project, which are big_vision's
+    return found in ("own", "dcmha_vit")
 
 
 def open_weights(path: str | Path) -> Weights:

@@ -13,6 +13,8 @@ from small_models import make_tokens, param_shapes, random_params
 import dcvit
 from dcvit import config as configs
 from dcvit.errors import CheckpointError, ConfigError
+from dcvit.export import conversion
+from dcvit.export.source import open_model
 from dcvit.interop import llama
 from dcvit.interop.family import Description
 from dcvit.interop.links import write
@@ -91,6 +93,20 @@ def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
     shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ConfigError, match="norm_epsilon=1e-05"):
         make_loader(config, model, shapes)(shapes)
+
+
+@pytest.mark.parametrize(("to", "name"), [("npz", "params.npz"), ("npz", ""), ("bv", "")])
+def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, caplog, to, name):
+    folder, _, params = weights
+    (tmp_path / "out").mkdir()
+    conversion.WRITERS[to](open_model(folder), tmp_path / "out")
+    config = settings(tmp_path / "out" / name, norm_epsilon=1e-6)
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    loaded = make_loader(config, model, shapes)(shapes)
+    (record,) = caplog.records
+    assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_weights_of_another_shape_list_both_sides(weights):
