@@ -249,6 +249,16 @@ def write_run(folder, source, params, **config):
     checkpointer.close()
 
 
+def test_a_comparison_of_equal_logits_is_a_warning(tmp_path, caplog):
+    """The head of a new model is zero, whatever the other parameters are."""
+    model = conversion_models.image_model(depth=1)[2]
+    zeros = {name: np.zeros(model.params[name].shape, np.float32) for name in ("head/kernel", "head/bias")}
+    model.params.update((name, Tensor(x.shape, lambda x=x: x)) for name, x in zeros.items())
+    source = conversion_models.write(model, tmp_path / "source")
+    conversion.convert(source, tmp_path / "out", "npz")
+    assert f"all logits of {source} are equal" in caplog.text
+
+
 def test_an_archive_larger_than_the_available_memory_is_compared(folders, tmp_path, monkeypatch):
     """Its arrays are read one at a time."""
     largest = max(array.nbytes for array in values(folders["lm"]).values())
