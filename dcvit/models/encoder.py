@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float
@@ -38,13 +39,13 @@ class Encoder1DBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T M"], drop_rate: Float[Array, ""]
+        self, x: Float[Array, "B T M"], drop_rate: Float[Array, ""] | None
     ) -> tuple[Float[Array, "B T M"], dict[str, Array]]:
         """Return the output and the intermediates.
 
         Args:
           x: the input.
-          drop_rate: probability that stochastic depth skips a residual branch of an example.
+          drop_rate: probability that stochastic depth skips a residual branch of an example; None omits it.
         """
         out = {}
         y = in_float32(self.norm(), x)
@@ -62,10 +63,10 @@ class Encoder1DBlock(nn.Module):
         scale = self.param(name, nn.initializers.constant(self.layer_scale), y.shape[-1:])
         return y * scale.astype(y.dtype)[None, None]
 
-    def _residual(self, y: Array, drop_rate: Array) -> Array:
+    def _residual(self, y: Array, drop_rate: Array | None) -> Array:
         """Apply dropout, then stochastic depth (Huang et al., 2016), which drops examples and rescales the others."""
         y = nn.Dropout(self.dropout)(y, self.deterministic)
-        if self.deterministic:
+        if self.deterministic or drop_rate is None:
             return y
         keep = 1 - drop_rate
         kept = jax.random.bernoulli(self.make_rng("dropout"), keep, (y.shape[0], 1, 1))
@@ -103,17 +104,18 @@ class Encoder(nn.Module):
             "attention": self.attention, "mlp": self.mlp, "norm": self.norm, "layer_scale": self.layer_scale,
             "dropout": self.dropout, "deterministic": deterministic,
         }  # fmt: skip
-        rates = jnp.linspace(0, self.stochastic_depth, self.depth, dtype=jnp.float32)
+        rates = np.linspace(0, self.stochastic_depth, self.depth, dtype=np.float32)
         if self.scan:
             scanned = nn.scan(
                 block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.depth
             )
-            x, stacked = scanned(**fields, name="encoderblock")(x, rates)
+            x, stacked = scanned(**fields, name="encoderblock")(x, jnp.asarray(rates) if rates.any() else None)
             for layer in range(self.depth):
                 out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=layer: o[i], stacked)
         else:
             for layer in range(self.depth):
-                x, out[f"block{layer:02d}"] = block(**fields, name=f"encoderblock_{layer}")(x, rates[layer])
+                rate = jnp.asarray(rates[layer]) if rates[layer] else None
+                x, out[f"block{layer:02d}"] = block(**fields, name=f"encoderblock_{layer}")(x, rate)
         out["pre_ln"] = x
         return in_float32(self.norm(name="encoder_norm"), x), out
 

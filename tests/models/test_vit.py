@@ -214,6 +214,14 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     np.testing.assert_allclose(added[~dropped], np.asarray(out["sa"])[~dropped] / 0.75, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_training_without_dropout_draws_no_random_numbers(params, scan):
+    params = vit.stack_blocks(params) if scan else params
+    net = vit.Model(7, **SMALL, compose="both", scan=scan)
+    training, _ = evaluate(net, params, IMAGES, train=True)  # a drawn number would need a key
+    np.testing.assert_array_equal(training, evaluate(net, params, IMAGES)[0])
+
+
 @pytest.mark.parametrize("pool", vit.POOLS)
 def test_shapes_of_pooled_and_named_outputs(pool):
     net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False)
