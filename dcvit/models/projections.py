@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
@@ -81,7 +82,11 @@ class Projections(AttentionFields):
         head_dim = self.head_dim(x_q.shape[-1])
 
         def project(name: str, x: Array, heads: int) -> Array:
-            out: Array = self._dense((heads, head_dim), self.kernel_init, self.bias_init, name)(x)
+            dense = HeadDense(
+                heads, head_dim, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init,
+                dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision, name=name,
+            )  # fmt: skip
+            out: Array = dense(x)
             if self.qkv_sharding is None:
                 return constrain(out, BATCH, None, "tensor", None)
             return constrain_to(out, self.qkv_sharding)
@@ -107,17 +112,77 @@ class Projections(AttentionFields):
     def output(self, x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T _"]:
         """Return the projection of all heads; its width is `width` if `out_features` is None."""
         kernel_init, bias_init = self.out_init or self.kernel_init, self.out_bias_init or self.bias_init
-        out: Array = self._dense(self.out_features or width, kernel_init, bias_init, "out", axis=(-2, -1))(x)
+        dense = nn.DenseGeneral(
+            self.out_features or width, axis=(-2, -1), use_bias=self.use_bias, kernel_init=kernel_init,
+            bias_init=bias_init, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision,
+            dot_general=flat_product, name="out",
+        )  # fmt: skip
+        out: Array = dense(x)
         return out
 
-    def _dense(
-        self, features: int | tuple[int, int], kernel_init: Initializer, bias_init: Initializer, name: str,
-        axis: int | tuple[int, int] = -1,
-    ) -> nn.DenseGeneral:  # fmt: skip
-        return nn.DenseGeneral(
-            features, axis=axis, use_bias=self.use_bias, kernel_init=kernel_init, bias_init=bias_init,
-            dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision, name=name,
-        )  # fmt: skip
+
+class HeadDense(nn.Module):
+    """Projection to H heads of D numbers, with the parameters of `nn.DenseGeneral`.
+
+    `nn.DenseGeneral` computes (..., H, D) in one product, to which TPUs give another layout than to (..., H·D): the
+    arrays are then copied before the kernels read them. Here the product and the bias have the shape (..., H·D).
+
+    Fields:
+      heads, head_dim: H and D.
+      use_bias, kernel_init, bias_init, dtype, param_dtype, precision: see `nn.DenseGeneral`.
+    """
+
+    heads: int
+    head_dim: int
+    use_bias: bool = True
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B M"]) -> Float[Array, "*B H D"]:
+        width, shape = x.shape[-1], (self.heads, self.head_dim)
+        kernel = self.param("kernel", _flat_init(self.kernel_init), (width, *shape), self.param_dtype)
+        bias = self.param("bias", _flat_init(self.bias_init), shape, self.param_dtype) if self.use_bias else None
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        out = jnp.matmul(x, as_matrix(kernel, width), precision=self.precision)
+        if bias is not None:
+            out = out + bias.reshape(*[1] * (out.ndim - 1), -1)
+        return out.reshape(*x.shape[:-1], *shape)
+
+
+def _flat_init(init: Initializer) -> Callable[[Array, Sequence[int], DTypeLike], Array]:
+    """Return an initializer that draws the last two axes (H, D) as one, as `nn.DenseGeneral` does."""
+
+    def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        flat = init(key, (*shape[:-2], shape[-2] * shape[-1]), dtype)
+        if isinstance(flat, nn.meta.AxisMetadata):
+            boxed: Array = nn.meta.replace_boxed(flat, flat.unbox().reshape(shape))
+            return boxed
+        return jnp.reshape(flat, shape)
+
+    return initialize
+
+
+def flat_product(
+    x: Array, kernel: Array, dimensions: jax.lax.DotDimensionNumbers, precision: PrecisionLike = None
+) -> Array:
+    """Compute the product over heads and their numbers, (..., H, D) and (H, D, M), with H·D as one axis."""
+    if dimensions != (((x.ndim - 2, x.ndim - 1), (0, 1)), ((), ())):
+        raise ValueError(f"expected a product over heads and their numbers, found {dimensions}")
+    flat = x.reshape(*x.shape[:-2], -1)
+    return jnp.matmul(flat, as_matrix(kernel, flat.shape[-1]), precision=precision)
+
+
+def as_matrix(kernel: Array, rows: int) -> Array:
+    """Return a kernel as a matrix of so many rows.
+
+    The barrier keeps XLA from computing the kernel's gradient in the kernel's shape, for which it copies activations.
+    """
+    matrix: Array = jax.lax.optimization_barrier(kernel.reshape(rows, -1))
+    return matrix
 
 
 def rotate(

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcvit.models.attention import Attention
+from dcvit.models.projections import HeadDense
 
 
 def random_input(*shape, seed=0):
@@ -134,6 +135,16 @@ def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
 
 
 @pytest.mark.exhaustive
+def test_projections_of_heads_are_those_of_flax():
+    x = random_input(2, 3, 8)
+    init = nn.initializers.normal()
+    ours = HeadDense(2, 5, kernel_init=init, bias_init=init)
+    flax = nn.DenseGeneral((2, 5), kernel_init=init, bias_init=init)
+    params = initialized(flax, x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), initialized(ours, x), params))
+    np.testing.assert_allclose(ours.apply(params, x), flax.apply(params, x), rtol=1e-5, atol=1e-6)
+
+
 def test_leading_axes_are_examples():
     layer, x = Attention(2, compose="both"), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
