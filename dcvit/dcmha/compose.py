@@ -68,24 +68,36 @@ def dynamic_projections(
     heads: int,
     gelu: str = "tanh",
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
-    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`."""
-    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
-    return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
+    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
 
-
-def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
-    """Apply the second layer of Eqn 5 and split its output into the down and the up projection."""
-    batch, length, groups, inner = hidden.shape
+    All weights of a token are one axis until the end: TPUs pad an axis of few heads to 128 numbers.
+    """
+    groups, inner = w_2[0].shape[:2]
     per_group = heads // groups
-    rank = inner // (2 * per_group)
-    both = jnp.einsum("bngi,gio->bngo", hidden, w_2)
-    both = both.reshape(batch, length, groups, 2, rank, per_group)
-    down, up = (jnp.swapaxes(both[:, :, :, half], 2, 3) for half in (0, 1))  # B N R G H/G
+    rank, count = inner // (2 * per_group), len(w_2)
+    first = jnp.concatenate([w.reshape(w.shape[0], -1) for w in w_1], axis=1)
+    hidden = jax.nn.gelu(x @ first, approximate=gelu == "tanh")
+    down, up = jnp.split(hidden @ _second_layer(jnp.stack(w_2), rank), 2, axis=-1)
     square = jnp.square(down.astype(statistics_dtype(down.dtype)))
-    scale = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + RMS_EPSILON)
-    down = down * scale.astype(down.dtype)
-    shape = (batch, length, rank, heads)
-    return down.reshape(shape), up.reshape(shape)
+    # The mean over the heads of a group, for each of them, as a product; on TPUs, with 16 bits of the operands.
+    mean = jnp.kron(jnp.eye(count * rank * groups), jnp.full((per_group, per_group), 1 / per_group))
+    means = jnp.matmul(square, mean.astype(square.dtype), precision=jax.lax.Precision.HIGH)
+    down = down * jax.lax.rsqrt(means + RMS_EPSILON).astype(down.dtype)
+    shape = (*x.shape[:2], rank, heads)
+    downs, ups = ([y.reshape(shape) for y in jnp.split(side, count, axis=-1)] for side in (down, up))
+    return list(zip(downs, ups, strict=True))
+
+
+def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI CGI"]:
+    """Return the second layers of Eqn 5 as one matrix.
+
+    Its rows are ordered by layer, group and input; its columns by down and up, layer, rank, group and head.
+    """
+    count, groups, inner, _ = w_2.shape
+    split = w_2.reshape(count, groups, inner, 2, 1, rank, 1, -1)
+    same_layer = jnp.eye(count, dtype=w_2.dtype).reshape(count, 1, 1, 1, count, 1, 1, 1)
+    same_group = jnp.eye(groups, dtype=w_2.dtype).reshape(1, groups, 1, 1, 1, 1, groups, 1)
+    return (split * same_layer * same_group).reshape(count * groups * inner, -1)
 
 
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
@@ -95,8 +107,7 @@ def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Ar
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
     """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`."""
-    gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
-    return [gates[:, :, c] for c in range(len(w_g))]
+    return jnp.split(jnp.tanh(x @ jnp.concatenate(w_g, axis=1)), len(w_g), axis=-1)
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

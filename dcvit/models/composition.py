@@ -97,7 +97,7 @@ def compose_weights(
 
         def kernels(end: str, sides: str = sides, dtype: DTypeLike = x.dtype) -> dict[tuple[str, str], Array]:
             """The kernels that end so, by composition and side."""
-            names = [(where, side) for where in params for side in sides if f"{side}{end}" in params[where]]
+            names = [(where, side) for side in sides for where in params if f"{side}{end}" in params[where]]
             return {(where, side): params[where][f"{side}{end}"].astype(dtype) for where, side in names}
 
         if down := kernels("1"):
