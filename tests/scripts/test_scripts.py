@@ -33,6 +33,26 @@ def test_bundles_of_inner_loops_count_once_per_iteration():
     assert tpu_bundles.count(SCHEDULE) == 3 + 3 * 6
 
 
+def test_bundles_of_nested_loops_count_once_per_iteration_of_both():
+    around = """
+     0x1   :  { %s4 = sld [smem:[#allocation0]] }
+     0x2 LB: > { %s9 = smov 0 }
+     0x3 LB: >> { %s9 = smov 0 }
+     0x4 LB: >>> { %p9_p1 = scmp.ge.s32.totalorder %s3_s2, 3 /* loop exit test */ }
+     0x5   : >>> { %10 = sbr.rel (!%p9_p1) target = $region7 }
+     0x6   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0x7   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0x8   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0x9   : >> { %p7_p0 = scmp.ge.s32.totalorder (%p9_p1), %s2_s1, 8 /* loop exit test */ }
+     0xa   : > { %11 = sbr.rel (!%p7_p0) target = $region3 }
+     0xb   : > { %v2 = vadd.f32 %v1, %v1 }
+     0xc   : > { %v2 = vadd.f32 %v1, %v1 }
+     0xd   : > { %v2 = vadd.f32 %v1, %v1 }
+     0xe   : > { %v2 = vadd.f32 %v1, %v1 }
+"""
+    assert tpu_bundles.count(around) == 1 + 8 * (1 + 3 * 6 + 1 + 4)
+
+
 @pytest.mark.slow
 def test_compiled_kernels_cover_every_named_model():
     models = {name for names in compile_kernels.shapes().values() for name in names}
