@@ -34,6 +34,10 @@ CASES = {
     "blocks, masks, static": {
         "queries": 12, "keys": 40, "batch": 2, "mask": (2, 1, 12, 40), "branches": "s", "tile": (128, 16),
     },
+    "interleaved examples": {
+        "queries": 9, "keys": 11, "batch": 8, "head_dim": 64, "mask": (8, 1, 9, 11), "branches": "qkp", "post": "qkgs",
+        "rank": 1, "tile": (128, 16),
+    },
     "plain": {"queries": 8, "branches": None, "tile": (128, 8)},
     "query-wise projections, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "tile": (128, 8)},
 }  # fmt: skip
@@ -50,16 +54,25 @@ def set_tile(monkeypatch, tile):
     """Replace the choice of blocks by `tile`."""
     if tile is None:
         return
+    replace_config(monkeypatch, **dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False)))
+
+
+def replace_config(monkeypatch, **changes):
+    """Change what `tiling.make_config` returns."""
     make_config = tiling.make_config
-    changes = dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False))
     monkeypatch.setattr(tiling, "make_config", lambda *a, **k: make_config(*a, **k)._replace(**changes))
 
 
-def run(case, interpret, dtype=jnp.float32):
-    """Output and gradients of the kernels, and those of the reference in float32."""
+def run(case, interpret, dtype=jnp.float32, *, rounded=False):
+    """Output and gradients of the kernels, and those of the reference in float32.
+
+    `rounded` rounds the operands of products, as a TPU does.
+    """
     case = dict(case)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_tile(monkeypatch, case.pop("tile", None))
+        if rounded:
+            replace_config(monkeypatch, rounded=True)
         args, options = random_case(**case, dtype=dtype)
         if options["mask"] is not None:  # the last query attends to no key
             options["mask"] = options["mask"].at[:, :, 3:4].set(False)
@@ -95,6 +108,34 @@ def test_a_fully_masked_query_has_zero_output_and_finite_gradients():
 def test_bfloat16_is_close_to_float32(name):
     errors = relative_errors(*run(CASES[name], INTERPRETER, jnp.bfloat16))
     assert worst(errors) < 2e-2, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["interleaved examples", pytest.param("blocks, causal, passes", marks=pytest.mark.exhaustive)]
+)
+def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(name):
+    (out, gradients), expected = run(CASES[name], INTERPRETER, rounded=True)
+    errors = relative_errors((out, gradients), expected)
+    assert 1e-5 < worst(errors) < 2e-2, errors
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {out.dtype} == {jnp.dtype("float32")}
+
+
+def test_products_are_rounded_unless_the_precision_of_products_says_otherwise():
+    assert tiling.rounds(jnp.float32)
+    for precision in ("high", "highest", "float32"):
+        with jax.default_matmul_precision(precision):
+            assert not tiling.rounds(jnp.float32)
+            assert tiling.rounds(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("batch", "head_dim", "examples"), [(16, 64, 8), (12, 64, 1), (16, 72, 1)])
+def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batch, head_dim, examples):
+    q = jnp.zeros((batch, 196, 6, head_dim))
+    config = tiling.make_config(
+        q, q, None, None, causal=False, window=None, groups=1, scale=1.0, vmem_bytes=120 * 2**20
+    )
+    assert config.examples == examples
 
 
 def check_without_races(monkeypatch, name, case):
@@ -176,22 +217,23 @@ def gradient(options):
 
 
 @pytest.mark.slow
-def test_forward_and_backward_are_lowered_to_mosaic():
+@pytest.mark.parametrize(("batch", "dtype"), [(1, jnp.bfloat16), (8, jnp.float32)])
+def test_forward_and_backward_are_lowered_to_mosaic(batch, dtype):
     """Lowering finds operations that the interpreter accepts and Mosaic does not; it needs no TPU."""
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    q, weights = array(1, 130, 2, 64), weights_like(array, 1, 130, 130, 2)
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    q, weights = array(batch, 130, 2, 64), weights_like(array, batch, 130, 130, 2)
     options = dict(causal=True, window=None, mask=None, groups=1, scale=0.125)
     traced = jax.jit(gradient(options)).trace(q, q, q, q, weights, weights)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") >= 2
 
 
-# Heads, dimensions, tokens and window (0: causal over all keys) of variants of the ViT and of presets in
+# Heads, dimensions, tokens, window (0: causal over all keys) and batch of variants of the ViT and of presets in
 # dcvit/models/presets.py. scripts/compile_kernels.py compiles all of them.
 COMPILED = {
-    "v5e:2x2": [(6, 64, 197, None), (16, 72, 196, None), (16, 64, 2048, 256)],
-    "v6e:2x2": [(6, 64, 196, None)],
-    "v5p:2x2x1": [(16, 64, 2048, 0)],
+    "v5e:2x2": [(6, 64, 197, None, 8), (16, 72, 196, None, 1), (16, 64, 2048, 256, 1)],
+    "v6e:2x2": [(6, 64, 196, None, 8)],
+    "v5p:2x2x1": [(16, 64, 2048, 0, 1), (6, 64, 197, None, 16)],
 }
 
 
@@ -202,10 +244,10 @@ def test_the_tpu_compiler_accepts_the_shapes_of_the_models():
     compile_in_subprocess("test_pallas_tpu", COMPILED)
 
 
-def compile_for(topology, heads, head_dim, tokens, window):
+def compile_for(topology, heads, head_dim, tokens, window, batch):
     """Compile attention and its gradient for one chip of a topology; called in a process of its own."""
     mesh, array = one_chip(topology)
-    q, weights = array(1, tokens, heads, head_dim), weights_like(array, 1, tokens, tokens, heads)
+    q, weights = array(batch, tokens, heads, head_dim), weights_like(array, batch, tokens, tokens, heads)
     options = dict(causal=window == 0, window=window or None, mask=None, groups=1, scale=head_dim**-0.5)
     with jax.set_mesh(mesh):
         jax.jit(gradient(options)).lower(q, q, q, q, weights, weights).compile()

@@ -4,16 +4,18 @@ A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VM
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
 row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into half of it, as those
 of a window do; otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both
-phases are one step, and the grid runs over images. Blocks that no query attends to are neither fetched nor computed.
+phases are one step, and the grid runs over images, or over blocks of eight images with interleaved tokens
+(`dcvit.dcmha.pallas_tpu.examples`). Blocks that no query attends to are neither fetched nor computed.
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, a first kernel computes
 delta = Σ_s P·dP. The gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of
 a key block accumulate in VMEM. The gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they
 do not fit, the queries are processed in several passes.
 
-Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). For bfloat16
-inputs, key-wise weights are rounded to bfloat16 and packed in pairs, and matrix products have bfloat16 operands; all
-other values are float32. For float32 inputs all values are float32, and products are not rounded.
+Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). Matrix
+products have bfloat16 operands, and key-wise weights are rounded to bfloat16 and packed in pairs; all other values are
+float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's precision
+of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all products.
 
 Compiled with jax 0.10.2 and libtpu 0.0.42, scripts/tpu_bundles.py counts these bundles (about cycles) for one image of
 196 tokens, H = 6, D = 64, bfloat16. v5e: forward 6,012 and gradients 15,072; without composition 2,816 and 4,436.
@@ -36,7 +38,7 @@ from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
-from dcvit.dcmha.pallas_tpu.packing import flatten_heads, pack, unpack
+from dcvit.dcmha.pallas_tpu.packing import from_token_array, pack, token_array, unpack
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 Weights: TypeAlias = ComposeWeights | None
@@ -79,9 +81,13 @@ def attention(
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
+
+    def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
+        out, lse = forward(config, _packed(config, x), interpret)
+        return from_token_array(config, out, x[0]), lse
+
     config, interpret = static
-    out, lse = by_platform(forward, config, _packed(config, x), interpret)
-    return out[:, : config.queries].reshape(x[0].shape), lse
+    return by_platform(attend, config, x, interpret)
 
 
 def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
@@ -91,16 +97,18 @@ def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
 
 
 def _backward(static: Static, x: Inputs, lse: Array, cotangent: Array) -> Inputs:
-    (config, interpret), (q, k, v, pre, post, _) = static, x
-    inputs = _packed(config, x)
-    inputs |= {"do": flatten_heads(cotangent.astype(q.dtype), config.blocks_q * config.block_q), "lse": lse}
-    grads = by_platform(backward, config, inputs, interpret)
-    dq, dk, dv = (
-        grads[f"d{name}"][:, : x.shape[1]].reshape(x.shape).astype(x.dtype)
-        for name, x in zip("qkv", (q, k, v), strict=True)
-    )
-    dpre, dpost = unpack(config, grads, pre, post)
-    return dq, dk, dv, dpre, dpost, None
+    def differentiate(
+        config: KernelConfig, arguments: tuple[Inputs, Array, Array], interpret: Interpret
+    ) -> tuple[Array, Array, Array, Weights, Weights]:
+        x, lse, cotangent = arguments
+        q, k, v, pre, post, _ = x
+        do = token_array(config, cotangent.astype(q.dtype), config.block_q)
+        grads = backward(config, _packed(config, x) | {"do": do, "lse": lse}, interpret)
+        dq, dk, dv = (from_token_array(config, grads[f"d{name}"], x) for name, x in zip("qkv", (q, k, v), strict=True))
+        return dq, dk, dv, *unpack(config, grads, pre, post)
+
+    config, interpret = static
+    return *by_platform(differentiate, config, (x, lse, cotangent), interpret), None
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
@@ -114,15 +122,18 @@ _attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def by_platform(
-    kernel: Callable[..., Result], config: KernelConfig, inputs: dict[str, Array], interpret: Interpret | None
+    kernel: Callable[..., Result], config: KernelConfig, inputs: object, interpret: Interpret | None
 ) -> Result:
-    """Compile the kernel where the program is lowered for TPUs, and interpret it on other platforms."""
+    """Compile the kernel where the program is lowered for TPUs, and interpret it on other platforms.
+
+    The products of compiled kernels round float32 as all others of the program do.
+    """
     rolled = config._replace(strips_per_step=1)  # unrolled strips make an interpreter slower
     if interpret is not None:
         return kernel(rolled if interpret else config, inputs, interpret=interpret)
     result: Result = jax.lax.platform_dependent(
         inputs,
-        tpu=functools.partial(kernel, config, interpret=False),
+        tpu=functools.partial(kernel, config._replace(rounded=tiling.rounds(config.dtype)), interpret=False),
         default=functools.partial(kernel, rolled, interpret=True),
     )
     return result

@@ -13,8 +13,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.pallas_tpu.backward_tile import delta_kernel, gradient_kernel
-from dcvit.dcmha.pallas_tpu.config import LANES, Index, Interpret, KernelConfig, block_specs
+from dcvit.dcmha.pallas_tpu.config import (
+    LANES,
+    Index,
+    Interpret,
+    KernelConfig,
+    batch_of,
+    block_specs,
+    token_shape,
+    token_spec,
+)
+from dcvit.dcmha.pallas_tpu.examples import example_scratch
 from dcvit.dcmha.pallas_tpu.tile import broadcast_scratch
+from dcvit.dcmha.pallas_tpu.weights import packed_columns
 from dcvit.dcmha.shapes import Array
 
 
@@ -28,10 +39,13 @@ class Output(NamedTuple):
 def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name.
 
-    dq, dk and dv have their inputs' dtype. dwq, dwk and dstatic_… are float32 gradients of the packed weights.
+    dq, dk and dv are arrays of tokens, as their inputs. dwq, dwk and dstatic_… are float32 gradients of the packed
+    weights.
     """
     if config.blocks_k > 1:
         inputs = {**inputs, "delta": delta(config, inputs, interpret)}
+    if config.queries_per_pass >= config.queries:
+        return gradients(config, inputs, interpret)
     results = []
     for first in range(0, config.queries, config.queries_per_pass):
         queries = min(config.queries_per_pass, config.queries - first)
@@ -41,8 +55,6 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
         some |= {name: inputs[name][..., span] for name in ("lse", "delta", "mask") if name in inputs}
         some |= {name: inputs[name][:, first // LANES : span.stop // LANES] for name in ("wq",) if name in inputs}
         results.append(gradients(part, some, interpret))
-    if len(results) == 1:
-        return results[0]
     query_axis = {"dq": 1, "dwq": 2}
     return {
         name: jnp.concatenate([x[name] for x in results], axis=query_axis[name]) if name in query_axis
@@ -53,7 +65,7 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
 
 def delta(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> Array:
     """Return Σ_s P·dP of each row, (B H T) in float32, where dP is the gradient of the attention weights P."""
-    batch, padded = inputs["q"].shape[:2]
+    batch, padded = batch_of(config, inputs), config.blocks_q * config.block_q
 
     def key_block(i: Index, step: Index) -> Index:
         return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
@@ -85,7 +97,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
     names = (*inputs, *outputs, *scratch)
     results = pl.pallas_call(
         lambda *refs: gradient_kernel(config, names, *refs),
-        grid=(inputs["q"].shape[0], config.blocks_k, config.blocks_q),
+        grid=(batch_of(config, inputs) // config.examples, config.blocks_k, config.blocks_q),
         in_specs=list(specs.values()),
         out_specs=[output.spec for output in outputs.values()],
         out_shape=[output.shape for output in outputs.values()],
@@ -101,9 +113,9 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, Output]:
     """Return the outputs of the gradient kernel by name."""
-    batch, padded_q, wide = inputs["q"].shape
-    padded_k, narrow = inputs["k"].shape[1:]
-    block_q, block_k, last = config.block_q, config.block_k, config.blocks_k - 1
+    batch, wide, narrow = batch_of(config, inputs), inputs["q"].shape[2], inputs["k"].shape[2]
+    block_q, block_k, last, each = config.block_q, config.block_k, config.blocks_k - 1, config.examples
+    padded_q = config.blocks_q * block_q
     found: dict[str, Output] = {}
 
     def add(
@@ -118,19 +130,28 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str
     def completed(j: Index, i: Index) -> Index:  # the last key block completes the gradients of the queries
         return jnp.where(j == last, i, 0)
 
-    q, k, v = (inputs[name].dtype for name in "qkv")
-    add("dq", q, (batch, padded_q, wide), (1, block_q, wide), lambda b, j, i: (b, completed(j, i), 0))
-    add("dk", k, (batch, padded_k, narrow), (1, block_k, narrow), lambda b, j, i: (b, j, 0))
-    add("dv", v, (batch, padded_k, narrow), (1, block_k, narrow), lambda b, j, i: (b, j, 0))
-    if "wq" in inputs:
+    def tokens(name: str, width: int, dtype: DTypeLike) -> None:
+        if name in ("dq", "dwq"):
+            count, block, index = config.queries, block_q, completed
+        else:
+            count, block, index = config.keys, block_k, lambda j, i: j
+        spec = token_spec(config, count, block, width, index)
+        found[name] = Output(token_shape(config, batch, count, block, width, dtype), spec)
+
+    for name, width in (("dq", wide), ("dk", narrow), ("dv", narrow)):
+        tokens(name, width, config.token_dtype)
+    if config.examples > 1:
+        for name in ("wq", "wk"):
+            if name in inputs:
+                tokens(f"d{name}", inputs[name].shape[2], jnp.float32)
+    elif "wq" in inputs:
         n = inputs["wq"].shape[2]
         add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, completed(j, i)))
-    if "wk" in inputs:
-        n = inputs["wk"].shape[2] * (2 if config.packed_keys else 1)
-        add("dwk", jnp.float32, (batch, padded_k, n), (1, block_k, n), lambda b, j, i: (b, j, 0))
+    if "wk" in inputs and config.examples == 1:
+        tokens("dwk", inputs["wk"].shape[2], jnp.float32)
     for name in ("pre", "post"):
         if f"static_{name}" in inputs:
-            block = (1, config.heads * (config.heads // config.groups), 8, LANES)
+            block = (each, config.heads * (config.heads // config.groups), 8, LANES)
             add(f"dstatic_{name}", jnp.float32, (batch, *block[1:]), block, lambda b, j, i: (b, 0, 0, 0))
     return found
 
@@ -154,7 +175,8 @@ def gradient_scratch(
     plane, wide = (config.block_k, config.block_q), config.heads * config.head_dim
     scratch = tile_scratch(config)
     scratch |= {name: pltpu.VMEM((config.heads, *plane), jnp.float32) for name in ("p", "dp")}
-    scratch |= {name: pltpu.VMEM((config.heads, *plane), inputs["q"].dtype) for name in ("w", "da")}
+    scratch |= {name: pltpu.VMEM((config.heads, *plane), config.operand_dtype) for name in ("w", "da")}
+    scratch |= example_scratch(config, inputs, ("q", "k", "v", "wq", "wk", "do", "dq", "dk", "dv", "dwq", "dwk"))
     if not (config.is_single_tile and config.heads == config.key_heads):
         scratch["dq_acc"] = pltpu.VMEM((config.blocks_q, wide, config.block_q), jnp.float32)
         of_keys = pltpu.VMEM((config.key_heads * config.head_dim, config.block_k), jnp.float32)
@@ -164,11 +186,11 @@ def gradient_scratch(
     hidden["g_hidden"] = max(hidden.values())
     scratch |= {name: pltpu.VMEM((n, *plane), jnp.float32) for name, n in hidden.items() if n}
     if "dwq" in outputs:
-        n = outputs["dwq"].shape.shape[1]
+        n = packed_columns(config, "q")
         scratch["gq"] = pltpu.VMEM((n, 8, config.block_q), jnp.float32)
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)
     if "dwk" in outputs:
-        scratch["gk"] = pltpu.VMEM((config.block_k, outputs["dwk"].shape.shape[2]), jnp.float32)
+        scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
     for name in ("pre", "post"):
         if f"dstatic_{name}" in outputs:
             scratch[f"gstatic_{name}"] = pltpu.VMEM(outputs[f"dstatic_{name}"].shape.shape[1:], jnp.float32)

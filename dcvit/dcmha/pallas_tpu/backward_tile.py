@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.examples import over_examples
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
     TileRefs,
@@ -68,6 +69,13 @@ class GradientRefs(BackwardRefs):
     dq_acc: Ref | None = None  # gradients of all queries, transposed; None if they are written directly
     dk_acc: Ref | None = None
     dv_acc: Ref | None = None
+    dwq_rows: Ref | None = None  # `dwq` of one example, (1, columns, Bq)
+    do_tile: Ref | None = None  # tokens of one example, and gradients of their weights
+    dwq_tile: Ref | None = None
+    dwk_tile: Ref | None = None
+    dq_tile: Ref | None = None
+    dk_tile: Ref | None = None
+    dv_tile: Ref | None = None
     gq_acc: Ref | None = None  # gradients of query-wise weights of all queries
 
 
@@ -241,7 +249,7 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
     `factor` converts gradients of scores in units of log 2. Tokens are transposed because they are far smaller than
     tiles.
     """
-    q, k, do = refs.q[0].T, refs.k[0].T, refs.do[0].T
+    q, k, do = refs.q[0].T, refs.k[0, : config.block_k].T, refs.do[0].T
     dq, dk, dv = [], [], []
     for h in range(config.heads):
         lanes = config.query_lanes(h)
@@ -250,7 +258,8 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
         dv.append(dot(do[lanes], refs.w[h], (1, 1)))
     if refs.dq_acc is None:
         for out, heads, times in ((refs.dq, dq, factor), (refs.dk, dk, factor), (refs.dv, dv, 1.0)):
-            out[0] = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
+            rows = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
+            out[0, : len(rows)] = rows
         return
     for h in range(config.heads):
         refs.dq_acc[i, config.query_lanes(h)] += dq[h]
@@ -259,14 +268,21 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
 
 
 def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
-    """Compute all gradients; grid index (b, j, i).
+    """Compute all gradients; grid index (b, j, i)."""
+    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
+    last = (config.blocks_k - 1, config.blocks_q - 1)
+    index = (0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2))
+    over_examples(config, refs, functools.partial(all_gradients, config, index, last))
+
+
+def all_gradients(config: KernelConfig, index: tuple[Index, Index], last: tuple[int, int], refs: GradientRefs) -> None:
+    """Compute a tile's share of all gradients of an example.
 
     Gradients of a key block accumulate over i. Gradients of the queries stay in VMEM for all i and accumulate over j.
     """
-    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
-    j, i = pl.program_id(1), pl.program_id(2)
-    first_i, last_i = i == 0, i == pl.num_programs(2) - 1
-    first_j, last_j = j == 0, j == pl.num_programs(1) - 1
+    j, i = index
+    first_i, last_i = i == 0, i == last[1]
+    first_j, last_j = j == 0, j == last[0]
     factor = 1 / LOG2_E if config.pre is not None else config.scale
 
     @pl.when(first_i)
@@ -300,7 +316,7 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
         if refs.dq_acc is not None:
             refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype).T
         if refs.gq is not None:
-            existing(refs.dwq)[0] = existing(refs.gq_acc)[i]
+            existing(refs.dwq)[0, : refs.gq.shape[0]] = existing(refs.gq_acc)[i]
 
     @pl.when(last_i & last_j)
     def _() -> None:
@@ -319,7 +335,7 @@ def clear(*refs: Ref | None) -> None:
 def write_key_gradients(refs: GradientRefs, factor: float) -> None:
     """Write the accumulated gradients of a key block to the outputs."""
     if refs.dk_acc is not None:
-        refs.dk[0] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype).T
-        refs.dv[0] = existing(refs.dv_acc)[...].astype(refs.dv.dtype).T
+        refs.dk[0, : refs.dk_acc.shape[1]] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype).T
+        refs.dv[0, : refs.dk_acc.shape[1]] = existing(refs.dv_acc)[...].astype(refs.dv.dtype).T
     if refs.gk is not None:
-        existing(refs.dwk)[0] = refs.gk[...]
+        existing(refs.dwk)[0, : refs.gk.shape[0], : refs.gk.shape[1]] = refs.gk[...]

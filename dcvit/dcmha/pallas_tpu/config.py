@@ -6,14 +6,16 @@ Everything in this module is known when the program is traced. `dcvit.dcmha.pall
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.shapes import Array
 
 LANES = 128  # columns of a vector register
@@ -35,6 +37,15 @@ class BranchOffsets(NamedTuple):
     gate: int | None
 
 
+class KeyRun(NamedTuple):
+    """Neighboring packed columns of key-wise weights, and their partners that share 32-bit words with them."""
+
+    start: int
+    size: int
+    distance: int  # of a column and its partner
+    partners: int  # at most `size`
+
+
 class ComposeLayout(NamedTuple):
     """The branches of one compose and the position of its weights in the packed arrays."""
 
@@ -44,8 +55,23 @@ class ComposeLayout(NamedTuple):
     key_rank: int
     has_static: bool
     skip_factor: float  # multiplies the skip connection where the compose has no gate
-    first_column: int  # of the key-wise weights
-    columns: int  # number of key-wise columns, including padding to an even number
+    key_runs: tuple[KeyRun, ...]  # the key-wise columns
+
+    def key_columns(self, *, rounded: bool) -> list[int]:
+        """Return the packed columns of the key-wise weights that are broadcast: `rounded`, words of two columns."""
+        lower = [run.start + n for run in self.key_runs for n in range(run.size)]
+        upper = [run.start + run.distance + n for run in self.key_runs for n in range(run.partners)]
+        return lower if rounded else lower + upper
+
+    def key_word(self, column: int) -> tuple[int, bool]:
+        """Return the number of the word of a packed column, and True if the column has its upper bits."""
+        before = 0
+        for run in self.key_runs:
+            for first, size, is_upper in ((run.start, run.size, False), (run.start + run.distance, run.partners, True)):
+                if first <= column < first + size:
+                    return before + column - first, is_upper
+            before += run.size
+        raise ValueError(f"column {column} is not one of {self.key_runs}")
 
     def hidden_planes(self, groups: int) -> int:
         """Return the number of hidden planes: one for each rank, group and side with a dynamic projection."""
@@ -74,7 +100,20 @@ class KernelConfig(NamedTuple):
     pre: ComposeLayout | None
     post: ComposeLayout | None
     vmem_bytes: int  # limit for one kernel
-    packed_keys: bool  # key-wise weights are pairs of bfloat16 in 32-bit words
+    dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
+    rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
+    examples: int  # examples of a block; their tokens are interleaved, if it is more than one
+
+    @property
+    def operand_dtype(self) -> np.dtype[Any]:
+        """Dtype of the operands of matrix products."""
+        dtype: np.dtype[Any] = jnp.dtype(jnp.bfloat16 if self.rounded else jnp.float32)
+        return dtype
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Dtype of arrays of tokens in HBM; a row of interleaved tokens can be read in 32 bits only."""
+        return np.dtype(np.float32) if self.examples > 1 else self.dtype
 
     @property
     def is_single_tile(self) -> bool:
@@ -154,6 +193,30 @@ def _quotient(a: Index, b: int) -> Index:
     return a // b if isinstance(a, int) else jax.lax.div(a, jnp.int32(b))
 
 
+def token_shape(
+    config: KernelConfig, batch: int, tokens: int, block: int, wide: int, dtype: DTypeLike
+) -> jax.ShapeDtypeStruct:
+    """Return the type of an array of tokens, or of their weights, in HBM.
+
+    It is (T, B, H·D) if examples are interleaved, and else (B, T, H·D), padded to complete blocks.
+    """
+    if config.examples > 1:
+        return jax.ShapeDtypeStruct((tokens, batch, wide), dtype)
+    return jax.ShapeDtypeStruct((batch, round_up(tokens, block), wide), dtype)
+
+
+def token_spec(config: KernelConfig, tokens: int, block: int, wide: int, index: IndexMap) -> pl.BlockSpec:
+    """Return the block specification of such an array; `index` is the index map of its blocks."""
+    if config.examples > 1:
+        return pl.BlockSpec((tokens, config.examples, wide), lambda b, *n: (0, b, 0))
+    return pl.BlockSpec((1, block, wide), lambda b, *n: (b, index(*n), 0))
+
+
+def batch_of(config: KernelConfig, inputs: dict[str, Array]) -> int:
+    """Return B."""
+    return inputs["q"].shape[1 if config.examples > 1 else 0]
+
+
 def block_specs(
     config: KernelConfig,
     inputs: dict[str, Array],
@@ -174,17 +237,22 @@ def block_specs(
     def spec(name: str, x: Array) -> pl.BlockSpec:
         keys = key_block_of.get(name, key_block)
         if name in ("q", "do"):
-            return pl.BlockSpec((1, config.block_q, x.shape[2]), lambda b, *n: (b, query_block(*n), 0))
-        if name in ("k", "v", "wk"):
-            return pl.BlockSpec((1, config.block_k, x.shape[2]), lambda b, *n: (b, keys(*n), 0))
+            return token_spec(config, config.queries, config.block_q, x.shape[2], query_block)
+        if name in ("k", "v"):
+            return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
+        if name == "wk":
+            return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
+        if name == "wq" and config.examples > 1:
+            return token_spec(config, config.queries, config.block_q, x.shape[2], query_block)
         if name == "wq":
             block = (1, config.block_q // LANES, *x.shape[2:])
             return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))
         if name in ("lse", "delta"):
-            return pl.BlockSpec((1, x.shape[1], config.block_q), lambda b, *n: (b, 0, query_block(*n)))
+            block = (config.examples, x.shape[1], config.block_q)
+            return pl.BlockSpec(block, lambda b, *n: (b, 0, query_block(*n)))
         if name == "mask":
             per_example = int(x.shape[0] > 1)
-            block = (1, config.block_k, config.block_q)
+            block = (config.examples if per_example else 1, config.block_k, config.block_q)
             return pl.BlockSpec(block, lambda b, *n: (b * per_example, keys(*n), query_block(*n)))
         return pl.BlockSpec(memory_space=pltpu.SMEM)
 

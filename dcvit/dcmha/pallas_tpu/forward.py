@@ -11,7 +11,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import MASKED_SCORE
-from dcvit.dcmha.pallas_tpu.config import Index, Interpret, KernelConfig, block_specs
+from dcvit.dcmha.pallas_tpu.config import (
+    Index,
+    Interpret,
+    KernelConfig,
+    batch_of,
+    block_specs,
+    token_shape,
+    token_spec,
+)
+from dcvit.dcmha.pallas_tpu.examples import example_scratch, over_examples
 from dcvit.dcmha.pallas_tpu.tile import (
     Rows,
     Strip,
@@ -39,6 +48,7 @@ class ForwardRefs(TileRefs):
     w: Ref  # composed attention weights of a tile, (H, Bk, Bq)
     m: Ref  # running maximum of each sublane, (H, 8, Bq); later the log-sum-exp
     sums: Ref  # running sum of each sublane, (H, 8, Bq)
+    o_tile: Ref | None = None
     acc: Ref | None = None  # output as it accumulates over key blocks, transposed; None for a single key block
 
 
@@ -101,7 +111,9 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
             refs.w[h, strip.rows, :] = join(p[h]).astype(refs.w.dtype)
 
     over_strips(config, refs, ("post",), compose_weights)
-    v = refs.v[0].T  # values are far smaller than weights, which the matrix unit reads without a transposition
+    v = refs.v[
+        0, : config.block_k
+    ].T  # values are far smaller than weights, which the matrix unit reads without a transposition
     out = [dot(v[config.key_lanes(h)], refs.w[h], (1, 0)) for h in range(config.heads)]
     if refs.acc is None:
         refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0).T
@@ -111,9 +123,15 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
 
 
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
-    """Process one key block at grid index (b, i, phase, step): statistics in phase 0, output in phase 1."""
+    """Process the examples of a block and one key block at grid index (b, i, phase, step)."""
     refs = ForwardRefs(**dict(zip(names, arguments, strict=True)))
-    i, phase, step = pl.program_id(1), pl.program_id(2), pl.program_id(3)
+    index = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
+    over_examples(config, refs, functools.partial(process_block, config, index))
+
+
+def process_block(config: KernelConfig, index: tuple[Index, Index, Index], refs: ForwardRefs) -> None:
+    """Process one key block of an example: statistics in phase 0, output in phase 1."""
+    i, phase, step = index
     j = config.first_key_block(i) + step
     slots, steps = refs.x.shape[0], config.max_key_blocks
     slot = step if slots > 1 else 0
@@ -151,8 +169,8 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 
 
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
-    """Return the output of all heads (B T H·D), and the log-sum-exp of each row (B H T) in units of log 2."""
-    batch, padded = inputs["q"].shape[:2]
+    """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
+    batch, padded = batch_of(config, inputs), config.blocks_q * config.block_q
     steps = config.max_key_blocks
     slots = steps if keeps_scores(config, steps) else 1
     phases = 1 if steps == 1 else 2
@@ -174,23 +192,23 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
     block_q, block_k, wide = config.block_q, config.block_k, config.heads * config.head_dim
     scratch = {
         "x": pltpu.VMEM((slots, config.heads, block_k, block_q), jnp.float32),
-        "w": pltpu.VMEM((config.heads, block_k, block_q), inputs["q"].dtype),
+        "w": pltpu.VMEM((config.heads, block_k, block_q), config.operand_dtype),
         "m": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
         "sums": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
     }
-    scratch |= broadcast_scratch(config)
+    scratch |= broadcast_scratch(config) | example_scratch(config, inputs, ("q", "k", "v", "wq", "wk", "o"))
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
     out, lse = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
-        grid=(batch, config.blocks_q, phases, steps),
+        grid=(batch // config.examples, config.blocks_q, phases, steps),
         in_specs=list(specs.values()),
         out_specs=[
-            pl.BlockSpec((1, block_q, wide), lambda b, i, p, s: (b, i, 0)),
-            pl.BlockSpec((1, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
+            token_spec(config, config.queries, block_q, wide, lambda i, p, s: i),
+            pl.BlockSpec((config.examples, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, padded, wide), inputs["q"].dtype),
+            token_shape(config, batch, config.queries, block_q, wide, config.token_dtype),
             jax.ShapeDtypeStruct((batch, config.heads, padded), jnp.float32),
         ],
         scratch_shapes=list(scratch.values()),

@@ -10,80 +10,96 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.numerics import LOG2_E
-from dcvit.dcmha.pallas_tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig
+from dcvit.dcmha.numerics import LOG2_E, cdiv
+from dcvit.dcmha.pallas_tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig, KeyRun
+from dcvit.dcmha.pallas_tpu.weights import Side, corrected, scaled, words
 from dcvit.dcmha.shapes import Array
 
-Side = Literal["q", "k"]
 Part = Literal["down", "up", "gate"]
 
 
-def side_weights(w: ComposeWeights | None, side: Side) -> Iterator[tuple[Part, str, Array]]:
-    """Yield the part, the field name and the array of each existing weight of one side, in packed order."""
-    if w is None:
-        return
-    fields = (w.q1, w.q2, w.qg) if side == "q" else (w.k1, w.k2, w.kg)
+def packed_order(
+    pre: ComposeWeights | None, post: ComposeWeights | None, side: Side
+) -> Iterator[tuple[int, Part, str, Array]]:
+    """Yield compose (0 or 1), part, field name and array of each weight of one side, in packed order."""
     parts: tuple[Part, ...] = ("down", "up", "gate")
-    for part, suffix, x in zip(parts, "12g", fields, strict=True):
-        if x is not None:
-            yield part, side + suffix, x
+    for part, suffix in zip(parts, "12g", strict=True):
+        for c, w in enumerate((pre, post)):
+            x = None if w is None else getattr(w, side + suffix)
+            if x is not None:
+                yield c, part, side + suffix, x
 
 
 def compose_layouts(
     pre: ComposeWeights | None, post: ComposeWeights | None, scale: float
 ) -> tuple[ComposeLayout | None, ComposeLayout | None]:
-    """Return the layouts of both composes in the packed arrays; each compose starts at an even column."""
-    starts: list[dict[str, int]] = [{}, {}]
-    first, columns = [0, 0], [0, 0]
-    sides: tuple[Side, ...] = ("q", "k")
-    for side in sides:
+    """Return the layouts of both composes in the packed arrays.
+
+    The columns of a side are the down projections of both composes, their up projections and their gates: the order in
+    which `dcvit.dcmha.compose` computes them, so that packing them moves little.
+    """
+
+    def offsets(side: Side) -> list[BranchOffsets]:
+        starts: list[dict[str, int]] = [{}, {}]
         column = 0
-        for c, w in enumerate((pre, post)):
-            column += column % 2
-            begin = column
-            for _, name, x in side_weights(w, side):
-                starts[c][name] = column
-                column += math.prod(x.shape[2:])
-            if side == "k":
-                first[c], columns[c] = begin, column + column % 2 - begin
+        for c, part, _, x in packed_order(pre, post, side):
+            starts[c][part] = column
+            column += math.prod(x.shape[2:])
+        return [BranchOffsets(*(some.get(part) for part in ("down", "up", "gate"))) for some in starts]
+
+    queries, keys = offsets("q"), offsets("k")
 
     def layout(c: int, w: ComposeWeights | None) -> ComposeLayout | None:
         if w is None:
             return None
-        query, key = (BranchOffsets(*(starts[c].get(f"{side}{n}") for n in "12g")) for side in sides)
+        runs, (down, up, gate) = [], keys[c]
+        if w.k1 is not None and down is not None and up is not None:
+            size = math.prod(w.k1.shape[2:])
+            runs.append(KeyRun(down, size, up - down, size))
+        if w.kg is not None and gate is not None:
+            half = cdiv(w.kg.shape[2], 2)
+            runs.append(KeyRun(gate, half, half, w.kg.shape[2] - half))
         ranks = [0 if x is None else x.shape[2] for x in (w.q1, w.k1)]
         skip = 1.0 if c else scale * LOG2_E
-        return ComposeLayout(query, key, ranks[0], ranks[1], w.static is not None, skip, first[c], columns[c])
+        return ComposeLayout(queries[c], keys[c], ranks[0], ranks[1], w.static is not None, skip, tuple(runs))
 
     return layout(0, pre), layout(1, post)
 
 
-def flatten_heads(x: Array, length: int) -> Array:
-    """Reshape (B N H D) to (B `length` H·D) and append zeros after the last token."""
+def token_array(config: KernelConfig, x: Array, block: int) -> Array:
+    """Return tokens (B N H D) as the kernels read them, see `dcvit.dcmha.pallas_tpu.config.token_shape`."""
     x = x.reshape(*x.shape[:2], -1)
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
+    if config.examples > 1:
+        return interleave(x.astype(config.token_dtype))
+    return jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % block), (0, 0)))
+
+
+def interleave(x: Array) -> Array:
+    """Swap the axes of examples and tokens, which changes no layout.
+
+    The barrier, also after a kernel, keeps XLA from moving the swap into a product, for which it would copy.
+    """
+    held: Array = jax.lax.optimization_barrier(x)
+    return held.swapaxes(0, 1)
+
+
+def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
+    """Return tokens that a kernel has written in the shape and dtype of `like`, (B N H D)."""
+    if config.examples > 1:
+        x = jax.lax.optimization_barrier(x.swapaxes(0, 1))
+    return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
 
 def pack(
     config: KernelConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
     mask: Array | None,
 ) -> dict[str, Array]:  # fmt: skip
-    """Return the kernels' inputs by name: tokens padded to complete blocks, and one float32 array of weights per side.
-
-    The weights of the pre-compose include the factor scale·log2(e), because a compose C is linear, C(c·a) = c·C(a), and
-    the kernels compute softmax in base 2. The skip connection is added to one of the gates.
-    """
+    """Return the kernels' inputs by name: tokens, and one array of weights for each side."""
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
-    inputs = {"q": flatten_heads(q, padded_q), "k": flatten_heads(k, padded_k), "v": flatten_heads(v, padded_k)}
-    wq = _pack_side(config, pre, post, "q", padded_q)
-    if wq is not None:
-        inputs["wq"] = wq.reshape(wq.shape[0], -1, LANES, wq.shape[2]).swapaxes(2, 3)
-    wk = _pack_side(config, pre, post, "k", padded_k)
-    if wk is not None:
-        inputs["wk"] = wk
-        if config.packed_keys:
-            pairs = wk.astype(jnp.bfloat16).reshape(*wk.shape[:2], -1, 2)
-            inputs["wk"] = jax.lax.bitcast_convert_type(pairs, jnp.int32)
+    blocks = {"q": config.block_q, "k": config.block_k, "v": config.block_k}
+    inputs = {name: token_array(config, x, blocks[name]) for name, x in zip("qkv", (q, k, v), strict=True)}
+    wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
+    inputs |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
     for name, w in (("pre", pre), ("post", post)):
         if w is not None and w.static is not None:
             x = w.static.astype(jnp.float32).reshape(config.heads, -1)
@@ -96,23 +112,22 @@ def pack(
 def _pack_side(
     config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None, side: Side, length: int
 ) -> Array | None:
-    """Return the weights of one side of both composes as (B `length` columns), or None if there are none."""
-    columns: list[Array] = []
-    for c, w in enumerate((pre, post)):
-        for part, _, x in side_weights(w, side):
-            x = x.astype(jnp.float32)
-            # The query-wise gate holds the skip connection; without it, the key-wise gate does.
-            if part == "gate" and (side == "q" or (w is not None and w.qg is None)):
-                x = 1 + x
-            if c == 0 and part != "down":
-                x = x * (config.scale * LOG2_E)
-            columns.append(x.reshape(*x.shape[:2], -1))
-        if sum(x.shape[2] for x in columns) % 2:
-            columns.append(jnp.zeros((*columns[-1].shape[:2], 1), jnp.float32))
+    """Return the weights of one side of both composes, or None if there are none.
+
+    If examples are interleaved, the kernels make rows and words of them; see `dcvit.dcmha.pallas_tpu.weights`.
+    """
+    columns = [x.astype(jnp.float32).reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
         return None
-    packed = jnp.concatenate(columns, axis=-1)
-    return jnp.pad(packed, ((0, 0), (0, length - packed.shape[1]), (0, 0)))
+    missing = -sum(x.shape[2] for x in columns) % LANES
+    if config.examples > 1:
+        columns.append(jnp.zeros((*columns[-1].shape[:2], missing), jnp.float32))
+        return interleave(jnp.concatenate(columns, axis=-1))
+    x = scaled(config, jnp.concatenate(columns, axis=-1), side)
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
+    if side == "q":
+        return x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
+    return words(config, x) if config.rounded else x
 
 
 def unpack(
@@ -127,17 +142,19 @@ def unpack(
     sides: tuple[Side, ...] = ("q", "k")
     for side in sides:
         column = 0
-        for c, w in enumerate((pre, post)):
-            for part, name, x in side_weights(w, side):
-                size = math.prod(x.shape[2:])
-                span = slice(column, column + size)
-                grad = grads["dwq"][:, span].swapaxes(1, 2) if side == "q" else grads["dwk"][..., span]
-                grad = grad[:, : x.shape[1]].reshape(x.shape)
-                if c == 0:
-                    grad = grad * (1 / LOG2_E if part == "down" else config.scale)
-                fields[c][name] = grad.astype(x.dtype)
-                column += size
-            column += column % 2
+        if f"dw{side}" not in grads:
+            continue
+        by_token = grads[f"dw{side}"]
+        if config.examples > 1:
+            by_token = jax.lax.optimization_barrier(by_token.swapaxes(0, 1))
+        elif side == "q":
+            by_token = by_token.swapaxes(1, 2)
+        by_token = corrected(config, by_token, side)
+        for c, _, name, x in packed_order(pre, post, side):
+            size = math.prod(x.shape[2:])
+            grad = by_token[:, : x.shape[1], column : column + size]
+            fields[c][name] = grad.reshape(x.shape).astype(x.dtype)
+            column += size
     for c, (name, w) in enumerate((("pre", pre), ("post", post))):
         if w is not None and w.static is not None:
             grad = jnp.sum(grads[f"dstatic_{name}"], axis=(0, 2, 3)).reshape(w.static.shape)

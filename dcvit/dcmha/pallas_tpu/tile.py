@@ -53,6 +53,13 @@ class TileRefs:
     mask: Ref | None = None
     broadcast_pre: Ref | None = None
     broadcast_post: Ref | None = None
+    q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.examples`
+    k_tile: Ref | None = None
+    v_tile: Ref | None = None
+    wq_tile: Ref | None = None
+    wk_tile: Ref | None = None
+    wq_rows: Ref | None = None  # weights of one example, see `dcvit.dcmha.pallas_tpu.weights`
+    wk_ready: Ref | None = None
 
 
 def total(terms: Sequence[Array]) -> Array:
@@ -87,13 +94,12 @@ class StripCompose:
     def key_weight(self, start: int, index: int) -> Array:
         """Return packed column `start` + `index` of the key-wise weights, (strip/8, 8, Bq)."""
         broadcast = existing(self.broadcast)
-        column = start + index - self.layout.first_column
-        if self.config.packed_keys:
-            word = broadcast[column // 2]
-            word = word << 16 if column % 2 == 0 else word & jnp.int32(-65536)
+        if self.config.rounded:
+            n, is_upper = self.layout.key_word(start + index)
+            word = broadcast[n] & jnp.int32(-65536) if is_upper else broadcast[n] << 16
             x = jax.lax.bitcast_convert_type(word, jnp.float32)
         else:
-            x = broadcast[column]
+            x = broadcast[self.layout.key_columns(rounded=False).index(start + index)]
         return split(jnp.concatenate([x] * (self.config.block_q // LANES), axis=-1))
 
     def static_weight(self, n: int, h: int) -> Array:
@@ -198,12 +204,10 @@ def broadcast_columns(
     config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
 ) -> None:
     """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
-    if layout is None or not layout.columns:
+    if layout is None or not layout.key_runs:
         return
-    per_word = 2 if config.packed_keys else 1
     x = existing(wk)[0, rows, :]
-    for n in range(layout.columns // per_word):
-        c = layout.first_column // per_word + n
+    for n, c in enumerate(layout.key_columns(rounded=config.rounded)):
         existing(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
 
 
@@ -260,13 +264,13 @@ def over_strips(
 
 def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
     """Return the buffers of broadcast key-wise weights by name, one buffer for each strip of a step."""
-    per_word, dtype = (2, jnp.int32) if config.packed_keys else (1, jnp.float32)
+    dtype = jnp.int32 if config.rounded else jnp.float32
     return {
         f"broadcast_{name}": pltpu.VMEM(
-            (config.strips_per_step, layout.columns // per_word, config.strip, LANES), dtype
+            (config.strips_per_step, len(layout.key_columns(rounded=config.rounded)), config.strip, LANES), dtype
         )
         for name, layout in (("pre", config.pre), ("post", config.post))
-        if layout is not None and layout.columns
+        if layout is not None and layout.key_runs
     }  # fmt: skip
 
 
@@ -286,7 +290,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
     """Write k_h·q_hᵀ of each head h to out[h]; with v and dO it is the gradient of the composed weights."""
     for h in range(config.heads):
-        out[h] = dot(k[0, :, config.key_lanes(h)], q[0, :, config.query_lanes(h)], (1, 1))
+        out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, :, config.query_lanes(h)], (1, 1))
 
 
 def visible(config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None) -> Array | None:

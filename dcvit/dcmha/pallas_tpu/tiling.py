@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
@@ -36,6 +37,12 @@ def check_dtypes(q: Array, k: Array, v: Array) -> None:
         )
 
 
+def rounds(dtype: DTypeLike) -> bool:
+    """Return whether a TPU rounds the operands of products to bfloat16: all, or float32 at JAX's default precision."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return dtype == jnp.bfloat16 or precision in (None, "default", "fastest", "bfloat16")
+
+
 def device_kind() -> str:
     """Return the kind of the devices of the current mesh, or of this host's devices without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -59,18 +66,20 @@ def strips_per_step(heads: int, keys: int) -> int:
     return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
 
 
-def backward_vmem_bytes(config: KernelConfig, itemsize: int) -> int:
+def backward_vmem_bytes(config: KernelConfig) -> int:
     """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
+    itemsize = jnp.dtype(config.dtype).itemsize
     plane = config.heads * config.block_k * config.block_q
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
     layouts = [layout for layout in (config.pre, config.post) if layout is not None]
     rows = sum(config.heads * (2 * layout.query_rank + 1) for layout in layouts)
-    columns = sum(layout.columns for layout in layouts)
+    columns = sum(len(layout.key_columns(rounded=False)) for layout in layouts)
     hidden = [layout.hidden_planes(config.groups) for layout in layouts] or [0]
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
-    windows = 3 * config.block_q * wide * itemsize + config.block_k * narrow * 4 * max(itemsize, 3)
+    tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
+    windows = tokens * max(jnp.dtype(config.token_dtype).itemsize, 3)
     windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
-    broadcast = columns * 2 * config.strip * LANES * (2 if config.packed_keys else 4)
+    broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
     scratch = (
         plane * (16 + 2 * itemsize)
         + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
@@ -78,7 +87,9 @@ def backward_vmem_bytes(config: KernelConfig, itemsize: int) -> int:
         + config.block_k * (2 * narrow + columns + LANES) * 4
     )
     scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
-    return 2 * windows + scratch
+    if config.examples > 1:
+        scratch += config.examples * (tokens + (config.block_q + config.block_k) * 4 * columns) * 4
+    return 2 * windows * config.examples + scratch
 
 
 def make_config(
@@ -93,7 +104,7 @@ def make_config(
     Raises:
       UnsupportedError: no block size fits.
     """
-    queries, heads, head_dim = q.shape[1:]
+    batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
     layout_pre, layout_post = compose_layouts(pre, post, float(scale))
     unroll = strips_per_step(heads, keys)
@@ -108,8 +119,19 @@ def make_config(
                 heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0, queries=queries,
                 keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
                 strips_per_step=together, causal=causal, window=window, scale=float(scale), pre=layout_pre,
-                post=layout_post, vmem_bytes=vmem_bytes, packed_keys=q.dtype == jnp.bfloat16,
+                post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
             )  # fmt: skip
-            if queries_per_pass <= queries and backward_vmem_bytes(config, q.dtype.itemsize) <= vmem_bytes:
-                return config
+            if queries_per_pass <= queries and backward_vmem_bytes(config) <= vmem_bytes:
+                return interleaved(config, batch)
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
+
+
+def interleaved(config: KernelConfig, batch: int) -> KernelConfig:
+    """Return the configuration with blocks of eight interleaved examples, if that is possible."""
+    found = config._replace(examples=SUBLANES)
+    whole = (
+        batch % SUBLANES == config.heads * config.head_dim % LANES == config.key_heads * config.head_dim % LANES == 0
+    )
+    if config.is_single_tile and whole and backward_vmem_bytes(found) <= config.vmem_bytes:
+        return found
+    return config

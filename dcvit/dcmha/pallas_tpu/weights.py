@@ -1,0 +1,115 @@
+"""Dynamic weights in the form in which the TPU kernels read them: query-wise rows, and key-wise words.
+
+The packed weights of a side are (tokens, columns); `dcvit.dcmha.pallas_tpu.packing.compose_layouts` says which column
+is which weight. A kernel that reads interleaved examples reads them like tokens and converts them in VMEM, where a
+transposition costs little; for other kernels XLA converts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.shapes import Array, Ref
+
+Side = Literal["q", "k"]
+
+
+def packed_columns(config: KernelConfig, side: Side) -> int:
+    """Return the number of packed columns of one side."""
+    return max((stop for _, _, _, stop in _parts(config, side)), default=0)
+
+
+def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, str, int, int]]:
+    """Yield the compose, the name, and the first and the end column of each weight of one side."""
+    for layout in (config.pre, config.post):
+        if layout is None:
+            continue
+        offsets, rank = (layout.query, layout.query_rank) if side == "q" else (layout.key, layout.key_rank)
+        for name, start in offsets._asdict().items():
+            if start is not None:
+                yield layout, name, start, start + (1 if name == "gate" else rank) * config.heads
+
+
+def scaled(config: KernelConfig, x: Array, side: Side) -> Array:
+    """Return packed weights with the factor scale·log2(e) of the pre-compose, and with the skip connection.
+
+    A compose C is linear, C(c·a) = c·C(a), and the kernels compute softmax in base 2. The skip connection is added to
+    the query-wise gate, or else to the key-wise one.
+
+    Args:
+      config: the layout of the columns.
+      x: weights, with the columns as the last axis.
+      side: "q" or "k".
+    """
+    column = _column(x)
+    factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
+    for layout, name, start, stop in _parts(config, side):
+        inside = (column >= start) & (column < stop)
+        if name != "down":
+            factor = jnp.where(inside, layout.skip_factor, factor)
+        if name == "gate" and (side == "q" or layout.query.gate is None):
+            term = jnp.where(inside, layout.skip_factor, term)
+    return x * factor + term
+
+
+def corrected(config: KernelConfig, x: Array, side: Side) -> Array:
+    """Return the gradients of weights from those of packed weights.
+
+    The kernels use scores without the factor `scale`, and pre-compose weights with the factor scale·log2(e).
+    """
+    column = _column(x)
+    factor = jnp.ones(column.shape, jnp.float32)
+    for layout, name, start, stop in _parts(config, side):
+        if layout is config.pre:
+            times = 1 / LOG2_E if name == "down" else config.scale
+            factor = jnp.where((column >= start) & (column < stop), times, factor)
+    return x * factor
+
+
+def words(config: KernelConfig, x: Array) -> Array:
+    """Return key-wise weights as pairs of bfloat16 in 32-bit words, see `KeyRun`.
+
+    The word of the first column of a pair has the second one in its upper bits; the other words are not used.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)  # round to the nearest, and to even
+    lower, column = jax.lax.shift_right_logical(bits, 16), _column(x)
+    found: Array = bits
+    runs = [run for layout in (config.pre, config.post) if layout is not None for run in layout.key_runs]
+    for distance in dict.fromkeys(run.distance for run in runs):
+        pairs = lower | pltpu.roll(bits, x.shape[-1] - distance, x.ndim - 1)
+        for run in runs:
+            if run.distance == distance:
+                found = jnp.where((column >= run.start) & (column < run.start + run.size), pairs, found)
+    return found
+
+
+def _column(x: Array) -> Array:
+    """Return the number of each column."""
+    return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
+
+
+def prepare(config: KernelConfig, wq: Ref | None, wk: Ref | None, rows: Ref | None, ready: Ref | None) -> None:
+    """Convert the weights of the tokens of an example.
+
+    Args:
+      config: the layout of the columns.
+      wq: query-wise weights, (1, Bq, columns).
+      wk: key-wise weights, (1, Bk, columns).
+      rows: the result for `wq`, (1, Bq/128, columns, 128).
+      ready: the result for `wk`, (1, Bk, columns), words or float32.
+    """
+    if wq is not None and rows is not None:
+        x = scaled(config, wq[0], "q")
+        for n in range(rows.shape[1]):
+            rows[0, n] = x[n * LANES : (n + 1) * LANES].T
+    if wk is not None and ready is not None:
+        x = scaled(config, wk[0, : config.block_k], "k")
+        ready[0] = words(config, x) if config.rounded else x
