@@ -18,8 +18,8 @@ float32. For float32 inputs, operands and weights are float32 too if the kernels
 of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all products.
 
 Compiled with jax 0.10.2 and libtpu 0.0.42, scripts/tpu_bundles.py counts these bundles (about cycles) for one image of
-196 tokens, H = 6, D = 64, bfloat16. v5e: forward 6,012 and gradients 15,072; without composition 2,816 and 4,436.
-v6e: 5,462 and 12,864; without composition 2,329 and 3,511. docs/performance.md explains these numbers.
+196 tokens, H = 6, D = 64, in blocks of eight. v5e: forward 6,914 and gradients 17,229; without composition 3,423 and
+5,582. v6e: 6,262 and 13,971; without composition 2,834 and 4,276. docs/performance.md explains these numbers.
 """
 
 from __future__ import annotations
