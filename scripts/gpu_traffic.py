@@ -19,9 +19,16 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from dcvit import dcmha
 from dcvit.parallel import hlo
 from dcvit.parallel.hlo import Instruction
 
@@ -109,7 +116,7 @@ def operands(x: Instruction) -> list[str]:
     return [name.split()[-1].lstrip("%") for name in x.rest.split(")", 1)[0].split(", ") if name]
 
 
-def cuda_device() -> Any:
+def cuda_device() -> jax.Device:
     """Return the description of an H200 for which the CUDA plugin of JAX compiles, without a GPU.
 
     Raises:
@@ -118,21 +125,15 @@ def cuda_device() -> Any:
     if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
         sys.exit("gpu_traffic: install the packages named in the description (--help)")
     import nvidia
-    from jax.experimental import topologies
 
     compiler = next(path for folder in nvidia.__path__ for path in Path(folder).glob("cuda_nvcc"))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={compiler}"
-    return topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices[0]
+    found: jax.Device = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices[0]
+    return found
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Compile all rows of the table."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from dcvit import dcmha
-
     mesh = jax.sharding.Mesh(np.array([cuda_device()]), ("x",))
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -145,10 +146,10 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for name, (composed, implementation) in ROWS.items():
             weights = dcmha.ComposeWeights(rank, rank, gate, rank, rank, gate) if composed else None
 
-            def forward(*x: Any, implementation: str = implementation) -> jax.Array:
+            def forward(*x: jax.Array, implementation: str = implementation) -> jax.Array:
                 return dcmha.attention(*x, causal=args.causal, window=args.window, implementation=implementation)
 
-            def backward(do: jax.Array, *x: Any, forward: Any = forward) -> Any:
+            def backward(do: jax.Array, *x: jax.Array, forward: Callable[..., jax.Array] = forward) -> object:
                 return jax.vjp(forward, *x)[1](do)
 
             inputs = (q, q, q, weights, weights)
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
     print(HEADER)
     rows = measure(args)
     if args.json:
