@@ -1,8 +1,9 @@
 """Formulas for the number of floating point operations of a forward pass and of a training step.
 
 A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
-with a diagonal matrix. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations, pooling
-and residual additions do not.
+with a diagonal matrix. Products with the zeros of a block matrix (`dcvit.dcmha.compose.dynamic_projections`) do not,
+although programs compute them. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations,
+pooling and residual additions do not.
 
 Letters are those of the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers,
 F the MLP's width, V the vocabulary, C classes. In addition, P is the number of visible query-key pairs, J = H/G that of

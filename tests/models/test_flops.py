@@ -18,7 +18,7 @@ ROW = 14  # tokens
 
 
 # The reference implementation has one equation for each product. Others write some of their products as sums.
-BLOCKS = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
+BLOCKS = {"width": 72, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
 
 
 def small(**fields):
@@ -50,11 +50,18 @@ def gradient_of(net, example):
 
 
 def counted(of, net, example, tokens):
-    """Count the operations of a program's products, in the equations on which its results depend."""
+    """Count the operations of a program's products, in the equations on which its results depend.
+
+    The second layers of the dynamic projections of both composes, sides and all groups are one block matrix, in which
+    products with zeros do not count. Products of a higher precision are means of a norm.
+    """
     function, params = of(net, example)
     jaxpr = jax.make_jaxpr(function)(params, example).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     folded = {(tokens, groups, net.num_heads // groups) for groups in (net.groups, net.num_heads)}
+    layers = len(net.branches) * (2 if net.compose == "both" else 1) * net.groups
+    inner = layers * 2 * net.rank * net.num_heads // net.groups
+    assert inner != net.width  # otherwise other matrices have the shape of the block matrix
 
     def walk(jaxpr):
         total = 0
@@ -62,7 +69,10 @@ def counted(of, net, example, tokens):
             name, out = equation.primitive.name, equation.outvars[0].aval.shape
             if name == "dot_general":
                 contracted = equation.params["dimension_numbers"][0][0]
-                total += 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+                count = 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+                is_block = (inner, inner) in (equation.invars[1].aval.shape, out)
+                is_mean = jax.lax.Precision.HIGH in (equation.params["precision"] or ())
+                total += 0 if is_mean else count // (layers if is_block else 1)
             elif name == "conv_general_dilated":
                 kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)
                 total += 2 * math.prod(out) * math.prod(kernel[:-1])
