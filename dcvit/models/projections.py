@@ -153,15 +153,16 @@ class HeadDense(nn.Module):
         return out.reshape(*x.shape[:-1], *shape)
 
 
-def _flat_init(init: Initializer) -> Callable[[Array, Sequence[int], DTypeLike], Array]:
-    """Return an initializer that draws the last two axes (H, D) as one, as `nn.DenseGeneral` does."""
+def _flat_init(init: Initializer) -> Callable[..., Array | nn.meta.AxisMetadata[Array]]:
+    """Return an initializer that draws the last two axes (H, D) as one, as `nn.DenseGeneral` does.
 
-    def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array:
+    If `init` returns an array in a box with metadata, so does the initializer.
+    """
+
+    def initialize(key: Array, shape: Sequence[int], dtype: DTypeLike) -> Array | nn.meta.AxisMetadata[Array]:
         flat = init(key, (*shape[:-2], shape[-2] * shape[-1]), dtype)
-        if isinstance(flat, nn.meta.AxisMetadata):
-            boxed: Array = nn.meta.replace_boxed(flat, flat.unbox().reshape(shape))
-            return boxed
-        return jnp.reshape(flat, shape)
+        found: Array | nn.meta.AxisMetadata[Array] = jax.tree.map(lambda x: jnp.reshape(x, shape), flat)
+        return found
 
     return initialize
 
