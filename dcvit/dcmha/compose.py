@@ -16,6 +16,7 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.numerics import statistics_dtype
+from dcvit.dcmha.partition import splits_heads
 from dcvit.dcmha.shapes import Array, Float
 
 RMS_EPSILON = 1e-6
@@ -70,8 +71,12 @@ def dynamic_projections(
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
     """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
 
-    All weights of a token are one axis until the end: TPUs pad an axis of few heads to 128 numbers.
+    All weights of a token are one axis until the end, because TPUs pad an axis of few heads to 128 numbers; or groups
+    have an axis of their own, if they are split over devices.
     """
+    if splits_heads():
+        by_group = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
+        return [_down_and_up(by_group[:, :, c], second, heads) for c, second in enumerate(w_2)]
     groups, inner = w_2[0].shape[:2]
     per_group = heads // groups
     rank, count = inner // (2 * per_group), len(w_2)
@@ -86,6 +91,21 @@ def dynamic_projections(
     shape = (*x.shape[:2], rank, heads)
     downs, ups = ([y.reshape(shape) for y in jnp.split(side, count, axis=-1)] for side in (down, up))
     return list(zip(downs, ups, strict=True))
+
+
+def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
+    """Apply the second layer of Eqn 5 to each group, and split its output into the down and the up projection."""
+    batch, length, groups, inner = hidden.shape
+    per_group = heads // groups
+    rank = inner // (2 * per_group)
+    both = jnp.einsum("bngi,gio->bngo", hidden, w_2)
+    both = both.reshape(batch, length, groups, 2, rank, per_group)
+    down, up = (jnp.swapaxes(both[:, :, :, half], 2, 3) for half in (0, 1))  # B N R G H/G
+    square = jnp.square(down.astype(statistics_dtype(down.dtype)))
+    scale = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + RMS_EPSILON)
+    down = down * scale.astype(down.dtype)
+    shape = (batch, length, rank, heads)
+    return down.reshape(shape), up.reshape(shape)
 
 
 def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI CGI"]:
@@ -107,6 +127,9 @@ def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Ar
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
     """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`."""
+    if splits_heads():
+        gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
+        return [gates[:, :, c] for c in range(len(w_g))]
     return jnp.split(jnp.tanh(x @ jnp.concatenate(w_g, axis=1)), len(w_g), axis=-1)
 
 

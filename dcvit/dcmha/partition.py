@@ -36,3 +36,10 @@ def splits_arrays() -> bool:
         return jax.device_count() > 1
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(size > 1 and kind != AxisType.Manual for size, kind in sizes)
+
+
+def splits_heads() -> bool:
+    """Return True if the compiler splits heads over devices: the mesh has an axis "tensor" of several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(name == "tensor" and size > 1 and kind != AxisType.Manual for name, size, kind in axes)
