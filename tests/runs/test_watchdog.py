@@ -83,7 +83,7 @@ def test_progress_is_not_reported(tmp_path, monkeypatch):
 
 
 STALL = """
-import ctypes, pathlib, sys, time
+import ctypes, pathlib, sys, time, jax
 from dcvit.runs import watchdog
 watchdog.REPORT_SECONDS = 0.1 if sys.argv[2] == "holding" else 600
 dog = watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5, exit_on_stall=sys.argv[3] == "any")
