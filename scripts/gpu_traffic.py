@@ -17,7 +17,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +77,7 @@ def traffic(text: str) -> tuple[int, int]:
     program, entry = hlo.computations(text)
     runs = hlo.times(program, entry)
     instructions = [x for some in program.values() for x in some]
-    inside = {name for x in instructions if x.op not in PASSIVE for name in called(x)}
+    inside = {name for x in instructions if x.op not in PASSIVE for _, name in hlo.called(x.rest)}
     moved = kernels = 0
     for name, some in program.items():
         if name in inside or not runs.get(name):
@@ -86,8 +85,8 @@ def traffic(text: str) -> tuple[int, int]:
         shapes = {x.name: x.shape for x in some}
         for x in some:
             if x.op not in PASSIVE:
-                body = [y for callee in called(x) for y in program.get(callee, [])]
-                moved += runs[name] * bytes_moved(x, body, [shapes.get(operand, "") for operand in operands(x)])
+                body = [y for _, callee in hlo.called(x.rest) for y in program.get(callee, [])]
+                moved += runs[name] * bytes_moved(x, body, [shapes.get(operand, "") for operand in x.operands])
                 kernels += runs[name]
     return moved, kernels
 
@@ -104,16 +103,6 @@ def bytes_moved(x: Instruction, body: list[Instruction], inputs: list[str]) -> i
     if "dynamic-slice" in ops:
         return result + sum(min(size, result) for size in sizes)
     return result + sum(sizes)
-
-
-def called(x: Instruction) -> list[str]:
-    """Return the names of the computations that an instruction calls."""
-    return re.findall(r"(?:calls|to_apply|condition|body)=%?([\w.-]+)", x.rest)
-
-
-def operands(x: Instruction) -> list[str]:
-    """Return the names of an instruction's operands, which end at the first closing parenthesis."""
-    return [name.split()[-1].lstrip("%") for name in x.rest.split(")", 1)[0].split(", ") if name]
 
 
 def cuda_device() -> jax.Device:

@@ -192,7 +192,7 @@ def flops(x: Instruction, shapes: Mapping[str, str]) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest) if x.op == "convolution" else None
     if labels is None:
         return 0
-    arrays = [*(shapes[name] for name in _operands(x.rest)[:2]), x.shape]
+    arrays = [*(shapes[name] for name in x.operands[:2]), x.shape]
     left, right, out = (
         dict(zip(names, _sides(a), strict=True)) for names, a in zip(labels.groups(), arrays, strict=True)
     )
@@ -213,11 +213,6 @@ def _pairs(size: int, window: int, out: int, spec: Mapping[str, str]) -> int:
     return sum(0 <= place <= (size - 1) * hole and place % hole == 0 for place in places)
 
 
-def _operands(rest: str) -> list[str]:
-    """Return the names of the operands, which end at the first closing parenthesis."""
-    return [name.split()[-1].lstrip("%") for name in rest.split(")", 1)[0].split(", ") if name]
-
-
 def _sides(shape: str) -> list[int]:
     """Return the sides of the first array in a shape."""
     sides = re.search(r"\[([\d,]*)\]", shape)
@@ -235,4 +230,4 @@ def _moved(x: Instruction, shapes: Mapping[str, str]) -> float:
         return sum(hlo.size_in_bytes(array) for array in arrays if "S(1)" not in array)
 
     written = in_hbm(x.shape)
-    return written + min(hlo.size_in_bytes(x.shape), sum(in_hbm(shapes.get(name, "")) for name in _operands(x.rest)))
+    return written + min(hlo.size_in_bytes(x.shape), sum(in_hbm(shapes.get(name, "")) for name in x.operands))

@@ -38,6 +38,11 @@ class Instruction(NamedTuple):
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
+    @property
+    def operands(self) -> list[str]:
+        """The names of the operands, which end at the first closing parenthesis."""
+        return [name.split()[-1].lstrip("%") for name in self.rest.split(")", 1)[0].split(", ") if name]
+
 
 Computations = dict[str, list[Instruction]]
 
@@ -119,9 +124,10 @@ def times(program: Computations, entry: str) -> dict[str, int]:
     def visit(name: str, count: int) -> None:
         found[name] = found.get(name, 0) + count
         for line in program.get(name, ()):
-            called = dict(_called(line.rest))
-            loops = _trips(line, program.get(called.get("condition", ""), [])) if line.op == "while" else 1
-            for role, callee in _called(line.rest):
+            callees = list(called(line.rest))
+            condition = program.get(dict(callees).get("condition", ""), [])
+            loops = _trips(line, condition) if line.op == "while" else 1
+            for role, callee in callees:
                 if role != "condition":
                     visit(callee, count * loops)
 
@@ -129,7 +135,7 @@ def times(program: Computations, entry: str) -> dict[str, int]:
     return found
 
 
-def _called(rest: str) -> Iterator[tuple[str, str]]:
+def called(rest: str) -> Iterator[tuple[str, str]]:
     """Yield the computations that an instruction calls, each with its role."""
     for role, names in CALLED.findall(rest):
         for name in names.split(", "):
