@@ -23,6 +23,9 @@ The released training configuration and the paper's text differ:
     as_released=true    the released DCViT also has a LayerNorm over q and k and the static projection W_b, which are
                         not in the text and its parameter count: 22,705,480 parameters instead of 22,703,080
 
+On TPUs, activations are bfloat16 (dtype_mm="auto"); parameters, norms, softmax and logits are float32 on all platforms.
+The paper and big_vision's config train with float32 activations: --config.model.dtype_mm=float32.
+
 The data is imagenet2012 of tensorflow-datasets. Evaluation also uses imagenet2012_real, imagenet_v2, imagenet_a,
 imagenet_r and imagenet_sketch if they exist; docs/tutorials/imagenet.md explains how to prepare them. With
 --config.input.data.cache=true raw examples are kept in memory (about 140 GB).
@@ -55,7 +58,7 @@ def get_config(
     config.pp_predict = pp_eval + "|value_range(-1, 1)"
 
     config.model_name = "vit"
-    config.model = {"variant": variant, "rep_size": True, "pool_type": "gap", "posemb": "sincos2d"}
+    config.model = {"variant": variant, "rep_size": True, "pool_type": "gap", "posemb": "sincos2d", "dtype_mm": "auto"}
     if as_released and variant.startswith("DCViT"):
         config.model.update({"qk_norm": "layernorm", "static": True})
 

@@ -16,7 +16,6 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.numerics import statistics_dtype
-from dcvit.dcmha.partition import splits_heads
 from dcvit.dcmha.shapes import Array, Float
 
 RMS_EPSILON = 1e-6
@@ -71,26 +70,11 @@ def dynamic_projections(
 ) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
     """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
 
-    All weights of a token are one axis until the end, because TPUs pad an axis of few heads to 128 numbers; or groups
-    have an axis of their own, if they are split over devices.
+    Groups and pairs have axes of their own, so that the compiler can split the heads of groups over devices. On one
+    device, `dcvit.dcmha.packed_weights` is faster.
     """
-    if splits_heads():
-        by_group = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
-        return [_down_and_up(by_group[:, :, c], second, heads) for c, second in enumerate(w_2)]
-    groups, inner = w_2[0].shape[:2]
-    per_group = heads // groups
-    rank, count = inner // (2 * per_group), len(w_2)
-    first = jnp.concatenate([w.reshape(w.shape[0], -1) for w in w_1], axis=1)
-    hidden = jax.nn.gelu(x @ first, approximate=gelu == "tanh")
-    down, up = jnp.split(hidden @ _second_layer(jnp.stack(w_2), rank), 2, axis=-1)
-    square = jnp.square(down.astype(statistics_dtype(down.dtype)))
-    # The mean over the heads of a group, for each of them, as a product; on TPUs, with 16 bits of the operands.
-    mean = jnp.kron(jnp.eye(count * rank * groups), jnp.full((per_group, per_group), 1 / per_group))
-    means = jnp.matmul(square, mean.astype(square.dtype), precision=jax.lax.Precision.HIGH)
-    down = down * jax.lax.rsqrt(means + RMS_EPSILON).astype(down.dtype)
-    shape = (*x.shape[:2], rank, heads)
-    downs, ups = ([y.reshape(shape) for y in jnp.split(side, count, axis=-1)] for side in (down, up))
-    return list(zip(downs, ups, strict=True))
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
+    return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
 
 
 def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
@@ -108,29 +92,15 @@ def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], he
     return down.reshape(shape), up.reshape(shape)
 
 
-def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI CGI"]:
-    """Return the second layers of Eqn 5 as one matrix.
-
-    Its rows are ordered by layer, group and input; its columns by down and up, layer, rank, group and head.
-    """
-    count, groups, inner, _ = w_2.shape
-    split = w_2.reshape(count, groups, inner, 2, 1, rank, 1, -1)
-    same_layer = jnp.eye(count, dtype=w_2.dtype).reshape(count, 1, 1, 1, count, 1, 1, 1)
-    same_group = jnp.eye(groups, dtype=w_2.dtype).reshape(1, groups, 1, 1, 1, 1, groups, 1)
-    return (split * same_layer * same_group).reshape(count * groups * inner, -1)
-
-
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
     """Compute the dynamic gate weights tanh(x·W_g) of Eqn 6."""
     return dynamic_gates(x, [w_g])[0]
 
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
-    """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`."""
-    if splits_heads():
-        gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
-        return [gates[:, :, c] for c in range(len(w_g))]
-    return jnp.split(jnp.tanh(x @ jnp.concatenate(w_g, axis=1)), len(w_g), axis=-1)
+    """Compute `dynamic_gate` for each of `w_g` with a single product that reads `x`; see `dynamic_projections`."""
+    gates = jnp.tanh(jnp.einsum("bnm,mch->bnch", x, jnp.stack(w_g, axis=1)))
+    return [gates[:, :, c] for c in range(len(w_g))]
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

@@ -31,8 +31,14 @@ LOG = logging.getLogger(__name__)
 MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
-def make_model(config: ConfigDict) -> nn.Module:
+def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
     """Build the linen module of `config.model`, with one output if the config leaves their number to the data.
+
+    The value "auto" of `config.model.dtype_mm` is bfloat16 on TPUs, and float32 on other platforms.
+
+    Args:
+      config: the config.
+      platform: the platform of the model's devices; by default that of JAX.
 
     Raises:
       ConfigError: an unknown model, variant or field, or a value of the wrong type.
@@ -41,6 +47,8 @@ def make_model(config: ConfigDict) -> nn.Module:
     module = importlib.import_module(f"dcvit.models.{config.model_name}")
     # Tuples, because jax.jit needs a module to be hashable.
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in config.model.to_dict().items()}
+    if fields.get("dtype_mm") == "auto":
+        fields["dtype_mm"] = "bfloat16" if (platform or jax.default_backend()) == "tpu" else "float32"
     variant = fields.pop(task.variant_key, None)
     for key in (task.outputs_key, "name", "parent"):
         if key in fields:

@@ -140,7 +140,7 @@ def _build(
     evaluate: bool,
 ) -> Setup:
     """Build a setup; see `make_setup`."""
-    model = make_model(config)
+    model = make_model(config, devices[0].platform if devices else None)
     mesh = _make_mesh(config, model, devices)
     batch_size, corrupt = read_input(config, mesh)
     source = open_source(config.input.data, "config.input.data") if source is None else source

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType
 
 from dcvit.dcmha import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.compose import (
-    dynamic_gates,
-    dynamic_projections,
     gate_init,
     hidden_init,
     projection_init,
@@ -147,26 +144,3 @@ def test_weights_of_a_wrong_shape_are_named(fields, groups, message):
     w = ComposeWeights(**{k: jnp.zeros(s) for k, s in fields.items()})
     with pytest.raises(ValueError, match=message):
         compose(jnp.zeros((2, 4, 3, 5)), w, groups=groups)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_dynamic_weights_on_a_mesh_that_splits_heads_equal_those_of_one_device(groups):
-    """Heads that are split over devices have an axis of their own, on which groups do not exchange data."""
-    heads, rank, width, inner = 4, 3, 5, 2 * 3 * 4 // groups
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-    x = jax.random.normal(next(keys), (2, 7, width))
-    first = [jax.random.normal(next(keys), (width, groups, inner)) for _ in range(3)]
-    second = [jax.random.normal(next(keys), (groups, inner, inner)) for _ in range(3)]
-    gates = [jax.random.normal(next(keys), (width, heads)) for _ in range(2)]
-
-    def weights():
-        return dynamic_projections(x, first, second, heads=heads), dynamic_gates(x, gates)
-
-    with jax.set_mesh(jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])):
-        split = jax.jit(weights)()
-    for (down, up), one in zip(split[0], weights()[0], strict=True):
-        assert down.shape == (2, 7, rank, heads)
-        np.testing.assert_allclose(down, one[0], rtol=0, atol=2e-5)
-        np.testing.assert_allclose(up, one[1], rtol=2e-5, atol=2e-5)
-    for gate, one in zip(split[1], weights()[1], strict=True):
-        np.testing.assert_allclose(gate, one, rtol=0, atol=1e-6)

@@ -231,3 +231,12 @@ def test_missing_training_data_has_a_stand_in_for_compilation():
     assert (made.mesh.size, made.task.example.shape, made.evaluators) == (4, (1, 8, 8, 3), {})
     with pytest.raises(InputError):
         setup.load_setup("vit_digits", words)
+
+
+def test_activations_are_bfloat16_on_tpus_where_the_config_leaves_it_open():
+    config = configs.load("vit_i1k")
+    assert config.model.dtype_mm == "auto"
+    assert setup.make_model(config).dtype_mm == "float32"  # the tests run on CPUs
+    assert setup.make_model(config, "tpu").dtype_mm == "bfloat16"
+    chosen = configs.load("vit_i1k", ["model.dtype_mm=float32"])
+    assert setup.make_model(chosen, "tpu").dtype_mm == "float32"

@@ -1,0 +1,107 @@
+"""Dynamic weights of several composes in one array: equal to Eqn 5-6 computed for each compose and side alone."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from dcvit.dcmha.compose import dynamic_gate, dynamic_gates, dynamic_projection, dynamic_projections
+from dcvit.dcmha.packed_weights import dynamic_weights
+
+HEADS, WIDTH = 4, 5
+BRANCHES = {
+    "all": ("qk", True, True, ("pre", "post")),
+    "projections": ("qk", True, False, ("pre", "post")),
+    "gates": ("qk", False, True, ("pre", "post")),
+    "query-wise": ("q", True, True, ("pre", "post")),
+    "key-wise post": ("k", True, True, ("post",)),
+}
+
+
+def parameters(branches, groups, rank, dtype=np.float64):
+    """Random parameters of each compose, by the names of their weights."""
+    sides, projection, gate, composes = BRANCHES[branches]
+    rng, inner = np.random.default_rng(0), 2 * rank * HEADS // groups
+    shapes = {"1": (WIDTH, groups, inner), "2": (groups, inner, inner), "g": (WIDTH, HEADS)}
+    ends = ("12" if projection else "") + ("g" if gate else "")
+    return {
+        where: {side + end: jnp.asarray(rng.normal(size=shapes[end]), dtype) for side in sides for end in ends}
+        for where in composes
+    }
+
+
+def expected(x, params, side, gelu):
+    """The weights of one side of each compose, each computed alone."""
+    found = {where: {} for where in params}
+    for where, some in params.items():
+        if f"{side}1" in some:
+            pair = dynamic_projection(x, some[f"{side}1"], some[f"{side}2"], heads=HEADS, gelu=gelu)
+            found[where] |= {f"{side}{i}": w for i, w in enumerate(pair, start=1)}
+        if f"{side}g" in some:
+            found[where][f"{side}g"] = dynamic_gate(x, some[f"{side}g"])
+    return found
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize(("groups", "rank", "gelu"), [(1, 2, "tanh"), (2, 3, "exact"), (4, 1, "tanh")])
+def test_packed_weights_equal_those_of_each_compose_and_side(x64, branches, groups, rank, gelu):
+    params = parameters(branches, groups, rank)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, WIDTH)))
+    for sides in ("q", "k", "qk"):
+        found = dynamic_weights(x, params, sides=sides, heads=HEADS, gelu=gelu)
+        each = [expected(x, params, side, gelu) for side in sides]
+        assert {where: {*some} for where, some in found.items()} == {
+            where: set().union(*(one[where] for one in each)) for where in params
+        }
+        for one in each:
+            for where, some in one.items():
+                for name, w in some.items():
+                    np.testing.assert_allclose(found[where][name], w, rtol=0, atol=1e-11)
+
+
+def test_weights_of_one_token_depend_on_no_other(x64):
+    params = parameters("all", 2, 2)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, WIDTH)))
+
+    def weights(x):
+        return dynamic_weights(x, params, sides="qk", heads=HEADS)
+
+    moved = jax.jvp(weights, (x,), (jnp.zeros_like(x).at[1, 2].set(1.0),))[1]
+    for w in jax.tree.leaves(moved):
+        assert jnp.abs(w[1, 2]).max() > 0
+        assert jnp.abs(w.at[1, 2].set(0)).max() == 0
+
+
+@pytest.mark.parametrize(("branches", "groups"), [("all", 1), ("query-wise", 1), ("projections", 2)])
+def test_packed_weights_have_no_sums_of_seven_axes(branches, groups):
+    """jaxlib 0.10.2 and 0.11 crash on CPUs in fused products and sums of arrays with seven axes or more."""
+    x, params = jnp.ones((2, 16, WIDTH)), parameters(branches, groups, 2, np.float32)
+
+    def total(x, params):
+        return sum(jnp.sum(w**2) for w in jax.tree.leaves(dynamic_weights(x, params, sides="qk", heads=HEADS)))
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)))
+    assert not re.findall(r"tensor<(?:\d+x){7,}", gradient.lower(x, params).as_text())
+    assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradient(x, params)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_on_a_mesh_that_splits_heads_equal_those_of_one_device(groups):
+    """Groups have an axis of their own on this mesh, on which they do not exchange data."""
+    params = parameters("all", groups, 3, np.float32)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 7, WIDTH)), jnp.float32)
+    first, second, gates = ([some[f"q{end}"] for some in params.values()] for end in "12g")
+
+    def weights():
+        return dynamic_projections(x, first, second, heads=HEADS), dynamic_gates(x, gates)
+
+    with jax.set_mesh(jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])):
+        projections, split_gates = jax.jit(weights)()
+    found = dynamic_weights(x, params, sides="q", heads=HEADS)
+    for some, (down, up), gate in zip(found.values(), projections, split_gates, strict=True):
+        np.testing.assert_allclose(down, some["q1"], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(up, some["q2"], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(gate, some["qg"], rtol=0, atol=1e-6)
