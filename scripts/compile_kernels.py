@@ -2,13 +2,14 @@
 
     python scripts/compile_kernels.py --json docs/tpu_kernels.json
 
-This takes about two hours on two cores. Each line shows the models that use the attention, and the bundles of a step of
-the grid (scripts/tpu_bundles.py) or the compiler's error. The exit status is 1 if a compilation failed.
+This takes hours on two cores. Each line shows the models that use the attention, and the bundles of a step of the grid
+(scripts/tpu_bundles.py) or the compiler's error. The exit status is 1 if a compilation failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -25,12 +26,15 @@ from dcvit.models.vit import VARIANTS
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 IMAGE, TEXT = 196, 2048  # tokens: 224×224 in patches of 16×16, and the paper's context
+BATCHES, LANES = (4, 64), 128  # one example in a block, and eight, whose tokens fill complete registers
 
 
 class AttentionShape(NamedTuple):
-    """Shape of one attention; decoding has one query."""
+    """Shape of one attention; decoding has one query. Eight divides the batch of kernels with blocks of examples."""
 
+    batch: int
     heads: int
+    key_heads: int
     width: int
     queries: int
     keys: int
@@ -42,27 +46,26 @@ def shapes() -> dict[AttentionShape, list[str]]:
     """Return the names of the models that use each attention."""
     found: dict[AttentionShape, list[str]] = {}
     for name, (width, _, _, heads) in VARIANTS.items():
-        for composed in (True, False):
-            shape = AttentionShape(heads, width // heads, IMAGE, IMAGE, None, composed)
+        for composed, batch in itertools.product((True, False), BATCHES if width % LANES == 0 else BATCHES[:1]):
+            shape = AttentionShape(batch, heads, heads, width // heads, IMAGE, IMAGE, None, composed)
             found.setdefault(shape, []).append(f"{'DCViT' if composed else 'ViT'}-{name}")
     for name in PRESETS:
         net = Model(50257, preset=name)
-        heads, width = net.num_heads, net.width // net.num_heads
         composed = net.compose is not None and not foldable(net)
+        sizes = BATCHES[0], net.num_heads, net.num_key_heads or net.num_heads, net.width // net.num_heads
         for window in dict.fromkeys(layer_windows(net)):
-            found.setdefault(AttentionShape(heads, width, TEXT, TEXT, window, composed), []).append(name)
-            found.setdefault(AttentionShape(heads, width, 1, window or TEXT, window, composed), []).append(name)
+            for queries, keys in ((TEXT, TEXT), (1, window or TEXT)):
+                found.setdefault(AttentionShape(*sizes, queries, keys, window, composed), []).append(name)
     return found
 
 
 def compiled(shape: AttentionShape, topology: str, models: list[str]) -> dict[str, Any]:
     """Compile the kernels for one shape and return a row of the table."""
     row = {"topology": topology, **shape._asdict(), "models": models}
-    heads, width, queries, keys, window, composed = shape
     try:
         row["bundles"] = bundles(
-            topology, heads, queries, keys, width, composed=composed, backward=True,
-            causal=queries == TEXT, window=window,
+            topology, shape.heads, shape.queries, shape.keys, shape.width, composed=shape.composed, backward=True,
+            causal=shape.queries == TEXT, window=shape.window, key_heads=shape.key_heads, batch=shape.batch,
         )  # fmt: skip
     except RuntimeError as error:
         row["error"] = str(error)

@@ -38,6 +38,10 @@ CASES = {
         "queries": 9, "keys": 11, "batch": 8, "head_dim": 64, "mask": (8, 1, 9, 11), "branches": "qkp", "post": "qkgs",
         "rank": 1, "tile": (128, 16),
     },
+    "interleaved, causal, static, groups, shared keys": {
+        "queries": 9, "batch": 8, "heads": 12, "key_heads": 4, "head_dim": 32, "groups": 2, "causal": True,
+        "branches": "qkpgs", "post": "kgs", "rank": 1, "tile": (128, 16),
+    },
     "plain": {"queries": 8, "branches": None, "tile": (128, 8)},
     "query-wise projections, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "tile": (128, 8)},
 }  # fmt: skip

@@ -4,8 +4,12 @@ A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VM
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
 row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into half of it, as those
 of a window do; otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both
-phases are one step, and the grid runs over images, or over blocks of eight images with interleaved tokens
-(`dcvit.dcmha.pallas_tpu.examples`). Blocks that no query attends to are neither fetched nor computed.
+phases are one step. Blocks that no query attends to are neither fetched nor computed.
+
+Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
+(`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit
+(`dcvit.dcmha.pallas_tpu.mixing`) and overlap the matrix products of an example with the vector operations of its
+neighbor (`forward_examples`, `backward_examples`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, a first kernel computes
 delta = Σ_s P·dP. The gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of
@@ -13,13 +17,12 @@ a key block accumulate in VMEM. The gradients of all queries stay in VMEM for th
 do not fit, the queries are processed in several passes.
 
 Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). Matrix
-products have bfloat16 operands, and key-wise weights are rounded to bfloat16 and packed in pairs; all other values are
-float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's precision
-of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all products.
+products have bfloat16 operands, and key-wise weights, or the matrices made of them, are rounded to bfloat16; all other
+values are float32. For float32 inputs, operands and weights are float32 too if the kernels are interpreted, or if JAX's
+precision of products (`jax.default_matmul_precision`) is not its default, at which TPUs round the operands of all
+products.
 
-Compiled with jax 0.10.2 and libtpu 0.0.42, scripts/tpu_bundles.py counts these bundles (about cycles) for one image of
-196 tokens, H = 6, D = 64, in blocks of eight. v5e: forward 6,914 and gradients 17,229; without composition 3,423 and
-5,582. v6e: 6,262 and 13,971; without composition 2,834 and 4,276. docs/performance.md explains these numbers.
+docs/performance.md has the numbers of bundles (about cycles) that scripts/tpu_bundles.py counts, and explains them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.pallas_tpu import backward_examples, forward_examples, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
@@ -83,7 +86,8 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
-        out, lse = forward(config, _packed(config, x), interpret)
+        run = forward_examples.forward if config.mix_keys else forward
+        out, lse = run(config, _packed(config, x), interpret)
         return from_token_array(config, out, x[0]), lse
 
     config, interpret = static
@@ -103,7 +107,8 @@ def _backward(static: Static, x: Inputs, lse: Array, cotangent: Array) -> Inputs
         x, lse, cotangent = arguments
         q, k, v, pre, post, _ = x
         do = token_array(config, cotangent.astype(q.dtype), config.block_q)
-        grads = backward(config, _packed(config, x) | {"do": do, "lse": lse}, interpret)
+        run = backward_examples.gradients if config.mix_keys else backward
+        grads = run(config, _packed(config, x) | {"do": do, "lse": lse}, interpret)
         dq, dk, dv = (from_token_array(config, grads[f"d{name}"], x) for name, x in zip("qkv", (q, k, v), strict=True))
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
@@ -128,7 +133,7 @@ def by_platform(
 
     The products of compiled kernels round float32 as all others of the program do.
     """
-    rolled = config._replace(strips_per_step=1)  # unrolled strips make an interpreter slower
+    rolled = config._replace(strips_per_step=1, compiled=False)  # unrolled strips make an interpreter slower
     if interpret is not None:
         return kernel(rolled if interpret else config, inputs, interpret=interpret)
     result: Result = jax.lax.platform_dependent(

@@ -18,12 +18,10 @@ from dcvit.dcmha.pallas_tpu.config import (
     Index,
     Interpret,
     KernelConfig,
-    batch_of,
     block_specs,
     token_shape,
     token_spec,
 )
-from dcvit.dcmha.pallas_tpu.examples import example_scratch
 from dcvit.dcmha.pallas_tpu.tile import broadcast_scratch
 from dcvit.dcmha.pallas_tpu.weights import packed_columns
 from dcvit.dcmha.shapes import Array
@@ -65,7 +63,7 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
 
 def delta(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> Array:
     """Return Σ_s P·dP of each row, (B H T) in float32, where dP is the gradient of the attention weights P."""
-    batch, padded = batch_of(config, inputs), config.blocks_q * config.block_q
+    batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
 
     def key_block(i: Index, step: Index) -> Index:
         return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
@@ -97,7 +95,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
     names = (*inputs, *outputs, *scratch)
     results = pl.pallas_call(
         lambda *refs: gradient_kernel(config, names, *refs),
-        grid=(batch_of(config, inputs) // config.examples, config.blocks_k, config.blocks_q),
+        grid=(len(inputs["q"]), config.blocks_k, config.blocks_q),
         in_specs=list(specs.values()),
         out_specs=[output.spec for output in outputs.values()],
         out_shape=[output.shape for output in outputs.values()],
@@ -113,8 +111,8 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, Output]:
     """Return the outputs of the gradient kernel by name."""
-    batch, wide, narrow = batch_of(config, inputs), inputs["q"].shape[2], inputs["k"].shape[2]
-    block_q, block_k, last, each = config.block_q, config.block_k, config.blocks_k - 1, config.examples
+    batch, wide, narrow = len(inputs["q"]), inputs["q"].shape[2], inputs["k"].shape[2]
+    block_q, block_k, last = config.block_q, config.block_k, config.blocks_k - 1
     padded_q = config.blocks_q * block_q
     found: dict[str, Output] = {}
 
@@ -131,27 +129,22 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str
         return jnp.where(j == last, i, 0)
 
     def tokens(name: str, width: int, dtype: DTypeLike) -> None:
-        if name in ("dq", "dwq"):
+        count, block, index = config.keys, block_k, lambda j, i: j
+        if name == "dq":
             count, block, index = config.queries, block_q, completed
-        else:
-            count, block, index = config.keys, block_k, lambda j, i: j
         spec = token_spec(config, count, block, width, index)
         found[name] = Output(token_shape(config, batch, count, block, width, dtype), spec)
 
     for name, width in (("dq", wide), ("dk", narrow), ("dv", narrow)):
-        tokens(name, width, config.token_dtype)
-    if config.examples > 1:
-        for name in ("wq", "wk"):
-            if name in inputs:
-                tokens(f"d{name}", inputs[name].shape[2], jnp.float32)
-    elif "wq" in inputs:
+        tokens(name, width, config.dtype)
+    if "wq" in inputs:
         n = inputs["wq"].shape[2]
         add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, completed(j, i)))
-    if "wk" in inputs and config.examples == 1:
+    if "wk" in inputs:
         tokens("dwk", inputs["wk"].shape[2], jnp.float32)
     for name in ("pre", "post"):
         if f"static_{name}" in inputs:
-            block = (each, config.heads * (config.heads // config.groups), 8, LANES)
+            block = (1, config.heads * (config.heads // config.groups), 8, LANES)
             add(f"dstatic_{name}", jnp.float32, (batch, *block[1:]), block, lambda b, j, i: (b, 0, 0, 0))
     return found
 
@@ -176,7 +169,6 @@ def gradient_scratch(
     scratch = tile_scratch(config)
     scratch |= {name: pltpu.VMEM((config.heads, *plane), jnp.float32) for name in ("p", "dp")}
     scratch |= {name: pltpu.VMEM((config.heads, *plane), config.operand_dtype) for name in ("w", "da")}
-    scratch |= example_scratch(config, inputs, ("q", "k", "v", "wq", "wk", "do", "dq", "dk", "dv", "dwq", "dwk"))
     if not (config.is_single_tile and config.heads == config.key_heads):
         scratch["dq_acc"] = pltpu.VMEM((config.blocks_q, wide, config.block_q), jnp.float32)
         of_keys = pltpu.VMEM((config.key_heads * config.head_dim, config.block_k), jnp.float32)

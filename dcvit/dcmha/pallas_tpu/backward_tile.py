@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
-from dcvit.dcmha.pallas_tpu.examples import over_examples
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
     TileRefs,
@@ -69,13 +68,6 @@ class GradientRefs(BackwardRefs):
     dq_acc: Ref | None = None  # gradients of all queries, transposed; None if they are written directly
     dk_acc: Ref | None = None
     dv_acc: Ref | None = None
-    dwq_rows: Ref | None = None  # `dwq` of one example, (1, columns, Bq)
-    do_tile: Ref | None = None  # tokens of one example, and gradients of their weights
-    dwq_tile: Ref | None = None
-    dwk_tile: Ref | None = None
-    dq_tile: Ref | None = None
-    dk_tile: Ref | None = None
-    dv_tile: Ref | None = None
     gq_acc: Ref | None = None  # gradients of query-wise weights of all queries
 
 
@@ -268,21 +260,14 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
 
 
 def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
-    """Compute all gradients; grid index (b, j, i)."""
-    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
-    last = (config.blocks_k - 1, config.blocks_q - 1)
-    index = (0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2))
-    over_examples(config, refs, functools.partial(all_gradients, config, index, last))
-
-
-def all_gradients(config: KernelConfig, index: tuple[Index, Index], last: tuple[int, int], refs: GradientRefs) -> None:
-    """Compute a tile's share of all gradients of an example.
+    """Compute a tile's share of all gradients of an example; grid index (b, j, i).
 
     Gradients of a key block accumulate over i. Gradients of the queries stay in VMEM for all i and accumulate over j.
     """
-    j, i = index
-    first_i, last_i = i == 0, i == last[1]
-    first_j, last_j = j == 0, j == last[0]
+    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
+    j, i = (0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2))
+    first_i, last_i = i == 0, i == config.blocks_q - 1
+    first_j, last_j = j == 0, j == config.blocks_k - 1
     factor = 1 / LOG2_E if config.pre is not None else config.scale
 
     @pl.when(first_i)

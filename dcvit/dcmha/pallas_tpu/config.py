@@ -6,7 +6,7 @@ Everything in this module is known when the program is traced. `dcvit.dcmha.pall
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ SUBLANES = 8  # rows of a vector register of 32-bit numbers
 
 Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
+Which: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
 IndexMap: TypeAlias = Callable[..., Index]  # from the grid indices without the first one, the example, to a block
 
 
@@ -73,6 +74,15 @@ class ComposeLayout(NamedTuple):
             before += run.size
         raise ValueError(f"column {column} is not one of {self.key_runs}")
 
+    @property
+    def mixes(self) -> bool:
+        """True if a key-wise branch or a static projection mixes heads, see `dcvit.dcmha.pallas_tpu.mixing`."""
+        return self.has_static or any(start is not None for start in self.key)
+
+    def query_only(self) -> ComposeLayout:
+        """Return the layout of the query-wise branch and the skip connection."""
+        return self._replace(key=BranchOffsets(None, None, None), key_rank=0, has_static=False, key_runs=())
+
     def hidden_planes(self, groups: int) -> int:
         """Return the number of hidden planes: one for each rank, group and side with a dynamic projection."""
         sides = (self.query, self.query_rank), (self.key, self.key_rank)
@@ -103,6 +113,8 @@ class KernelConfig(NamedTuple):
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
     examples: int  # examples of a block; their tokens are interleaved, if it is more than one
+    mix_keys: int  # keys of a block whose heads one matrix product mixes; 0 if vector units mix them
+    compiled: bool  # for a TPU; interpreters support neither loads with a stride nor the packing of halves of words
 
     @property
     def operand_dtype(self) -> np.dtype[Any]:
@@ -198,23 +210,14 @@ def token_shape(
 ) -> jax.ShapeDtypeStruct:
     """Return the type of an array of tokens, or of their weights, in HBM.
 
-    It is (T, B, H·D) if examples are interleaved, and else (B, T, H·D), padded to complete blocks.
+    It is (B, T, H·D), padded to complete blocks.
     """
-    if config.examples > 1:
-        return jax.ShapeDtypeStruct((tokens, batch, wide), dtype)
     return jax.ShapeDtypeStruct((batch, round_up(tokens, block), wide), dtype)
 
 
 def token_spec(config: KernelConfig, tokens: int, block: int, wide: int, index: IndexMap) -> pl.BlockSpec:
     """Return the block specification of such an array; `index` is the index map of its blocks."""
-    if config.examples > 1:
-        return pl.BlockSpec((tokens, config.examples, wide), lambda b, *n: (0, b, 0))
     return pl.BlockSpec((1, block, wide), lambda b, *n: (b, index(*n), 0))
-
-
-def batch_of(config: KernelConfig, inputs: dict[str, Array]) -> int:
-    """Return B."""
-    return inputs["q"].shape[1 if config.examples > 1 else 0]
 
 
 def block_specs(
@@ -242,8 +245,6 @@ def block_specs(
             return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
         if name == "wk":
             return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
-        if name == "wq" and config.examples > 1:
-            return token_spec(config, config.queries, config.block_q, x.shape[2], query_block)
         if name == "wq":
             block = (1, config.block_q // LANES, *x.shape[2:])
             return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))

@@ -15,12 +15,10 @@ from dcvit.dcmha.pallas_tpu.config import (
     Index,
     Interpret,
     KernelConfig,
-    batch_of,
     block_specs,
     token_shape,
     token_spec,
 )
-from dcvit.dcmha.pallas_tpu.examples import example_scratch, over_examples
 from dcvit.dcmha.pallas_tpu.tile import (
     Rows,
     Strip,
@@ -48,7 +46,6 @@ class ForwardRefs(TileRefs):
     w: Ref  # composed attention weights of a tile, (H, Bk, Bq)
     m: Ref  # running maximum of each sublane, (H, 8, Bq); later the log-sum-exp
     sums: Ref  # running sum of each sublane, (H, 8, Bq)
-    o_tile: Ref | None = None
     acc: Ref | None = None  # output as it accumulates over key blocks, transposed; None for a single key block
 
 
@@ -123,15 +120,9 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
 
 
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
-    """Process the examples of a block and one key block at grid index (b, i, phase, step)."""
+    """Process one key block: statistics in phase 0, output in phase 1; grid index (b, i, phase, step)."""
     refs = ForwardRefs(**dict(zip(names, arguments, strict=True)))
-    index = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
-    over_examples(config, refs, functools.partial(process_block, config, index))
-
-
-def process_block(config: KernelConfig, index: tuple[Index, Index, Index], refs: ForwardRefs) -> None:
-    """Process one key block of an example: statistics in phase 0, output in phase 1."""
-    i, phase, step = index
+    i, phase, step = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
     j = config.first_key_block(i) + step
     slots, steps = refs.x.shape[0], config.max_key_blocks
     slot = step if slots > 1 else 0
@@ -170,7 +161,7 @@ def process_block(config: KernelConfig, index: tuple[Index, Index, Index], refs:
 
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
-    batch, padded = batch_of(config, inputs), config.blocks_q * config.block_q
+    batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
     steps = config.max_key_blocks
     slots = steps if keeps_scores(config, steps) else 1
     phases = 1 if steps == 1 else 2
@@ -196,19 +187,19 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         "m": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
         "sums": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
     }
-    scratch |= broadcast_scratch(config) | example_scratch(config, inputs, ("q", "k", "v", "wq", "wk", "o"))
+    scratch |= broadcast_scratch(config)
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
     out, lse = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
-        grid=(batch // config.examples, config.blocks_q, phases, steps),
+        grid=(batch, config.blocks_q, phases, steps),
         in_specs=list(specs.values()),
         out_specs=[
             token_spec(config, config.queries, block_q, wide, lambda i, p, s: i),
-            pl.BlockSpec((config.examples, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
+            pl.BlockSpec((1, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
         ],
         out_shape=[
-            token_shape(config, batch, config.queries, block_q, wide, config.token_dtype),
+            token_shape(config, batch, config.queries, block_q, wide, config.dtype),
             jax.ShapeDtypeStruct((batch, config.heads, padded), jnp.float32),
         ],
         scratch_shapes=list(scratch.values()),

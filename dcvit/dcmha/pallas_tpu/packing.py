@@ -67,7 +67,7 @@ def compose_layouts(
 
 
 def token_array(config: KernelConfig, x: Array, block: int) -> Array:
-    """Return tokens (B N H D) as the kernels read them, see `dcvit.dcmha.pallas_tpu.config.token_shape`."""
+    """Return tokens (B N H D) as the kernels read them: (B, T, H·D) padded to blocks, or interleaved (T, B, H·D)."""
     x = x.reshape(*x.shape[:2], -1)
     if config.examples > 1:
         return interleave(x.astype(config.token_dtype))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig, Which
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 Rows: TypeAlias = slice | pl.Slice
-Which: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
 
 
 class HiddenPlanes(NamedTuple):
@@ -59,7 +58,7 @@ class TileRefs:
     wq_tile: Ref | None = None
     wk_tile: Ref | None = None
     wq_rows: Ref | None = None  # weights of one example, see `dcvit.dcmha.pallas_tpu.weights`
-    wk_ready: Ref | None = None
+    wk_rows: Ref | None = None
 
 
 def total(terms: Sequence[Array]) -> Array:
@@ -214,7 +213,7 @@ def broadcast_columns(
 class Strip(NamedTuple):
     """A run of neighboring keys of a tile."""
 
-    start: Array
+    start: Index
     size: int
     may_pad: bool  # True if some rows of the strip may lie after the last key
 
@@ -293,22 +292,29 @@ def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
         out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, :, config.query_lanes(h)], (1, 1))
 
 
-def visible(config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None) -> Array | None:
-    """Return which keys of a strip of key block `j` the queries of block `i` attend to; None if they attend to all."""
-    shape = (config.strip // 8, 8, config.block_q)
+def visible(
+    config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None, lanes: slice | None = None
+) -> Array | None:
+    """Return which keys of a strip of key block `j` the queries of block `i` attend to; None if they attend to all.
+
+    `lanes` selects some queries of the block.
+    """
+    lanes = lanes or slice(0, config.block_q)
+    shape = (strip.size // 8, 8, lanes.stop - lanes.start)
     conditions: list[Array] = []
     if config.is_ordered or strip.may_pad:
         row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         key = row + (j * config.block_k + strip.start)
         if config.is_ordered:
-            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + (i * config.block_q + config.first_query)
+            first_query = i * config.block_q + (config.first_query + lanes.start)
+            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
             conditions.append(key <= query)
             if config.window is not None:
                 conditions.append(key > query - config.window)
         if strip.may_pad:
             conditions.append(key < config.keys)
     if mask is not None:
-        conditions.append(split(mask[0, strip.rows, :].astype(jnp.float32)) > 0.5)
+        conditions.append(split(mask[0, strip.rows, lanes].astype(jnp.float32)) > 0.5)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 

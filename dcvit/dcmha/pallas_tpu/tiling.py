@@ -66,6 +66,16 @@ def strips_per_step(heads: int, keys: int) -> int:
     return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
 
 
+def mix_keys(heads: int) -> int:
+    """Return the keys of a block whose heads one matrix product mixes; 0 if there are too many heads.
+
+    The matrix has heads·keys rows, at most 128, of complete registers.
+    """
+    if heads <= LANES // (2 * STRIP):
+        return 2 * STRIP
+    return STRIP if heads <= LANES // STRIP and heads % 2 == 0 else 0
+
+
 def backward_vmem_bytes(config: KernelConfig) -> int:
     """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
     itemsize = jnp.dtype(config.dtype).itemsize
@@ -87,8 +97,8 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
         + config.block_k * (2 * narrow + columns + LANES) * 4
     )
     scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
-    if config.examples > 1:
-        scratch += config.examples * (tokens + (config.block_q + config.block_k) * 4 * columns) * 4
+    if config.examples > 1:  # two more planes, tokens of one example, and weights of one example in several forms
+        scratch += 8 * plane + 4 * tokens + 20 * (config.block_q + config.block_k) * round_up(columns, LANES)
     return 2 * windows * config.examples + scratch
 
 
@@ -120,6 +130,7 @@ def make_config(
                 keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
                 strips_per_step=together, causal=causal, window=window, scale=float(scale), pre=layout_pre,
                 post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
+                mix_keys=0, compiled=True,
             )  # fmt: skip
             if queries_per_pass <= queries and backward_vmem_bytes(config) <= vmem_bytes:
                 return interleaved(config, batch)
@@ -128,10 +139,11 @@ def make_config(
 
 def interleaved(config: KernelConfig, batch: int) -> KernelConfig:
     """Return the configuration with blocks of eight interleaved examples, if that is possible."""
-    found = config._replace(examples=SUBLANES)
+    keys = mix_keys(config.heads)
+    found = config._replace(examples=SUBLANES, mix_keys=keys)
     whole = (
         batch % SUBLANES == config.heads * config.head_dim % LANES == config.key_heads * config.head_dim % LANES == 0
     )
-    if config.is_single_tile and whole and backward_vmem_bytes(found) <= config.vmem_bytes:
-        return found
+    if config.is_single_tile and whole and keys and backward_vmem_bytes(found) <= config.vmem_bytes:
+        return found._replace(block_k=round_up(config.keys, keys))
     return config

@@ -37,7 +37,7 @@ def _parts(config: KernelConfig, side: Side) -> Iterator[tuple[ComposeLayout, st
                 yield layout, name, start, start + (1 if name == "gate" else rank) * config.heads
 
 
-def scaled(config: KernelConfig, x: Array, side: Side) -> Array:
+def scaled(config: KernelConfig, x: Array, side: Side, start: int = 0) -> Array:
     """Return packed weights with the factor scale·log2(e) of the pre-compose, and with the skip connection.
 
     A compose C is linear, C(c·a) = c·C(a), and the kernels compute softmax in base 2. The skip connection is added to
@@ -47,11 +47,12 @@ def scaled(config: KernelConfig, x: Array, side: Side) -> Array:
       config: the layout of the columns.
       x: weights, with the columns as the last axis.
       side: "q" or "k".
+      start: number of the first of these columns.
     """
-    column = _column(x)
+    column = _column(x) + start
     factor, term = (jnp.full(column.shape, value, jnp.float32) for value in (1.0, 0.0))
-    for layout, name, start, stop in _parts(config, side):
-        inside = (column >= start) & (column < stop)
+    for layout, name, first, stop in _parts(config, side):
+        inside = (column >= first) & (column < stop)
         if name != "down":
             factor = jnp.where(inside, layout.skip_factor, factor)
         if name == "gate" and (side == "q" or layout.query.gate is None):
@@ -96,20 +97,21 @@ def _column(x: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
 
 
-def prepare(config: KernelConfig, wq: Ref | None, wk: Ref | None, rows: Ref | None, ready: Ref | None) -> None:
-    """Convert the weights of the tokens of an example.
+def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref | None, wk_rows: Ref | None) -> None:
+    """Transpose the weights of an example: query-wise ones for loads of rows, key-wise ones for `mixing.build`.
 
     Args:
       config: the layout of the columns.
-      wq: query-wise weights, (1, Bq, columns).
-      wk: key-wise weights, (1, Bk, columns).
-      rows: the result for `wq`, (1, Bq/128, columns, 128).
-      ready: the result for `wk`, (1, Bk, columns), words or float32.
+      wq: query-wise weights, (columns/128, Bq, 128).
+      wq_rows: the result for `wq`, scaled, (1, Bq/128, columns, 128).
+      wk: key-wise weights, (columns/128, keys, 128).
+      wk_rows: the result for `wk`, (columns + 8, keys).
     """
-    if wq is not None and rows is not None:
-        x = scaled(config, wq[0], "q")
-        for n in range(rows.shape[1]):
-            rows[0, n] = x[n * LANES : (n + 1) * LANES].T
-    if wk is not None and ready is not None:
-        x = scaled(config, wk[0, : config.block_k], "k")
-        ready[0] = words(config, x) if config.rounded else x
+    if wq is not None and wq_rows is not None:
+        for start in range(0, packed_columns(config, "q"), LANES):
+            x = scaled(config, wq[start // LANES], "q", start)
+            for n in range(wq_rows.shape[1]):
+                wq_rows[0, n, start : start + LANES] = x[n * LANES : (n + 1) * LANES].T
+    if wk is not None and wk_rows is not None:
+        for start in range(0, packed_columns(config, "k"), LANES):
+            wk_rows[start : start + LANES] = wk[start // LANES].T

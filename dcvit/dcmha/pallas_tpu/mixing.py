@@ -1,0 +1,134 @@
+"""Key-wise branch of a compose as a matrix product.
+
+For one key, the key-wise branch and the static projection map the H heads of a score to H others with the matrix
+N[n, h] = Σ_r w_k2[r, n]·w_k1[r, h] + δ_nh·w_kg[h] + W_b[h, n], zero between groups (Eqn 7 without the query-wise branch
+and the skip connection). A block of `mix_keys` keys makes them one product for the matrix unit: a matrix of diagonals,
+with N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). A
+block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns. The vector units add the skip connection, in
+float32, so that a product of bfloat16 rounds only the corrections to a score.
+
+The matrices are kept as rows n of columns (h, s); `block` repeats each row for all its keys, and keeps the diagonals.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.numerics import cdiv, round_up
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig, Which
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+
+def rows_scratch(config: KernelConfig) -> pl.MemoryRef:
+    """Return the buffer of all matrices of one compose: see `build`, and one block for the diagonals."""
+    shape = (config.block_k // config.mix_keys + 1, round_up(config.heads, SUBLANES), LANES)
+    found: pl.MemoryRef = pltpu.VMEM(shape, jnp.dtype(jnp.int32 if config.rounded else jnp.float32))
+    return found
+
+
+def initialize(config: KernelConfig, rows: Ref) -> None:
+    """Write the bits of the diagonals of matrices of bfloat16, in which a word has two rows, behind the matrices."""
+    if config.rounded:
+        row, lane = _iota(0), _iota(1) % config.mix_keys
+        lower, upper = (jnp.where(lane == (2 * row + n) % config.mix_keys, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
+        rows[rows.shape[0] - 1, :SUBLANES] = lower | upper
+
+
+def build(
+    config: KernelConfig, which: Which, wk: Ref | None, static: Ref | None, out: Ref, *, transposed: bool = False
+) -> None:
+    """Write the matrices of one compose.
+
+    Args:
+      config: the layout of the weights.
+      which: the compose.
+      wk: key-wise weights without the factor of the pre-compose, (columns + 8, keys), keys in complete registers.
+      static: W_b with that factor, (H, H/G), in SMEM.
+      out: the result, (blocks + 1, heads, 128), heads in complete registers; rounded weights are written twice, to
+        both halves of a 32-bit word.
+      transposed: build the matrices of the transposed compose.
+    """
+    layout = existing(config.pre if which == "pre" else config.post)
+    keys, heads = config.mix_keys, config.heads
+    per_register, lane, blocks = LANES // keys, _iota(1), out.shape[0] - 1
+    for first in range(0, heads, SUBLANES):
+        for start in range(cdiv(blocks, per_register)):
+            columns = slice(start * LANES, (start + 1) * LANES)
+            planes = _planes(config, layout, wk, static, first, columns, transposed)
+            for b in range(start * per_register, min((start + 1) * per_register, blocks)):
+                moved = [pltpu.roll(plane, (h - b) * keys % LANES, axis=1) for h, plane in enumerate(planes)]
+                x = moved[0]
+                for h in range(1, heads):
+                    x = jnp.where(lane // keys == h, moved[h], x)
+                out[b, first : first + SUBLANES] = _twice(config, x) if config.rounded else x
+
+
+def _planes(
+    config: KernelConfig, layout: ComposeLayout, wk: Ref | None, static: Ref | None, first: int, columns: slice,
+    transposed: bool,
+) -> list[Array]:  # fmt: skip
+    """Return N[n, h] of the eight heads n from `first` for 128 keys, (8, 128), for each head h."""
+    heads, per_group = config.heads, config.heads // config.groups
+    head = _iota(0) + first
+    down, up, gate = layout.key
+    found = [jnp.zeros((SUBLANES, LANES), jnp.float32)] * heads
+    if down is not None and up is not None:
+        ours, theirs = (down, up) if transposed else (up, down)
+        for r in range(layout.key_rank):
+            start = ours + r * heads + first
+            rows = existing(wk)[start : start + SUBLANES, columns]
+            for h in range(heads):
+                one = theirs + r * heads + h
+                found[h] = found[h] + rows * existing(wk)[one : one + 1, columns]
+    if gate is not None:
+        for h in range(first, min(first + SUBLANES, heads)):
+            found[h] = jnp.where(head == h, found[h] + existing(wk)[gate + h : gate + h + 1, columns], found[h])
+    found = [x * layout.skip_factor for x in found] if layout.skip_factor != 1 else found
+    for h in range(heads) if layout.has_static else ():
+        for n in range(h - h % per_group, h - h % per_group + per_group):
+            weight = existing(static)[(n, h % per_group) if transposed else (h, n % per_group)]
+            found[h] = jnp.where(head == n, found[h] + weight, found[h])
+    if config.groups == 1:
+        return found
+    return [jnp.where(head // per_group == h // per_group, x, 0.0) for h, x in enumerate(found)]
+
+
+def _twice(config: KernelConfig, x: Array) -> Array:
+    """Round to bfloat16 and return words with the result in both halves."""
+    if config.compiled:
+        words: Array = pltpu.pack_elementwise([x, x], packed_dtype=jnp.bfloat16)
+        return words
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    return bits | jax.lax.shift_right_logical(bits, 16)
+
+
+def block(config: KernelConfig, rows: Ref, b: int) -> Array:
+    """Return the matrix of block `b` of keys, (heads·keys, heads·keys), in the dtype of operands."""
+    keys, heads = config.mix_keys, config.heads
+    parts = []
+    if config.rounded:
+        together, diagonal = 2 * SUBLANES // keys, rows[rows.shape[0] - 1, :SUBLANES]
+        for h in range(0, heads, together):
+            words = _repeated(rows, b, h)
+            if together > 1:
+                words = jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1))
+            parts.append(pltpu.bitcast(words & diagonal, jnp.bfloat16))
+    else:
+        row, lane = _iota(0), _iota(1) % keys
+        for h in range(heads):
+            for start in range(0, keys, SUBLANES):
+                parts.append(jnp.where(lane == row + start, _repeated(rows, b, h), 0.0))
+    return jnp.concatenate(parts, axis=0)[:, : heads * keys]
+
+
+def _repeated(rows: Ref, b: int, h: int) -> Array:
+    """Return a row, repeated over the sublanes of a register."""
+    return jnp.broadcast_to(rows[b, h : h + 1, :], (SUBLANES, LANES))
+
+
+def _iota(axis: int) -> Array:
+    """Return the number of the row (axis 0) or lane (axis 1) of each element of a register."""
+    return jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis)

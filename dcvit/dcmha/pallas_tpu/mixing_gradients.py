@@ -1,0 +1,130 @@
+"""Gradients of key-wise and static weights from products of heads on the matrix unit.
+
+The gradient of the mixing matrix of a key s is dN_s[n, h] = Σ_t g_n[s, t]·a_h[s, t], for output gradients g and inputs
+a. The product of all heads of a block of keys contains it on the diagonals of its squares (n, h). `diagonals` packs
+them into registers: sublane (n + s) mod 8, lane h·Bs + s for key s of a block of Bs keys. `matrix_gradients` moves
+them to planes with keys along lanes and applies the rules of N = Σ_r k1[r, h]·k2[r, n] + δ_nh·kg[h] + static[h, n].
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.shapes import Array, Ref, existing
+
+
+def positions() -> tuple[Array, Array]:
+    """Return the sublane and the lane of each element of a register."""
+    shape = (SUBLANES, LANES)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def diagonals(config: KernelConfig, product: Array, out: Ref) -> None:
+    """Write the diagonals of the squares of a product, (heads·Bs, heads·Bs), to the registers `out`."""
+    keys, width = config.mix_keys, product.shape[1]
+    sublane, lane = positions()
+    if width < LANES:
+        product = jnp.concatenate([product, jnp.zeros((len(product), LANES - width), jnp.float32)], axis=1)
+    for half in range(out.shape[0]):
+        packed = jnp.zeros((SUBLANES, LANES), jnp.float32)
+        for n in range(half * SUBLANES, min((half + 1) * SUBLANES, config.heads)):
+            rows = [product[n * keys + i : n * keys + i + SUBLANES] for i in range(0, keys, SUBLANES)]
+            square = rows[0] if len(rows) == 1 else jnp.where(lane & SUBLANES == 0, rows[0], rows[1])
+            turn = n % SUBLANES
+            turned = pltpu.roll(square, turn, axis=0) if turn else square
+            packed = jnp.where((sublane - turn - lane) & (SUBLANES - 1) == 0, turned, packed)
+        out[half] = packed
+
+
+def turned(x: Array, lane: Array, *, back: bool = False) -> Array:
+    """Move sublane n of each lane s to sublane (n + s) mod 8, or back."""
+    for bit in (1, 2, 4):
+        x = jnp.where(lane & bit != 0, pltpu.roll(x, SUBLANES - bit if back else bit, axis=0), x)
+    return x
+
+
+def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list[Array]:
+    """Return dN of each input head for 128 keys along lanes, turned, from the registers of `diagonals`.
+
+    Elements whose heads are in different groups are zero.
+    """
+    keys, per_group, (sublane, lane) = config.mix_keys, config.heads // config.groups, positions()
+    per_tile = LANES // keys
+    some = [packed[b, half] for b in range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))]
+    group = (half * SUBLANES + ((sublane - lane) & (SUBLANES - 1))) // per_group
+    planes = []
+    for h in range(config.heads):
+        plane = jnp.zeros((SUBLANES, LANES), jnp.float32)
+        for b, x in enumerate(some):
+            shift = (b - h) * keys % LANES
+            plane = jnp.where(lane // keys == b, pltpu.roll(x, shift, axis=1) if shift else x, plane)
+        planes.append(plane if config.groups == 1 else jnp.where(group == h // per_group, plane, 0.0))
+    return planes
+
+
+def matrix_gradients(
+    config: KernelConfig, layout: ComposeLayout, packed: Ref, weights: Ref | None, out: Ref | None,
+    static: Ref | None, tile: int,
+) -> None:  # fmt: skip
+    """Compute the gradients of the key-wise and static weights of one compose for 128 keys.
+
+    Args:
+      config: the numbers of heads and keys.
+      layout: the columns of the weights.
+      packed: registers of `diagonals`, (blocks, H/8, 8, 128).
+      weights: unscaled key-wise weights, (columns, keys).
+      out: gradients of the scaled packed key-wise weights, (columns, keys).
+      static: registers whose sums are the gradients of static weights, (H·H/G, 8, 128). Tile 0 writes them, others add.
+      tile: number of the 128 keys.
+    """
+    for half in range(packed.shape[1]):
+        planes = head_planes(config, packed, half, tile)
+        if layout.key_rank or layout.key.gate is not None:
+            _key_wise(config, layout, planes, half, tile, existing(weights), existing(out))
+        if static is not None:
+            _static(config, planes, half, tile, static)
+
+
+def _key_wise(
+    config: KernelConfig, layout: ComposeLayout, planes: list[Array], half: int, tile: int, weights: Ref, out: Ref
+) -> None:
+    """Write the gradients of the key-wise weights of 128 keys; those of down projections are added over `half`."""
+    heads, (sublane, lane) = config.heads, positions()
+    columns = slice(tile * LANES, (tile + 1) * LANES)
+    first, count = half * SUBLANES, min(heads - half * SUBLANES, SUBLANES)
+
+    def some_rows(start: int) -> slice:
+        return slice(start + first, start + first + count)
+
+    for r in range(layout.key_rank):
+        down, up = existing(layout.key.down) + r * heads, existing(layout.key.up) + r * heads
+        k2 = weights[some_rows(up), columns]
+        if count < SUBLANES:
+            k2 = jnp.concatenate([k2, jnp.zeros((SUBLANES - count, LANES), jnp.float32)])
+        k2, dk2 = turned(k2, lane), jnp.zeros((SUBLANES, LANES), jnp.float32)
+        for h, plane in enumerate(planes):
+            dk1 = jnp.sum(plane * k2, axis=0, keepdims=True) * layout.skip_factor
+            row = slice(down + h, down + h + 1)
+            out[row, columns] = out[row, columns] + dk1 if half else dk1
+            dk2 = dk2 + plane * weights[row, columns]
+        out[some_rows(up), columns] = turned(dk2, lane, back=True)[:count]
+    if layout.key.gate is not None:
+        gate = jnp.zeros((SUBLANES, LANES), jnp.float32)
+        for h in range(first, first + count):
+            gate = jnp.where((sublane - h - lane) & (SUBLANES - 1) == 0, planes[h], gate)
+        out[some_rows(layout.key.gate), columns] = turned(gate, lane, back=True)[:count]
+
+
+def _static(config: KernelConfig, planes: list[Array], half: int, tile: int, static: Ref) -> None:
+    """Add the gradients of the static weights from 128 keys; each fills one row of its register."""
+    per_group, (sublane, lane) = config.heads // config.groups, positions()
+    for h, plane in enumerate(planes):
+        by_output = turned(plane, lane, back=True)
+        for n in range(h - h % per_group, h - h % per_group + per_group):
+            if n // SUBLANES == half:
+                index = h * per_group + n % per_group
+                row = jnp.where(sublane == n % SUBLANES, by_output, 0.0)
+                static[index] = static[index] + row if tile else row
