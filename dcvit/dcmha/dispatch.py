@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict, Unpack
 
 import jax
 
-from dcvit.dcmha import blockwise, decode, elementwise, folded, reference
+from dcvit.dcmha import blockwise, cudnn, decode, elementwise, folded, reference
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.partition import splits_arrays
@@ -86,18 +86,21 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "folded": _folded,
     "blockwise": blockwise.attention,
     "decode": decode.attention,
+    "cudnn": cudnn.attention,
     "pallas_tpu": _pallas_tpu,
     "pallas_tpu_decode": _pallas_tpu_decode,
     "pallas_gpu": _pallas_gpu,
 }
-ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu"}
+ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+SPLIT_BY_COMPILER = ("cudnn",)  # JAX tells the compiler how to split it over devices, unlike Pallas kernels
 # Implementations in the order in which they are tried; `reference` follows. `pallas_gpu` must be selected by name until
 # scripts/check_gpu.py and scripts/bench_dcmha.py have shown on a GPU that it is correct and faster.
 BY_PLATFORM = {"cpu": ("blockwise",), "gpu": ("elementwise",), "tpu": ("pallas_tpu", "blockwise")}
+PLAIN = BY_PLATFORM | {"gpu": ("cudnn",)}
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
 # Implementations that keep the scores on the chip. `folded` is judged by the plain attention inside it, and a single
 # query has no matrix of scores.
-FUSED = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu", "folded")
+FUSED = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu", "cudnn", "folded")
 
 _FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 
@@ -171,15 +174,16 @@ def candidates(
     gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, `decode` and its
     kernel are preferred because they read less memory in fewer, larger products; this has not been measured. Nor has
     `elementwise` been on a GPU: it is preferred there because the compiled program reads and writes the fewest bytes.
+    `cudnn` holds no scores in memory.
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
     if folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups) is None:
         return ("folded", "reference")  # `folded` does not support dropout
     plain = pre is None and post is None
-    if queries > 1 and plain and (here == "gpu" or (here == "cpu" and queries * keys < SMALL)):
+    if queries > 1 and plain and here == "cpu" and queries * keys < SMALL:
         return ("reference",)
-    return (*(ONE_QUERY if queries == 1 else BY_PLATFORM).get(here, ()), "reference")
+    return (*(ONE_QUERY if queries == 1 else PLAIN if plain else BY_PLATFORM).get(here, ()), "reference")
 
 
 def check_platform(name: str, *, is_named: bool) -> None:
@@ -191,7 +195,7 @@ def check_platform(name: str, *, is_named: bool) -> None:
     required, here = ONLY_ON.get(name), platform()
     if required is not None and required != here:
         raise UnsupportedError(f"it needs a {required.upper()}, found a {here.upper()}")
-    if required is None or not splits_arrays():
+    if required is None or name in SPLIT_BY_COMPILER or not splits_arrays():
         return
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:

@@ -46,7 +46,6 @@ def log(caplog):
         ("tpu", 256, True, "pallas_tpu"),
         ("tpu", 1, True, "pallas_tpu_decode"),
         ("gpu", 256, True, "elementwise"),
-        ("gpu", 256, False, "reference"),
         ("gpu", 1, True, "decode"),
     ],
 )

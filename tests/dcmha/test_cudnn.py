@@ -1,0 +1,110 @@
+"""Plain attention by cuDNN, lowered for GPUs on a machine without one."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import random_case
+from jax._src.cudnn import fused_attention_stablehlo
+
+from dcvit import dcmha
+from dcvit.dcmha import dispatch
+
+CALL = "__cudnn$fmhaSoftmax"
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch):
+    """Let the core and JAX believe that the platform is an NVIDIA GPU with cuDNN."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+def lowered(args, *, gradient=False, **options):
+    """Return the program of attention, or of its gradient, for NVIDIA GPUs."""
+
+    def run(*args):
+        return jnp.sum(dcmha.attention(*args, **options).astype(jnp.float32))
+
+    run = jax.grad(run, argnums=(0, 1, 2)) if gradient else run
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def case(queries=128, keys=None, *, branches=None, dtype=jnp.bfloat16, head_dim=64, **options):
+    args, options = random_case(queries, keys, branches=branches, heads=4, dtype=dtype, head_dim=head_dim, **options)
+    return args, {name: value for name, value in options.items() if name != "scale"}
+
+
+@pytest.fixture
+def log(caplog):
+    """Record of the core's log."""
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        yield caplog
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 16}, {"key_heads": 2}, {"dtype": jnp.float16}])
+def test_plain_attention_of_16_bits_is_one_call_of_cudnn(options, gradient, log):
+    args, options = case(**options)
+    text = lowered(args, gradient=gradient, **options)
+    assert text.count(f"@{CALL}") == 1 + gradient
+    assert "dot_general" not in text  # no other product: neither scores nor their gradients are in memory
+    assert all(message.startswith("attention: cudnn on gpu") for message in log.messages)
+
+
+def test_window_causality_and_scale_reach_cudnn():
+    args, options = case(window=16)
+    text = lowered(args, scale=0.25, **options).replace(r"\22", "")
+    for setting in ("sliding_window_length: 16", "mask_type: CAUSAL", "fmha_scale: 0.25", "dropout_rate: 0.0"):
+        assert setting in text
+    args, options = case()
+    assert "mask_type: NO_MASK" in lowered(args, **options).replace(r"\22", "")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_middle_of_a_folded_composition_is_cudnn(gradient, log):
+    args, options = case(branches="qpgs", groups=2, key_heads=2)
+    text = lowered(args, gradient=gradient, **options)
+    assert text.count(f"@{CALL}") == 1 + gradient
+    assert [message.split(" on ")[0] for message in log.messages] == ["attention: cudnn", "attention: folded"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"dtype": jnp.float32}, "reference", "cuDNN supports q, k and v of bfloat16 or float16, found float32"),
+        ({"mask": (2, 1, 1, 128)}, "reference", "a query without keys would not have the output 0"),
+        ({"queries": 64, "keys": 128, "causal": True}, "reference", "causal attention of 64 queries to 128 keys"),
+        ({"head_dim": 12}, "reference", "cuDNN: The head dim must be"),
+    ],
+)
+def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(options, name, reason, log):
+    args, options = case(**({"batch": 2} | options))
+    assert CALL not in lowered(args, **options)
+    (message,) = log.messages
+    assert message.startswith(f"attention: {name} on gpu")
+    assert "; not cudnn: " in message
+    assert reason in message
+
+
+def test_composition_that_does_not_fold_is_not_given_to_cudnn(log):
+    args, options = case(branches="qkpg")
+    assert CALL not in lowered(args, **options)
+    assert log.messages[0].startswith("attention: elementwise on gpu")
+    with pytest.raises(ValueError, match="cudnn does not support this case: cuDNN does not compose heads"):
+        lowered(args, implementation="cudnn", **options)
+
+
+def test_without_cudnn_the_reference_attends(monkeypatch, log):
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    args, options = case()
+    assert CALL not in lowered(args, **options)
+    assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
+
+
+def test_cudnn_counts_as_fused():
+    args, options = case()
+    with dispatch.fused_only():
+        lowered(args, **options)
