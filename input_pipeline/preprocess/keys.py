@@ -42,9 +42,11 @@ def onehot(
             raise InputError(f"onehot({depth}): {key!r} should be an integer or several, found {shown}")
         if labels.size and (labels.min() < 0 or labels.max() >= depth):
             raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
-        each = labels.astype(np.int64)[..., None] == np.arange(depth)
-        hot = each.any(axis=0) if multi and labels.ndim else each
-        return {**example, key_result or key: np.where(hot, np.float32(on), np.float32(off))}
+        merged = multi or not labels.ndim
+        hot = np.full((depth,) if merged else (labels.size, depth), off, np.float32)
+        positions = labels.astype(np.int64)
+        hot[positions if merged else (np.arange(labels.size), positions)] = on
+        return {**example, key_result or key: hot}
 
     return op
 

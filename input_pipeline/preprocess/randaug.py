@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from input_pipeline.errors import InputError
+from input_pipeline.images import kernels
 
 __all__ = [
     "OPS", "autocontrast", "brightness", "color", "contrast", "cutout", "equalize", "invert", "posterize", "randaug",
@@ -56,7 +57,7 @@ def autocontrast(image: Pixels) -> Pixels:
             continue
         scale = np.float32(255) / (np.float32(high) - np.float32(low))
         tables.append(np.clip(LEVELS * scale + -np.float32(low) * scale, 0, 255).astype(np.uint8))
-    return _lookup(image, *tables)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def equalize(image: Pixels) -> Pixels:
@@ -69,12 +70,11 @@ def equalize(image: Pixels) -> Pixels:
     A channel with step 0 does not change.
     """
     tables = []
-    for channel in range(3):
-        counts = np.bincount(image[..., channel].ravel(), minlength=256)
+    for counts in kernels.histogram(image):
         step = (counts.sum() - counts[counts > 0][-1]) // 255
         below = np.cumsum(counts) - counts
         tables.append(np.minimum((below + step // 2) // step, 255).astype(np.uint8) if step else LEVELS)
-    return _lookup(image, *tables)
+    return kernels.lookup(image, np.stack(tables))
 
 
 def invert(image: Pixels) -> Pixels:
@@ -88,8 +88,7 @@ def posterize(image: Pixels, bits: int) -> Pixels:
     TensorFlow converts the shift 8 - bits to uint8 and clips it to 7. Therefore 0 bits, and more than 8 bits, keep one
     bit.
     """
-    shift = np.uint8(min((8 - bits) % 256, 7))
-    return image >> shift << shift
+    return image & np.uint8(0xFF << min((8 - bits) % 256, 7) & 0xFF)
 
 
 def solarize(image: Pixels, threshold: int) -> Pixels:
@@ -112,15 +111,7 @@ def color(image: Pixels, factor: float) -> Pixels:
 
     Gray equals `tf.image.rgb_to_grayscale`, 0.2989 R + 0.587 G + 0.114 B in float32, for all 2²⁴ colors.
     """
-    unit = LEVELS * np.float32(1 / 255)
-    red, green, blue = (
-        (unit * np.float32(weight)).take(image[..., channel]) for channel, weight in enumerate((0.2989, 0.587, 0.114))
-    )
-    gray = ((red + green + blue) * np.float32(255.5)).astype(np.uint8)
-    out = np.empty_like(image)
-    for channel in range(3):
-        out[..., channel] = _blend(gray, image[..., channel], factor)
-    return out
+    return kernels.color(image, factor)
 
 
 def contrast(image: Pixels, factor: float) -> Pixels:
@@ -145,15 +136,7 @@ def sharpness(image: Pixels, factor: float) -> Pixels:
     not smoothed. The terms are added in float32 row by row, as in TensorFlow's own convolution. TensorFlow with oneDNN
     rounds differently: about 4 in 1,000 smoothed values differ by 1.
     """
-    height, width = image.shape[:2]
-    once, five = image * (np.float32(1) / np.float32(13)), image * (np.float32(5) / np.float32(13))
-    mean = np.zeros_like(once[2:, 2:])
-    for i in range(3):
-        for j in range(3):
-            mean += (five if i == j == 1 else once)[i : height - 2 + i, j : width - 2 + j]
-    smooth = image.copy()
-    smooth[1:-1, 1:-1] = mean
-    return _blend(smooth, image, factor)
+    return kernels.sharpen(image, factor)
 
 
 def rotate(image: Pixels, degrees: float) -> Pixels:
@@ -232,14 +215,9 @@ OPS: dict[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarray]] =
 }
 
 
-def _lookup(image: np.ndarray, *tables: np.ndarray) -> np.ndarray:
-    """Replace each value v by table[v], with one table of 256 values for all channels or one for each channel."""
-    if len(tables) == 1:
-        return tables[0].take(image)
-    out = np.empty_like(image)
-    for channel, table in enumerate(tables):
-        out[..., channel] = table.take(image[..., channel])
-    return out
+def _lookup(image: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Replace each value v by table[v]."""
+    return kernels.lookup(image, np.stack([table] * 3))
 
 
 def _blend(start: np.ndarray, end: np.ndarray, factor: float) -> np.ndarray:
@@ -259,9 +237,7 @@ def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
     """
     height, width = image.shape[:2]
     sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
-    pixels = np.full((height * width + 1, 3), GREY, np.uint8)  # the last pixel stands for all positions outside
-    pixels[:-1] = image.reshape(-1, 3)
-    return pixels.take(sources(height, width, *coefficients), axis=0)
+    return kernels.move(image, sources(height, width, *coefficients), GREY)
 
 
 def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float, b1: float, b2: float) -> np.ndarray:
@@ -276,7 +252,7 @@ def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float
     )
     inside = (across > -0.5) & (across < width - 0.5) & (down > -0.5) & (down < height - 0.5)
     index = np.floor(down + 0.5) * width + np.floor(across + 0.5)
-    sources = np.where(inside, index, height * width).astype(np.intp)
+    sources = np.where(inside, index, height * width).astype(np.uint32)
     sources.setflags(write=False)
     return sources
 

@@ -105,11 +105,13 @@ def images(folder):
     call("evaluate", "--workdir", folder / "vit", "--out", folder / "table.csv")
     call("predict", "--workdir", folder / "vit", data / "seven.png", data, "--format", "json")
     call("plot", folder / "vit", "--out", folder / "curves.png")
+    call("explore", "--workdir", folder / "vit", data / "seven.png", "--data", "test", "--out", folder / "page.html")
 
 
 def text(folder):
     call("evaluate", "--workdir", folder / "lm")
     call("generate", "--workdir", folder / "lm", "--prompt", "def", "--tokens", 3)
+    call("explore", "--workdir", folder / "lm", "--prompt", "def", "--out", folder / "page.html")
     (folder / "some.txt").write_text("some text")
     call("tokenize", "--data", folder / "some.txt", "--out", folder / "some")
 

@@ -87,6 +87,11 @@ BAD_DATA = {
     "missing tokenizer": bad(text(text_file("a.txt", WORDS, tokenizer="/no/tokenizer.json")), "/no/tokenizer.json"),
     "file that is not a tokenizer": bad(text(broken_tokenizer), "tokenizer.json"),
     "empty targets": bad(text(text_file("a.jsonl", SPAN, kind="spans")), "a.jsonl:1", "'targets'", "empty"),
+    "answers without marks": bad(
+        text(text_file("a.jsonl", '{"task_id": "a", "texts": "no mark"}\n', kind="answers")), "a.jsonl:1: no answer"
+    ),
+    "unknown generated task": bad(text(lambda ws: {"kind": "synthetic", "tasks": ["first/thing/*"]}), "first/thing/*"),
+    "unknown relation of scenes": bad(vit("input.data={'kind': 'scenes', 'relations': ['behind']}"), "list of right"),
     "tokens without .idx": bad(text(tokens(lambda idx: idx.unlink())), "pair"),
     "tokens without .bin": bad(text(tokens(lambda idx: idx.with_suffix(".bin").unlink())), "pair"),
     "index of another format": bad(text(tokens(patch(0, b"NOTMEGA"))), "Megatron"),

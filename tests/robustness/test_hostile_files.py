@@ -161,7 +161,12 @@ class TestText:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("kind", "line"), [("text", b'{"text": "some words"}\n'), ("spans", b'{"inputs": "a", "targets": "b"}\n')]
+        ("kind", "line"),
+        [
+            ("text", b'{"text": "some words"}\n'),
+            ("spans", b'{"inputs": "a", "targets": "b"}\n'),
+            ("answers", b'{"task_id": "a", "texts": "a [ b ]"}\n'),
+        ],
     )
     def test_short_lines_that_decompress_beyond_the_free_memory_are_refused(self, tmp_path, monkeypatch, kind, line):
         (tmp_path / "a.jsonl.zst").write_bytes(zstd_frame(line * 1000, 20))

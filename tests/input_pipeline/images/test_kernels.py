@@ -1,0 +1,77 @@
+"""Loops over pixels: resizing against TensorFlow's kernel, and the others against numpy."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from input_pipeline.images import kernels
+
+pytest.importorskip("numba")
+SIDES = [(1, 1), (1, 300), (2, 3), (17, 200), (224, 224), (375, 500), (1000, 31)]
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 500), (224, 224), (301, 97)])
+@pytest.mark.parametrize("sides", SIDES)
+def test_resized_pixels_are_bitwise_those_of_tensorflow(sides, size):
+    tf = pytest.importorskip("tensorflow")
+    for image in (noise(*sides), np.full((*sides, 3), 255, np.uint8)):
+        expected = tf.raw_ops.ResizeBilinear(images=image[None], size=size, half_pixel_centers=True).numpy()[0]
+        np.testing.assert_array_equal(kernels.resize_bilinear(image, size), expected.astype(np.uint8))
+
+
+@pytest.mark.slow
+def test_positions_of_every_side_up_to_2000_are_those_of_tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    ramp = np.arange(2000, dtype=np.float32)
+    for length in range(1, 2001):
+        before, after, weight = kernels._interpolation(length, 224)
+        found = ramp[before] + (ramp[after] - ramp[before]) * weight
+        image = ramp[None, None, :length, None]
+        expected = tf.raw_ops.ResizeBilinear(images=image, size=(1, 224), half_pixel_centers=True).numpy().ravel()
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_lookup_histogram_and_move_equal_numpys_indexing(sides):
+    image, rng = noise(*sides), np.random.default_rng(1)
+    tables = rng.integers(0, 256, (3, 256), np.uint8)
+    np.testing.assert_array_equal(
+        kernels.lookup(image, tables), np.stack([tables[c][image[..., c]] for c in range(3)], axis=-1)
+    )
+    counts = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+    np.testing.assert_array_equal(kernels.histogram(image), counts)
+    pixels = image.shape[0] * image.shape[1]
+    sources = rng.integers(0, pixels + 1, sides).astype(np.uint32)
+    padded = np.concatenate([image.reshape(-1, 3), np.full((1, 3), 9, np.uint8)])
+    np.testing.assert_array_equal(kernels.move(image, sources, 9), padded[sources])
+
+
+def test_result_does_not_depend_on_layout_or_threads_and_the_image_is_unchanged():
+    image = noise(64, 80)
+    view = np.asfortranarray(image)
+    view.setflags(write=False)
+    expected = kernels.resize_bilinear(image, (50, 30))
+    np.testing.assert_array_equal(image, noise(64, 80))
+    with ThreadPoolExecutor(8) as threads:
+        for found in threads.map(lambda _: kernels.resize_bilinear(view, (50, 30)), range(64)):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_without_numba_the_error_names_the_extra():
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import numpy as np, input_pipeline as ip\n"
+        "pp = ip.Preprocess('resize(3)')\n"
+        "try: pp({'image': np.zeros((4, 4, 3), np.uint8)}, None)\n"
+        "except ip.InputError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'which is not installed: pip install "dcvit[data]"' in done.stdout
