@@ -14,7 +14,7 @@ from input_pipeline.errors import InputError, MissingDataError, ReadingError
 if TYPE_CHECKING:
     from input_pipeline.loader import CorruptPolicy, active_reads, batch_ids, eval_batches, train_batches
     from input_pipeline.preprocess.builder import Preprocess, ValueRange, defer_value_range
-    from input_pipeline.source import KINDS, Source, TokenSource, open_source
+    from input_pipeline.source import KINDS, Source, TaskSource, TokenSource, open_source
 else:
     import importlib
 
@@ -29,6 +29,7 @@ else:
         "defer_value_range": "preprocess.builder",
         "KINDS": "source",
         "Source": "source",
+        "TaskSource": "source",
         "TokenSource": "source",
         "open_source": "source",
     }
@@ -43,6 +44,7 @@ else:
 
 
 __all__ = [
-    "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "Preprocess", "ReadingError", "Source", "TokenSource",
-    "ValueRange", "active_reads", "batch_ids", "defer_value_range", "eval_batches", "open_source", "train_batches",
+    "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "Preprocess", "ReadingError", "Source", "TaskSource",
+    "TokenSource", "ValueRange", "active_reads", "batch_ids", "defer_value_range", "eval_batches", "open_source",
+    "train_batches",
 ]  # fmt: skip

@@ -83,11 +83,12 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
 
 def _check_texts(data: Mapping[str, object], on_progress: Callable[[int, int], None]) -> Report:
     """Read text files one by one, each up to its first damaged line; other kinds of data have no damaged files."""
-    names = {"text": ("key",), "spans": ("inputs", "targets")}.get(str(data["kind"]), ())
+    kind = str(data["kind"])
+    names = {"text": ("key",), "spans": ("inputs", "targets"), "answers": ("text", "task")}.get(kind, ())
     if not names or not isinstance(data.get("path"), str):
         return Report(0, [])
-    files = find_files(str(data["path"]), LINE_SUFFIXES if data["kind"] == "spans" else SUFFIXES)
-    default = {"key": "text", "inputs": "inputs", "targets": "targets"}
+    files = find_files(str(data["path"]), SUFFIXES if kind == "text" else LINE_SUFFIXES)
+    default = {"key": "text", "inputs": "inputs", "targets": "targets", "text": "texts", "task": "task_id"}
     keys = [str(data.get(name, default[name])) for name in names]
     damaged = []
     for number, file in enumerate(files.paths, start=1):

@@ -5,10 +5,12 @@ every machine and in every version of numpy.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int64
 
+Draw = Callable[[int], int]  # from n to a random number below n
 EXAMPLE_STREAM = 1 << 63  # second key word of per-example generators; permutations use the epoch, which is smaller
 
 
@@ -32,3 +34,17 @@ def example_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     key = np.array([seed, EXAMPLE_STREAM], np.uint64)
     counter = np.array([0, 0, index, epoch], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def draws(seed: int, stream: int, index: int, count: int) -> Draw:
+    """Return the random numbers of one generated example, up to `count` of them, from raw bits of Philox.
+
+    Args:
+      seed: seed of the data.
+      stream: another number gives other examples, as for the splits of data.
+      index: the example.
+      count: the most that may be drawn.
+    """
+    key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, index, 0], np.uint64)
+    bits = iter(np.random.Philox(key=key, counter=counter).random_raw(count).tolist())
+    return lambda n: int(next(bits) % n)

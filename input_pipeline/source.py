@@ -17,12 +17,15 @@ Example = dict[str, Any]
 
 # The module of each kind of data. It is imported when the kind is opened, because most need an optional library.
 KINDS = {
+    "answers": "input_pipeline.text.answers",
     "digits": "input_pipeline.images.digits",
     "folder": "input_pipeline.images.folder",
     "input_ids": "input_pipeline.text.tfrecord_tokens",
     "megatron": "input_pipeline.text.megatron",
+    "scenes": "input_pipeline.images.scenes",
     "spans": "input_pipeline.text.targets",
     "stdlib": "input_pipeline.text.stdlib",
+    "synthetic": "input_pipeline.text.synthetic",
     "text": "input_pipeline.text.files",
     "tfds": "input_pipeline.images.tfds",
 }
@@ -70,6 +73,19 @@ class TokenSource(Source, Protocol):
         """The token that ends a document, or None if it is unknown."""
 
 
+@runtime_checkable
+class TaskSource(TokenSource, Protocol):
+    """A source of token rows of in-context examples, whose targets are answers.
+
+    A row also has `task`, int32, the number of its task, and `shots`, int32 of shape (context + 1,), the number of
+    examples before the one that a token belongs to.
+    """
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Names of the tasks."""
+
+
 def open_source(
     kind: str,
     *,
@@ -113,7 +129,7 @@ class _WrappedSource:
 
     def __init__(self, source: Source):
         self.source, self.class_names = source, source.class_names
-        for name in ("context", "vocab_size", "token_bytes", "end_of_text"):
+        for name in ("context", "vocab_size", "token_bytes", "end_of_text", "task_names"):
             if hasattr(source, name):
                 setattr(self, name, getattr(source, name))
 

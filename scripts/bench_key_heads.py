@@ -12,22 +12,16 @@ Runs are those of `dcvit train`: the same command resumes an interrupted benchma
 `--seeds 0,1` trains only some. The table has all seeds that are complete in the folder.
 """
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import sys
-from collections.abc import Sequence
+import functools
 from pathlib import Path
 from typing import TypedDict
 
-from bench_upcycle import METRIC, final, run
+import seeded_runs
+from seeded_runs import ROOT, complete_seeds, differences, machine, parameters, signed, step_ms
 
-from dcvit.runs import metrics
-from dcvit.training.seeds import parse_seeds, summarize
+from dcvit.training.seeds import summarize
 
-ROOT = Path(__file__).resolve().parent.parent
+METRIC = "validation/bits_per_byte"
 HEADS, HEAD_DIM, RANK = 8, 8, 2
 MODEL = {"width": HEADS * HEAD_DIM, "depth": 2, "mlp_dim": 176, "num_heads": HEADS}
 CONTEXT, STEPS = 64, 600
@@ -40,6 +34,9 @@ ARMS = {
     "query-wise": {"compose": "both", "branches": "q"},
     "complete": {"compose": "both"},
 }
+
+run = functools.partial(seeded_runs.run, metric=METRIC)
+final = functools.partial(seeded_runs.final, metric=METRIC)
 
 
 class Row(TypedDict):
@@ -90,33 +87,24 @@ def cache(key_heads: int, arm: str) -> int:
     return 2 * key_heads * HEAD_DIM + key_wise
 
 
-def step_ms(workdirs: Sequence[Path]) -> float:
-    """Return the median time of a step in the rows of all runs."""
-    rows = [row for path in workdirs for row in metrics.read(path / "timing.jsonl")]
-    return 1e3 * statistics.median(row["step_seconds"] for row in rows if "step_seconds" in row)
-
-
 def collect(out: Path) -> Result:
     """Return the measurements of all seeds whose runs are complete."""
-    found = sorted(int(path.name.removeprefix("seed")) for path in workdir(out, *arms()[0], 0).parent.glob("seed*"))
-    values = {seed: {f"{n} {arm}": final(workdir(out, n, arm, seed)) for n, arm in arms()} for seed in found}
-    complete = {seed: each for seed, each in values.items() if None not in each.values()}
-    differences = {
-        seed: {name: x - each[f"{name.split()[0]} {PLAIN}"] for name, x in each.items()}
-        for seed, each in complete.items()
-    }  # fmt: skip
+    complete = complete_seeds(
+        workdir(out, *arms()[0], 0).parent,
+        lambda seed: {f"{n} {arm}": final(workdir(out, n, arm, seed)) for n, arm in arms()},
+    )
+    paired = summarize(differences(complete, lambda name: f"{name.split()[0]} {PLAIN}"))
     rows = []
-    for (n, arm), one, paired in zip(arms(), summarize(complete), summarize(differences), strict=True):
+    for (n, arm), one, difference in zip(arms(), summarize(complete), paired, strict=True):
         workdirs = [workdir(out, n, arm, seed) for seed in complete]
         rows.append(
             Row(
-                key_heads=n, arm=arm, parameters=metrics.read(workdirs[0] / "metrics.jsonl")[0]["num_params"],
-                cache=cache(n, arm), step_ms=step_ms(workdirs), mean=one["mean"], interval=one["± 95 %"],
-                difference=paired["mean"], difference_interval=paired["± 95 %"],
+                key_heads=n, arm=arm, parameters=parameters(workdirs[0]), cache=cache(n, arm),
+                step_ms=step_ms(workdirs), mean=one["mean"], interval=one["± 95 %"], difference=difference["mean"],
+                difference_interval=difference["± 95 %"],
             )
         )  # fmt: skip
-    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"
-    return Result(machine=machine, seeds=sorted(complete), rows=rows)
+    return Result(machine=machine(), seeds=sorted(complete), rows=rows)
 
 
 def lines(result: Result) -> list[str]:
@@ -126,7 +114,7 @@ def lines(result: Result) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        difference = f"{row['difference']:+.3f} ± {row['difference_interval']:.3f}".replace("-", "−")
+        difference = signed(row["difference"], row["difference_interval"])
         table.append(
             f"| {row['key_heads']} | {row['arm']} | {row['parameters']:,} | {row['cache']} | {row['step_ms']:.1f} "
             f"| {row['mean']:.3f} ± {row['interval']:.3f} | {'–' if row['arm'] == PLAIN else difference} |"
@@ -134,22 +122,10 @@ def lines(result: Result) -> list[str]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/bench_key_heads", help="folder for all runs")
-    parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2, 3, 4], help="seeds, or their number (default 5)")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    args = parser.parse_args()
-    for seed in args.seeds:
-        train_seed(args.out.resolve(), seed)
-    result = collect(args.out.resolve())
-    if len(result["seeds"]) < 2:
-        sys.exit("no table yet: an interval needs at least two seeds")
-    print(f"\n{result['machine']}; {METRIC}; seeds {', '.join(map(str, result['seeds']))}\n")
-    print("\n".join(lines(result)))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+def about(result: Result) -> str:
+    """Return the text above the table."""
+    return f"{result['machine']}; {METRIC}"
 
 
 if __name__ == "__main__":
-    main()
+    seeded_runs.main(__doc__, "bench_key_heads", train_seed, collect, lines, about)

@@ -1,4 +1,4 @@
-"""Tokenizers: UTF-8 bytes, or a `tokenizer.json` of Hugging Face's tokenizers library.
+"""Tokenizers: UTF-8 bytes, words of a list, or a `tokenizer.json` of Hugging Face's tokenizers library.
 
 Text is never converted to special tokens: the characters "<|endoftext|>" in a document are encoded as text.
 """
@@ -56,6 +56,36 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with U+FFFD for invalid UTF-8 such as an incomplete last character."""
         return bytes(i for i in ids if i < BYTE_END_OF_TEXT).decode(errors="replace")
+
+
+class WordTokenizer:
+    """A tokenizer whose tokens are the words of a fixed list, separated by white space in texts."""
+
+    end_of_text: int | None = None
+    token_bytes: TokenBytes | None = None
+
+    def __init__(self, words: Sequence[str]):
+        self.words, self.vocab_size = tuple(words), len(words)
+        self._numbers = {word: i for i, word in enumerate(words)}
+
+    def numbers(self, words: Sequence[str]) -> list[int]:
+        """Return the tokens of words. Raises InputError if a word is not in the list."""
+        try:
+            return [self._numbers[word] for word in words]
+        except KeyError as e:
+            raise InputError(f"no word {e.args[0]!r} in the vocabulary; {nearest(e.args[0], self.words)}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. Raises InputError if a word is not in the list."""
+        return self.numbers(text.split())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of each text. Raises InputError if a word is not in the list."""
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the words of tokens, each with a space before it."""
+        return "".join(f" {self.words[i]}" for i in ids)
 
 
 class FileTokenizer:
@@ -163,7 +193,7 @@ class FileTokenizer:
         return special[name]
 
 
-Tokenizer = ByteTokenizer | FileTokenizer
+Tokenizer = ByteTokenizer | FileTokenizer | WordTokenizer
 
 
 def open_tokenizer(path: str | None, end_of_text: str | None = END_OF_TEXT) -> Tokenizer:

@@ -61,6 +61,12 @@ def test_compiled_kernels_cover_every_named_model():
         plain = [name for name in names if not name.startswith("DC") or name.startswith("DCFlash")]
         assert plain == ([] if shape.composed else names), shape
         assert shape.queries in (1, shape.keys)
+        grouped = [name for name in names if name.startswith("DCFlash")]
+        assert grouped == (names if shape.key_heads < shape.heads else []), shape
+        assert shape.heads == (4 if grouped else 1) * shape.key_heads
+    for composed in (True, False):
+        batches = {s.batch for s, names in compile_kernels.shapes().items() if f"{'DC' * composed}ViT-S" in names}
+        assert batches == {4, 64}
 
 
 @pytest.mark.slow

@@ -1,0 +1,55 @@
+"""A small DCFormer, or Transformer of the same shape, on generated tasks like those of the paper's Section 4.3.
+
+    python -m dcvit.train --config configs/lm_synthetic.py --workdir W
+    python -m dcvit.train --config configs/lm_synthetic.py:attention=mha --workdir W2
+    python -m dcvit.evaluate --workdir W
+
+An example is "apple . wolf . cello . in initial animal w ;": a pattern selects a word, a relation transforms it.
+`input_pipeline/text/synthetic_tasks.py` lists the tasks. Tokens are words, only the answers count, and nothing is
+downloaded. `dcvit evaluate` prints the accuracy of each task, and `scripts/bench_synthetic.py` compares compositions.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(attention: str = "dcmha", steps: int = 400, shots: int = 0, persons: bool = False) -> ConfigDict:
+    """Return the config.
+
+    `attention` is "dcmha" (both compositions) or "mha", `steps` the length of training, and `shots` the number of
+    examples before the last one of a row. `persons` adds the tasks with persons, which need many more steps.
+    """
+    composes = {"dcmha": "both", "mha": None}
+    if attention not in composes:
+        raise ValueError(f"attention={attention!r}; known: {', '.join(composes)}")
+    tasks = ("*",) if persons else ("first/*", "last/*", "in/*", "unlike/*", "odd/*")
+    config = ConfigDict()
+    config.seed = 0
+    config.total_steps = steps
+
+    config.input = ConfigDict()
+    config.input.data = {"kind": "synthetic", "split": "train", "shots": shots, "tasks": tasks}
+    config.input.batch_size = 32
+
+    config.model_name = "lm"
+    config.model = {
+        "width": 64, "depth": 2, "num_heads": 4, "mlp_dim": 128, "position": "learned", "norm": "layernorm",
+        "mlp": "gelu", "use_bias": True, "tied": True, "init_std": 0.1, "compose": composes[attention],
+    }  # fmt: skip
+
+    config.optax_name = "scale_by_adam"
+    config.optax = {"b1": 0.9, "b2": 0.95}
+    config.grad_clip_norm = 1.0
+    config.lr = 6e-3
+    config.wd = 0.1
+    config.wd_times_lr = True
+    config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))
+    config.schedule = {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
+
+    config.log_percent = 5
+    config.evals = {
+        "validation": {
+            "type": "in_context", "batch_size": 580, "log_percent": 25,
+            "data": {"kind": "synthetic", "split": "validation", "shots": shots, "tasks": tasks, "limit": 2320},
+        }
+    }  # fmt: skip
+    return config

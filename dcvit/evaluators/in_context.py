@@ -1,0 +1,145 @@
+"""Accuracy of a language model's answers in rows of in-context examples: overall, by task and by number of shots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import input_pipeline
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.errors import ConfigError
+from dcvit.evaluators import DeviceBatch, Predict, Row, TimedFunction, batches
+from dcvit.evaluators.perplexity import MAX_NATS
+from dcvit.models import Params, lm
+
+POSITIONS = 256  # positions of a row whose logits exist at a time; all B·T·V logits may not fit in memory
+
+
+class Answers(NamedTuple):
+    """All answers of a run, in the order of the data; each array has one element per answer."""
+
+    correct: np.ndarray  # bool
+    nats: np.ndarray  # of all tokens of an answer together
+    tokens: np.ndarray  # number of tokens
+    task: np.ndarray  # number of the task
+    shots: np.ndarray  # number of examples before the answer's
+
+
+class Evaluator:
+    """Score the answers of rows: a maximal run of adjacent targets is one answer.
+
+    An answer is correct if the model gives each of its tokens the highest logit, given all tokens before it. The
+    metrics are exact for any batch size and device count.
+    """
+
+    columns = ("accuracy", "loss", "perplexity", "answers", "tokens", "rows_per_second")
+    metrics = columns[:-1]
+    example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
+
+    def __init__(
+        self,
+        predict: Predict,
+        mesh: Mesh,
+        *,
+        data: dict[str, Any],
+        batch_size: int = 8,
+    ):
+        """
+        Args:
+          predict: function from parameters and tokens, B T, to logits and intermediates with `pre_logits`.
+          mesh: the devices that share a batch.
+          data: arguments of `input_pipeline.open_source`, of kind "synthetic" or "answers".
+          batch_size: rows, rounded up to a multiple of the device count.
+
+        Raises:
+          ConfigError: the data is of another kind.
+        """
+        self.source = cast(input_pipeline.TaskSource, input_pipeline.open_source(**data))
+        if not hasattr(self.source, "task_names"):
+            raise ConfigError(f"an evaluator of type 'in_context' needs tasks; data of kind {data['kind']!r} has none")
+        self.batch_size, self.mesh = batch_size, mesh
+        self.answers: Answers | None = None  # of the last run
+        self.rows_per_second = 0.0  # of the last run, without compilation
+
+        def score(params: Params, batch: DeviceBatch) -> dict[str, Array]:
+            tokens, kernel = batch["tokens"], lm.head_kernel(params)
+            hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
+
+            def score_position(
+                pair: tuple[Float[Array, "B M"], Int[Array, " B"]],
+            ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+                logits = lm.unembed(pair[0], kernel)
+                picked = jnp.take_along_axis(logits, pair[1][:, None], axis=-1)[:, 0]
+                return jax.nn.logsumexp(logits, axis=-1) - picked, jnp.argmax(logits, axis=-1) == pair[1]
+
+            pairs = (jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(tokens[:, 1:], 0, 1))
+            found = jax.lax.map(score_position, pairs, batch_size=POSITIONS)
+            return dict(zip(("nats", "best"), (jnp.swapaxes(x, 0, 1) for x in found), strict=True))
+
+        self.score = TimedFunction(score, mesh, batch_size, keep=("is_target", "task", "shots"))
+
+    def run(self, params: Params) -> dict[str, float]:
+        """Return totals and means over all answers.
+
+        The metrics are `accuracy`, the fraction of correct answers; `loss`, in nats per token of the answers;
+        `perplexity`, its exponential; and the numbers of `answers` and of their `tokens`.
+        """
+        found: list[Answers] = []
+        self.score.reset_timer()
+        for batch in batches(self.source, "", self.batch_size, self.mesh):
+            scores, rows = self.score(params, batch)
+            found.append(answers_of(scores["nats"], scores["best"], rows))
+        self.rows_per_second = self.score.rate()
+        self.answers = Answers(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        return summary(self.answers)
+
+    def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
+        """Return a row for all answers, and one for each task and for each number of shots."""
+        rows = [{"evaluation": name, **metrics, "rows_per_second": round(self.rows_per_second, 1)}]
+        assert self.answers is not None
+        for number, task in enumerate(self.source.task_names):
+            rows += _part(f"{name}/{task}", self.answers, self.answers.task == number)
+        for shots in np.unique(self.answers.shots):
+            rows += _part(f"{name}/{shots}-shot", self.answers, self.answers.shots == shots)
+        return rows
+
+
+def answers_of(
+    nats: Float[np.ndarray, "B T"], best: Bool[np.ndarray, "B T"], rows: Mapping[str, np.ndarray]
+) -> Answers:
+    """Return the answers of a batch.
+
+    Args:
+      nats: the loss of each token but the first of a row.
+      best: True if that token has the highest logit.
+      rows: `is_target` and `shots`, B T+1; `task` and `_mask`, B.
+    """
+    counted = rows["is_target"][:, 1:] & (rows["_mask"][:, None] > 0)
+    starts = counted & ~np.pad(counted, ((0, 0), (1, 0)))[:, :-1]
+    row, column = np.nonzero(starts)
+    number = np.cumsum(starts).reshape(starts.shape)[counted] - 1  # the answer of each counted token, in their order
+    totals = (np.bincount(number, x[counted], len(row)) for x in (nats, ~best, counted))
+    sums, misses, tokens = totals
+    return Answers(misses == 0, sums, tokens.astype(int), rows["task"][row], rows["shots"][row, column + 1])
+
+
+def summary(answers: Answers) -> dict[str, float]:
+    """Return the metrics of some answers; see `Evaluator.run`."""
+    tokens = int(answers.tokens.sum())
+    loss = float(answers.nats.sum()) / max(tokens, 1)
+    return {
+        "accuracy": float(answers.correct.sum()) / max(len(answers.correct), 1), "loss": loss,
+        "perplexity": math.exp(min(loss, MAX_NATS)), "answers": len(answers.correct), "tokens": tokens,
+    }  # fmt: skip
+
+
+def _part(name: str, answers: Answers, chosen: Bool[np.ndarray, " answers"]) -> list[Row]:
+    """Return the row of a part of the answers, or none if the part is empty."""
+    return [{"evaluation": name, **summary(Answers(*(x[chosen] for x in answers)))}] if chosen.any() else []

@@ -1,0 +1,143 @@
+"""In-context examples in `.jsonl` files whose answers are marked, as in the DCMHA paper's synthetic data set.
+
+A line of the authors' `synthetic_dataset.jsonl` is a JSON object with a `task_id` and `texts`: eight examples of a
+task, one per line. From the third on, the answer is between brackets. The brackets are not part of the text:
+
+    {"task_id": "task0", "texts": "\\n< … >. Ruth owns a kind of fruit\\n< … >. John owns a kind of [ animal ]\\n"}
+"""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline import memory
+from input_pipeline.errors import InputError
+from input_pipeline.source import Example
+from input_pipeline.text import packing
+from input_pipeline.text.documents import LINE_SUFFIXES, find_files, read_documents
+from input_pipeline.text.files import check_memory, check_size
+from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer
+
+MARK = re.compile(r"\[ (.+?) \]")
+ROW_BYTES = 512  # approximate memory of a row besides its tokens
+
+
+class MarkedText(NamedTuple):
+    """A text without its marks: (start, end, shots) of each answer, in characters and preceding examples."""
+
+    text: str
+    answers: tuple[tuple[int, int, int], ...]
+
+
+class Row(NamedTuple):
+    """The tokens of a line, and (first token, last token + 1, shots) of each answer."""
+
+    tokens: np.ndarray
+    answers: tuple[tuple[int, int, int], ...]
+    location: str
+
+
+class Source:
+    """Lines of `.jsonl` and `.jsonl.zst` files, one row each; the loss counts only the answers between `[ ` and ` ]`.
+
+    An answer includes the space before it. Besides `tokens` and `is_target`, a row has
+
+        task: int32, the number of its task in `task_names`
+        shots: int32 of shape (context + 1,); in an answer, the number of examples (lines of the text) before its own
+    """
+
+    class_names = None
+
+    def __init__(
+        self,
+        path: str,
+        context: int,
+        tokenizer: str | None = None,
+        end_of_text: str = END_OF_TEXT,
+        text: str = "texts",
+        task: str = "task_id",
+    ):
+        """
+        Args:
+          path: a file, folder or glob.
+          context: number of tokens in a model input; a row has one token more.
+          tokenizer: path of a tokenizer.json or of its folder; by default the tokens are UTF-8 bytes.
+          end_of_text: the tokenizer's special token that ends a document. Rows do not contain it.
+          text: key of the examples in the JSON object of a line.
+          task: key of the name of their task.
+
+        Raises:
+          MissingDataError: the files or the tokenizer do not exist.
+          InputError: a row has no answers or is longer than the context, the tokenizer joins an answer with the text
+            around it, or a file is invalid (see `input_pipeline.text.documents`).
+        """
+        self.context = packing.check_context(context)
+        opened = open_tokenizer(tokenizer, end_of_text)
+        self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
+        self.end_of_text: int | None = opened.end_of_text
+        files = find_files(path, LINE_SUFFIXES)
+        check_size(files, path)
+        available, size = memory.available(), 0
+        self.rows: list[Row] = []
+        names: list[str] = []
+        for document in read_documents(files, (task, text)):
+            row = _encode(document.texts[1], opened, document.location, context)
+            size += row.tokens.nbytes + ROW_BYTES
+            check_memory(size, available, path)
+            self.rows.append(row)
+            names.append(document.texts[0])
+        if not names:
+            raise InputError(f"{path} holds no lines")
+        self.task_names = tuple(dict.fromkeys(names))
+        numbers = {name: i for i, name in enumerate(self.task_names)}
+        self.tasks = np.array([numbers[name] for name in names], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Example:
+        row = self.rows[index]
+        tokens = packing.padded_row(row.tokens, self.context)["tokens"]
+        is_target, shots = np.zeros(self.context + 1, bool), np.zeros(self.context + 1, np.int32)
+        for start, end, before in row.answers:
+            is_target[start:end], shots[start:end] = True, before
+        return {"tokens": tokens, "is_target": is_target, "task": self.tasks[index], "shots": shots}
+
+    def describe(self, index: int) -> str:
+        """Return the file and line of a row."""
+        return self.rows[index].location
+
+    def nbytes(self) -> int:
+        """Return the size of all tokens in bytes."""
+        return sum(row.tokens.nbytes for row in self.rows)
+
+
+def read_marks(text: str, location: str) -> MarkedText:
+    """Remove the marks of a text, and return where its answers are. Raises InputError if it has none."""
+    plain, answers, read = "", [], 0
+    for match in MARK.finditer(text):
+        plain += text[read : match.start()]
+        start = len(plain) - plain.endswith(" ")
+        plain += match[1]
+        answers.append((start, len(plain), plain.lstrip("\n").count("\n")))
+        read = match.end()
+    if not answers:
+        raise InputError(f"{location}: no answer between '[ ' and ' ]'")
+    return MarkedText(plain + text[read:], tuple(answers))
+
+
+def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row:
+    """Return the tokens of a marked text. Raises InputError if they are no row; see `Source`."""
+    marked = read_marks(text, location)
+    prefixes = [marked.text[:at] for start, end, _ in marked.answers for at in (start, end)]
+    tokens, *before = tokenizer.encode_batch([marked.text, *prefixes])
+    if not all(np.array_equal(tokens[: len(prefix)], prefix) for prefix in before):
+        raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
+    if not len(before[0]):
+        raise InputError(f"{location}: no text precedes the first answer")
+    if len(tokens) > context + 1:
+        raise InputError(f"{location}: {len(tokens)} tokens are more than the {context + 1} of a row")
+    places = [len(prefix) for prefix in before]
+    shots = [found[2] for found in marked.answers]
+    return Row(tokens.astype(np.int32), tuple(zip(places[::2], places[1::2], shots, strict=True)), location)

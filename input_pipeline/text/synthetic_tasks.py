@@ -1,0 +1,192 @@
+"""In-context tasks that combine a pattern of attention with a transformation of the attended word.
+
+The tasks follow Section 4.3 and Table 11 of the DCMHA paper; words and templates are this project's own. An example of
+the task `same/things/kind`, whose pattern finds the thing of the same person and whose relation transforms it:
+
+    Ruth apple . Carol wolf . John cello . so kind Carol animal ;
+
+The answer is the word before `;`. Every task is a product of
+
+  a pattern    same      what a person has                 so kind Carol animal ;
+               other     what the other person has         not kind Carol instrument ;
+               with      who has it                        with kind animal Carol ;
+               without   who has the other one             without kind animal John ;
+               first     the first word of a list          apple . wolf . cello . first kind fruit ;
+               last      the last one                      apple . wolf . cello . last kind instrument ;
+               in        the one of a group                apple . wolf . cello . in initial animal w ;
+               unlike    the one of another group          goat . wolf . cello . unlike initial animal c ;
+               odd       the one that occurs once          wolf . wolf . cello . odd the cello ;
+  a domain     things, cities, times or traits
+  a relation   `the` (the word itself), `initial` (its first letter), or one of the domain, such as `kind`
+  an order     of the words in a fact: "Ruth apple ." or, with the suffix /reversed, "apple Ruth ."
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from input_pipeline.shuffle import Draw
+
+Item = TypeVar("Item")
+DRAWS = 16  # an example calls `Draw` at most this often
+FACTS = 3  # in every example
+MEMBERS = {
+    "fruit": "apple cherry lemon plum",
+    "animal": "camel goat otter wolf",
+    "garment": "coat hat scarf skirt",
+    "drink": "cocoa juice milk tea",
+    "vehicle": "bus ferry train van",
+    "instrument": "cello drum flute harp",
+}
+CITIES = {
+    "Austria": "Graz Linz",
+    "Brazil": "Recife Salvador",
+    "Egypt": "Aswan Luxor",
+    "France": "Lyon Nantes",
+    "Japan": "Kobe Nagoya",
+    "Spain": "Bilbao Seville",
+}
+CYCLES = (
+    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "January February March April May June July August September October November December",
+)
+OPPOSITES = ("big small", "hot cold", "old young", "fast slow", "rich poor", "loud quiet", "happy sad", "wet dry")
+PERSONS = ("Alan", "Bella", "Carol", "Daniel", "Edith", "Frank", "Greta", "Hugo", "Irene", "John", "Paula", "Ruth")
+PERSON_PATTERNS = {"same": "so", "other": "not", "with": "with", "without": "without"}  # first word of the question
+LIST_PATTERNS = ("first", "last", "in", "unlike", "odd")
+PATTERNS = {**PERSON_PATTERNS, **{name: name for name in LIST_PATTERNS}}
+
+
+class Domain(NamedTuple):
+    """Words of one sort, and the functions of a word that tasks ask for."""
+
+    pools: tuple[tuple[tuple[str, ...], ...], ...]  # an example takes words of different groups of one pool
+    relations: Mapping[str, Mapping[str, str]]  # relation -> word -> its value
+    asking: str  # the relation whose value is the group that a question names
+
+
+class Task(NamedTuple):
+    """A pattern, a domain, a relation and the order of the words in a fact."""
+
+    pattern: str
+    domain: str
+    relation: str
+    reversed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The parts of the task, such as "same/things/kind" or "with/cities/the/reversed"."""
+        return "/".join((self.pattern, self.domain, self.relation)) + "/reversed" * self.reversed
+
+
+def _domain(pools: Sequence[Sequence[Sequence[str]]], **relations: Mapping[str, str]) -> Domain:
+    frozen = tuple(tuple(tuple(group) for group in pool) for pool in pools)
+    words = [word for pool in frozen for group in pool for word in group]
+    every = {"the": {word: word for word in words}, "initial": {word: word[0].lower() for word in words}}
+    return Domain(frozen, {**every, **relations}, next(iter(relations)))
+
+
+def _groups(members: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Return the words of each group, and the name of each word's group."""
+    return [text.split() for text in members.values()], {
+        word: name for name, text in members.items() for word in text.split()
+    }
+
+
+def _shifted(by: int) -> dict[str, str]:
+    """Return the word that many places later in the cycle of each word."""
+    cycles = [text.split() for text in CYCLES]
+    return {word: cycle[(i + by) % len(cycle)] for cycle in cycles for i, word in enumerate(cycle)}
+
+
+_THINGS, _KIND = _groups(MEMBERS)
+_CITIES, _COUNTRY = _groups(CITIES)
+_PAIRS = [pair.split() for pair in OPPOSITES]
+DOMAINS = {
+    "things": _domain([_THINGS], kind=_KIND),
+    "cities": _domain([_CITIES], country=_COUNTRY),
+    "times": _domain([[[word] for word in text.split()] for text in CYCLES], before=_shifted(-1), after=_shifted(1)),
+    "traits": _domain([_PAIRS], opposite={a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}),
+}
+TASKS = (
+    *(
+        Task(pattern, domain, relation, turned)
+        for pattern in PERSON_PATTERNS
+        for domain in DOMAINS
+        for relation in DOMAINS[domain].relations
+        for turned in (False, True)
+        if relation != "initial" or pattern in ("same", "other")  # two words may have the same initial
+    ),
+    *(
+        Task(pattern, domain, relation)
+        for pattern in LIST_PATTERNS
+        for domain in DOMAINS
+        for relation in DOMAINS[domain].relations
+        if pattern != "unlike" or domain in ("things", "cities")  # whose groups have several words
+    ),
+)
+WORDS = tuple(
+    dict.fromkeys(
+        [
+            ".", ";", *PATTERNS.values(), *PERSONS,
+            *(name for domain in DOMAINS.values() for name in domain.relations),
+            *(word for domain in DOMAINS.values() for values in domain.relations.values() for word in values),
+            *(word for domain in DOMAINS.values() for values in domain.relations.values() for word in values.values()),
+        ]
+    )
+)  # fmt: skip
+
+
+def make_example(task: Task, draw: Draw) -> list[str]:
+    """Return the words of one example. The last word is `;`, and the one before it is the answer."""
+    domain = DOMAINS[task.domain]
+    value = domain.relations[task.relation]
+    words = _different_words(domain, draw)
+    at = draw(FACTS)  # the fact that the answer comes from
+    if task.pattern in LIST_PATTERNS:
+        return _list_example(task, words, at, draw)
+    persons = _take(PERSONS, FACTS, draw)
+    first, second = (i for i in range(FACTS) if i != at)
+    if task.pattern == "other":
+        persons[second] = persons[first]
+    elif task.pattern == "without":
+        words[second] = words[first]
+    asked = value[words[first if task.pattern == "without" else at]]
+    question = {
+        "same": [persons[at], value[words[at]]],
+        "other": [persons[first], value[words[at]]],
+        "with": [asked, persons[at]],
+        "without": [asked, persons[at]],
+    }[task.pattern]
+    facts: list[str] = []
+    for person, word in zip(persons, words, strict=True):
+        facts += [word, person, "."] if task.reversed else [person, word, "."]
+    return [*facts, PATTERNS[task.pattern], task.relation, *question, ";"]
+
+
+def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str]:
+    """Return an example whose facts are words alone, of which the one at a position is the source of the answer."""
+    domain = DOMAINS[task.domain]
+    group = domain.relations[domain.asking]
+    at = {"first": 0, "last": FACTS - 1}.get(task.pattern, at)
+    first, second = (i for i in range(FACTS) if i != at)
+    asked = {"in": [group[words[at]]], "unlike": [group[words[first]]]}.get(task.pattern, [])
+    if task.pattern == "odd":
+        words[second] = words[first]
+    elif task.pattern == "unlike":
+        (members,) = (members for members in domain.pools[0] if words[first] in members)
+        words[second] = _take([word for word in members if word != words[first]], 1, draw)[0]
+    facts = [part for word in words for part in (word, ".")]
+    answer = domain.relations[task.relation][words[at]]
+    return [*facts, PATTERNS[task.pattern], task.relation, *asked, answer, ";"]
+
+
+def _different_words(domain: Domain, draw: Draw) -> list[str]:
+    """Draw a word for each fact, of different groups, so that their values differ under all relations but `initial`."""
+    groups = _take(domain.pools[draw(len(domain.pools))], FACTS, draw)
+    return [group[draw(len(group))] for group in groups]
+
+
+def _take(items: Sequence[Item], count: int, draw: Draw) -> list[Item]:
+    """Draw different items."""
+    rest = list(items)
+    return [rest.pop(draw(len(rest))) for _ in range(count)]

@@ -1,0 +1,117 @@
+"""Accuracy of answers: the same as counting row by row, for any batch size, device count and length of answers."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcvit.errors import ConfigError
+from dcvit.evaluators import in_context
+from dcvit.models import lm
+from dcvit.parallel.sharding import make_mesh
+
+VOCAB, LENGTH, TASKS = 5, 12, ("first", "second", "never")
+
+
+class RowSource:
+    """Random rows with answers of one to three tokens, some of them at the end of a row; row 4 has none."""
+
+    class_names, nbytes, task_names = None, 0, TASKS
+
+    def __init__(self, rows=13):
+        rng = np.random.default_rng(0)
+        self.rows = []
+        for i in range(rows):
+            is_target = np.zeros(LENGTH + 1, bool)
+            if i != 4:
+                start = rng.integers(1, 5)
+                is_target[start : start + rng.integers(1, 4)] = True
+                is_target[LENGTH - i % 3 :] = True
+            row = {"tokens": rng.integers(0, VOCAB, LENGTH + 1, np.int32), "is_target": is_target}
+            self.rows.append({**row, "task": np.int32(i % 2), "shots": np.arange(LENGTH + 1, dtype=np.int32) // 7})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def describe(self, index):
+        return f"row {index}"
+
+
+# The logits of the token after each token; two thirds of the answers of `RowSource` then have a wrong token.
+TABLE = np.random.default_rng(7).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+PARAMS = {"head": {"kernel": jnp.asarray(TABLE)}}
+
+
+def predict(params, tokens):
+    hidden = jax.nn.one_hot(tokens, VOCAB)
+    return lm.unembed(hidden, lm.head_kernel(params)), {"pre_logits": hidden}
+
+
+def expected(rows):
+    """One (task, shots, correct, nats, tokens) per answer, counted row by row."""
+    found = []
+    for row in rows:
+        at = 1
+        while at <= LENGTH:
+            first = at
+            nats, correct = 0.0, True
+            while at <= LENGTH and row["is_target"][at]:
+                logits = TABLE[row["tokens"][at - 1]].astype(np.float64)
+                nats += math.log(sum(map(math.exp, logits))) - logits[row["tokens"][at]]
+                correct &= int(logits.argmax()) == row["tokens"][at]
+                at += 1
+            if at > first:
+                found.append((int(row["task"]), int(row["shots"][first]), correct, nats, at - first))
+            at += at == first
+    return found
+
+
+@pytest.fixture
+def evaluator(monkeypatch):
+    def build(batch_size, devices):
+        monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: RowSource())
+        mesh = make_mesh([("data", -1)], jax.devices()[:devices])
+        return in_context.Evaluator(predict, mesh, data={"kind": "rows"}, batch_size=batch_size)
+
+    return build
+
+
+@pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (5, 1), (13, 1), (3, 8)])
+def test_metrics_are_those_of_counting_row_by_row(evaluator, batch_size, devices, monkeypatch):
+    monkeypatch.setattr(in_context, "POSITIONS", 5)  # does not divide the length
+    built = evaluator(batch_size, devices)
+    metrics = built.run(PARAMS)
+    answers = expected(RowSource().rows)
+    correct = [answer[2] for answer in answers]
+    assert 0 < sum(correct) < len(correct)
+    assert metrics["answers"] == len(answers)
+    assert metrics["tokens"] == sum(answer[4] for answer in answers)
+    assert metrics["accuracy"] == pytest.approx(sum(correct) / len(correct))
+    assert metrics["loss"] == pytest.approx(sum(answer[3] for answer in answers) / metrics["tokens"], rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    assert metrics.keys() == {*built.metrics}
+
+
+def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
+    built = evaluator(4, 1)
+    rows = built.rows("val", built.run(PARAMS), nn.Dense(1))
+    assert [row["evaluation"] for row in rows] == ["val", "val/first", "val/second", "val/0-shot", "val/1-shot"]
+    answers = expected(RowSource().rows)
+    parts = [answers, *([a for a in answers if a[0] == task] for task in (0, 1))]
+    parts += [[a for a in answers if a[1] == shots] for shots in (0, 1)]
+    for row, part in zip(rows, parts, strict=True):
+        assert row["answers"] == len(part)
+        assert row["accuracy"] == pytest.approx(sum(a[2] for a in part) / len(part))
+        assert row.keys() <= {"evaluation", *built.columns}
+
+
+def test_data_without_tasks_is_an_error():
+    mesh = make_mesh([("data", -1)], jax.devices()[:1])
+    with pytest.raises(ConfigError, match="'in_context' needs tasks; data of kind 'stdlib' has none"):
+        in_context.Evaluator(predict, mesh, data={"kind": "stdlib", "split": "validation", "context": 16})

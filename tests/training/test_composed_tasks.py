@@ -1,0 +1,61 @@
+"""Runs of the configs with generated data: they train, are evaluated by task, and speak the words of their data."""
+
+import csv
+import io
+
+import pytest
+
+from dcvit import cli, config, evaluate, generate, train
+from dcvit.training.setup import load_setup
+from dcvit.training.trained import TrainedModel
+from input_pipeline.text.synthetic import Source
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+TINY = ["model.width=16", "model.mlp_dim=16", "model.depth=1", "input.batch_size=8", "tensorboard=False"]
+
+
+def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
+    loaded = config.load("lm_synthetic")
+    loaded = config.replaced(loaded, vocab_size=Source().vocab_size)
+    tokenizer = TrainedModel(loaded, tmp_path).tokenizer()
+    text = " apple . wolf . cello . in initial animal w ;"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == Source().vocab_size == load_setup("lm_synthetic").model.vocab_size
+
+
+@pytest.mark.slow
+def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_path, capsys):
+    words = [
+        f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=116", "evals.validation.batch_size=58"]
+    ]
+    workdir = str(tmp_path / "run")
+    argv = ["--config", "lm_synthetic:steps=3,shots=1", "--workdir", workdir, *words]
+    assert cli.run(train.main, argv) == 0
+    capsys.readouterr()
+    assert cli.run(evaluate.main, ["--workdir", workdir, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    names = [
+        f"validation/{name}" for name in Source(tasks=["first/*", "last/*", "in/*", "unlike/*", "odd/*"]).task_names
+    ]
+    assert [row["evaluation"] for row in rows] == ["validation", *names, "validation/0-shot", "validation/1-shot"]
+    assert [row["answers"] for row in rows] == ["232", *["4"] * 58, "116", "116"]
+    argv = ["--workdir", workdir, "--prompt", "apple . wolf .", "--tokens", "3", "--temperature", "0"]
+    assert cli.run(generate.main, argv) == 0
+    out = capsys.readouterr().out.split()
+    assert out[:4] == ["apple", ".", "wolf", "."]
+    assert {*out} <= {*Source().tokenizer.words}
+    assert cli.run(generate.main, ["--workdir", workdir, "--prompt", "aple ."]) == 2
+    assert "no word 'aple' in the vocabulary; did you mean 'apple'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_on_scenes_trains_and_is_evaluated_on_two_splits(tmp_path, capsys):
+    words = [f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=9", "evals.test.data.limit=5"]]
+    workdir = str(tmp_path / "run")
+    assert cli.run(train.main, ["--config", "vit_scenes:steps=3", "--workdir", workdir, *words]) == 0
+    capsys.readouterr()
+    assert cli.run(evaluate.main, ["--workdir", workdir, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["evaluation"], row["n"], row["image_size"]) for row in rows] == [
+        ("test", "5", "27x27"), ("validation", "9", "27x27")
+    ]  # fmt: skip
