@@ -17,10 +17,10 @@ INTEGERS = ("width", "depth", "num_heads", "mlp_dim", "rank", "groups", "context
 FROM_ZERO = ("registers", "end_of_text", "mlp_groups")
 NUMBERS = ("rotary_fraction", "rotary_base", "norm_epsilon", "qk_norm_epsilon", "layer_scale")
 FLAGS = ("projection", "gate", "static", "use_bias", "parallel", "tied")
-NAMES = ("compose", "branches", "compose_gelu", "qk_norm", "posemb", "pool_type", "mlp", "position", "norm",
+NAMES = ("compose", "heads", "branches", "compose_gelu", "qk_norm", "posemb", "pool_type", "mlp", "position", "norm",
          "window_pattern")  # fmt: skip
 OPTIONAL = ("mlp_dim", "num_key_heads", "mlp_groups", "prefill_window", "end_of_text", "layer_scale", "compose",
-            "qk_norm")  # fmt: skip
+            "heads", "qk_norm")  # fmt: skip
 
 
 def check(description: Description) -> Description:

@@ -16,7 +16,7 @@ from dcvit.dcmha import Dropout, attention_weights
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.kv_cache import Cache, extend, key_wise, visible, with_keys
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
-from dcvit.models import Params, sharded_attention
+from dcvit.models import Params, head_variants, sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
 from dcvit.models.fields import BranchFields, values_of
 from dcvit.models.projections import Projections
@@ -126,6 +126,8 @@ class FlatAttention(Projections):
       broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
       deterministic: no dropout; given here or in the call.
       remat: recompute the attention in the backward pass instead of keeping arrays as large as T×S.
+      heads: a variant of `dcvit.models.head_variants` instead of a composition, or None.
+      layer: number of the layer, from 0; some variants depend on it.
     """
 
     causal: bool = False
@@ -135,6 +137,8 @@ class FlatAttention(Projections):
     broadcast_dropout: bool = True
     deterministic: bool | None = None
     remat: bool = False
+    heads: str | None = None
+    layer: int = 0
 
     def decode(
         self,
@@ -183,23 +187,37 @@ class FlatAttention(Projections):
         by_head = mask is not None and mask.shape[1] > 1
         if mask is not None and by_head:
             arrays, mask = _heads_as_examples(arrays, mask)
-        groups = self.groups if self.compose else 1
+        groups = self.groups if self.compose else head_variants.groups_of(self.heads, self.num_heads)
         attend: Callable[..., Array] = functools.partial(
             sharded_attention.attention, causal=causal, window=window, groups=groups, dropout=self._dropout(inputs),
             implementation=self.implementation,
         )  # fmt: skip
         if self.remat:
             attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        heads = attend(*arrays, mask=mask)
+        attend = functools.partial(attend, mask=mask)
+        heads = attend(*arrays) if self.heads is None else self._variant()(x_q, *arrays[:3], attend)
         if by_head:
             heads = heads.reshape(len(q), -1, *heads.shape[1:2], heads.shape[-1]).swapaxes(1, 2)
         out = shard_as(self.output(constrain(heads, BATCH, None, "tensor", None), x_q.shape[-1]), x_q)
         if not return_weights:
             return LayerOutputs(out, None, cache)
+        if self.heads is not None:
+            raise ValueError(f"heads={self.heads!r} has no attention weights to return")
         weights = attention_weights(
             arrays.q, arrays.k, arrays.pre, arrays.post, mask=mask, causal=causal, window=window, groups=groups
         )
         return LayerOutputs(out, weights.reshape(len(q), -1, *weights.shape[2:]), cache)
+
+    def query_heads(self) -> int:
+        """Return the number of heads of the queries, which is twice `num_heads` for some variants."""
+        return head_variants.query_heads(self.heads, self.num_heads)
+
+    def _variant(self) -> head_variants.HeadVariant:
+        """Return the module of `heads`."""
+        assert self.heads is not None
+        return head_variants.make_variant(
+            self.heads, self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype
+        )
 
     def _dropout(self, inputs: LayerInputs) -> Dropout | None:
         """Return the dropout of a call, or None."""
@@ -327,7 +345,7 @@ class Attention(FlatAttention):
     def _call(self, inputs: LayerInputs, return_weights: bool, return_cache: bool) -> LayerOutputs:
         """Return the results with the leading axes of the inputs."""
         lead = inputs.q.shape[:-2]
-        results = self._attend(inputs.flat(1 if self.compose else self.num_heads), return_weights)
+        results = self._attend(inputs.flat(1 if self.compose or self.heads else self.num_heads), return_weights)
         if not return_cache:
             results = results._replace(cache=None)
         return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)

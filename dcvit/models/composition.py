@@ -17,6 +17,8 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
+from dcvit.dcmha.packed_weights import dynamic_weights
+from dcvit.dcmha.partition import splits_heads
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.models.fields import BranchFields
 from dcvit.parallel.mesh import BATCH, constrain
@@ -94,21 +96,36 @@ def compose_weights(
     weights = {where: {"static": some["static"]} if "static" in some else {} for where, some in params.items()}
     for sides, (x, replicated) in inputs.items():
         x, replicated = (copy.astype(dtype or copy.dtype) for copy in (x, replicated))
-
-        def kernels(end: str, sides: str = sides, dtype: DTypeLike = x.dtype) -> dict[tuple[str, str], Array]:
-            """The kernels that end so, by composition and side."""
-            names = [(where, side) for side in sides for where in params if f"{side}{end}" in params[where]]
-            return {(where, side): params[where][f"{side}{end}"].astype(dtype) for where, side in names}
-
-        if down := kernels("1"):
-            up = kernels("2")
-            # Groups are split like their heads. A single group composes all heads on every device.
-            axis = "tensor" if next(iter(up.values())).shape[0] > 1 else None
-            pairs = dynamic_projections(replicated, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
-            for (where, side), pair in zip(down, pairs, strict=True):
-                for i, w in enumerate(pair, start=1):
-                    weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
-        if gate := kernels("g"):
-            for (where, side), w in zip(gate, dynamic_gates(x, list(gate.values())), strict=True):
-                weights[where][f"{side}g"] = constrain(w, BATCH, None, "tensor")
+        if splits_heads():
+            found = _split_weights(params, ComposeInput(x, replicated), sides, num_heads=num_heads, gelu=gelu)
+        else:
+            found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=gelu)
+        for where, some in found.items():
+            weights[where] |= some
     return {where: ComposeWeights(**some) for where, some in weights.items()}
+
+
+def _split_weights(
+    params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, *, num_heads: int, gelu: str
+) -> dict[str, dict[str, Array]]:
+    """Return the dynamic weights of each composition by name, on a mesh that splits heads over devices."""
+    weights: dict[str, dict[str, Array]] = {where: {} for where in params}
+
+    def kernels(end: str) -> dict[tuple[str, str], Array]:
+        """The kernels that end so, by composition and side."""
+        names = [(where, side) for side in sides for where in params if f"{side}{end}" in params[where]]
+        return {(where, side): params[where][f"{side}{end}"].astype(inputs.x.dtype) for where, side in names}
+
+    if down := kernels("1"):
+        up = kernels("2")
+        # Groups are split like their heads. A single group composes all heads on every device.
+        axis = "tensor" if next(iter(up.values())).shape[0] > 1 else None
+        x = inputs.replicated
+        pairs = dynamic_projections(x, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
+        for (where, side), pair in zip(down, pairs, strict=True):
+            for i, w in enumerate(pair, start=1):
+                weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
+    if gate := kernels("g"):
+        for (where, side), w in zip(gate, dynamic_gates(inputs.x, list(gate.values())), strict=True):
+            weights[where][f"{side}g"] = constrain(w, BATCH, None, "tensor")
+    return weights

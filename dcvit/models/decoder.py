@@ -13,6 +13,7 @@ from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention, CacheUpdate
+from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -67,6 +68,7 @@ class DecoderBlock(nn.Module):
       attention, mlp, norm: constructors of the submodules.
       parallel: attention and MLP read the same input (GPT-NeoX).
       window: number of tokens that a token attends to, itself included; None means all.
+      index: number of the layer, from 0; in a scan 0.
     """
 
     attention: Callable[..., Attention]
@@ -74,13 +76,14 @@ class DecoderBlock(nn.Module):
     norm: Callable[..., nn.Module]
     parallel: bool
     window: int | None
+    index: int = 0
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T M"], context: TokenContext, cache: Cache | None
     ) -> tuple[Float[Array, "B T M"], tuple[dict[str, Array], Cache | None]]:
         """Return the output, and the intermediates with the extended cache."""
-        attention = self.attention(window=self.window, name="MultiHeadDotProductAttention_0")
+        attention = self.attention(window=self.window, layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(name="attention_norm"), x)
         if cache is None or context.update is None:
@@ -150,7 +153,7 @@ class Decoder(nn.Module):
         extended: LayerCaches = {}
         if self.scanned and repeats:
             group = nn.scan(
-                LayerGroup, variable_axes={"params": 0}, split_rngs={"params": True}, length=repeats,
+                LayerGroup, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True}, length=repeats,
                 in_axes=(nn.broadcast, 0),
             )(self.scanned, self.windows, name="group")  # fmt: skip
             x, (stacked, extended["group"]) = group(x, context, caches["group"] if caches else None)
@@ -159,7 +162,7 @@ class Decoder(nn.Module):
                 out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=repeat: o[i], stacked[place])
         for layer in range(repeats * period, self.depth):
             name = f"decoderblock_{layer}"
-            block = self.layer(window=self.windows[layer % period], name=name)
+            block = self.layer(window=self.windows[layer % period], index=layer, name=name)
             x, (out[f"block{layer:02d}"], extended[name]) = block(x, context, caches[name] if caches else None)
         out["pre_ln"] = x
         return in_float32(self.norm(name="decoder_norm"), x), out, extended if caches else None

@@ -15,6 +15,7 @@ from dcvit.dcmha.shapes import Array, Float
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention
 from dcvit.models.fields import REMAT_POLICIES
+from dcvit.models.head_variants import LOSSES
 from dcvit.models.layers import MlpBlock, in_float32
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -28,6 +29,7 @@ class Encoder1DBlock(nn.Module):
         2021); None omits it.
       dropout: dropout rate of both residual branches.
       deterministic: disable dropout and stochastic depth.
+      index: number of the block, from 0; in a scan 0.
     """
 
     attention: Callable[..., Attention]
@@ -36,6 +38,7 @@ class Encoder1DBlock(nn.Module):
     layer_scale: float | None = None
     dropout: float = 0.0
     deterministic: bool = True
+    index: int = 0
 
     @nn.compact
     def __call__(
@@ -47,9 +50,10 @@ class Encoder1DBlock(nn.Module):
           x: the input.
           drop_rate: probability that stochastic depth skips a residual branch of an example; None omits it.
         """
+        attention = self.attention(layer=self.index, name="MultiHeadDotProductAttention_0")
         out = {}
         y = in_float32(self.norm(), x)
-        y = out["sa"] = self._scale("layer_scale_0", self.attention(name="MultiHeadDotProductAttention_0")(y))
+        y = out["sa"] = self._scale("layer_scale_0", attention(y))
         x = out["+sa"] = constrain(x + self._residual(y, drop_rate), BATCH, None, None)
         y = in_float32(self.norm(), x)
         y = out["mlp"] = self._scale("layer_scale_1", self.mlp()(y, self.deterministic))
@@ -107,15 +111,16 @@ class Encoder(nn.Module):
         rates = np.linspace(0, self.stochastic_depth, self.depth, dtype=np.float32)
         if self.scan:
             scanned = nn.scan(
-                block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=self.depth
-            )
+                block, variable_axes={"params": 0, LOSSES: 0}, split_rngs={"params": True, "dropout": True},
+                length=self.depth,
+            )  # fmt: skip
             x, stacked = scanned(**fields, name="encoderblock")(x, jnp.asarray(rates) if rates.any() else None)
             for layer in range(self.depth):
                 out[f"block{layer:02d}"] = jax.tree.map(lambda o, i=layer: o[i], stacked)
         else:
             for layer in range(self.depth):
                 rate = jnp.asarray(rates[layer]) if rates[layer] else None
-                x, out[f"block{layer:02d}"] = block(**fields, name=f"encoderblock_{layer}")(x, rate)
+                x, out[f"block{layer:02d}"] = block(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
         out["pre_ln"] = x
         return in_float32(self.norm(name="encoder_norm"), x), out
 

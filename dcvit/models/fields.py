@@ -13,6 +13,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from dcvit.models.head_settings import VARIANTS
+
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
@@ -88,6 +90,8 @@ class TransformerFields(AttentionFields, kw_only=True):
       mlp_dim: F, the width of the MLPs; None means 4·M.
       num_heads: H; divides `width`.
       num_key_heads: K, for grouped-query attention; None means `num_heads`.
+      heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names of
+        settings by the fields that they stand for; in a model it is one of `VARIANTS`, or None.
       scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
         matrix products), "full" (whole layers), or what a policy of `jax.checkpoint_policies` does not keep, by name.
@@ -99,6 +103,7 @@ class TransformerFields(AttentionFields, kw_only=True):
     mlp_dim: int | None = None
     num_heads: int = 12
     num_key_heads: int | None = None
+    heads: str | None = None
     scan: bool = False
     remat: str = "none"
     dtype_mm: str = "float32"
@@ -168,3 +173,20 @@ def check_transformer(module: TransformerFields) -> None:
     check_positive(module, "width", "num_heads")
     check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
     check_heads(module.num_heads, module.width)
+    check_variant(module)
+
+
+def check_variant(module: TransformerFields) -> None:
+    """Raise ValueError if `heads` is unknown or does not fit the other fields."""
+    check_choices(module, heads=(*VARIANTS, None))
+    if module.heads is None:
+        return
+    if module.compose is not None:
+        raise ValueError(f"heads={module.heads!r} and compose={module.compose!r} exclude each other")
+    key_heads = module.num_key_heads or module.num_heads
+    if module.heads == "moh_topk" and module.num_heads % 4:
+        raise ValueError(f"heads='moh_topk' needs a multiple of 4 heads, found num_heads={module.num_heads}")
+    if module.heads == "diff" and key_heads % 2:
+        raise ValueError(f"heads='diff' pairs heads and needs an even number of key heads, found {key_heads}")
+    if module.heads == "diff" and module.scan:
+        raise ValueError("heads='diff' has another constant in each layer: set scan=False")

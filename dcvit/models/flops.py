@@ -1,8 +1,8 @@
 """Formulas for the number of floating point operations of a forward pass and of a training step.
 
 A multiply-add counts as two operations. Matrix products count, and so do the gates of a composition, which are products
-with a diagonal matrix. Products with the zeros of a block matrix (`dcvit.dcmha.compose.dynamic_projections`) do not,
-although programs compute them. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations,
+with a diagonal matrix. Products with the zeros of a block matrix (`dcvit.dcmha.packed_weights`) do not, although
+programs compute them. Embedding lookups, rotary embeddings, biases, norms, LayerScale, softmax, activations,
 pooling and residual additions do not.
 
 Letters are those of the paper: T queries, S keys, M width, H heads, K key heads, D = M/H, R rank, G groups, L layers,
@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 
 from dcvit.models.fields import TransformerFields
+from dcvit.models.head_variants import shared_and_chosen
 from dcvit.models.lm import LM, layer_windows
 from dcvit.models.vit import ViT
 
@@ -60,7 +61,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     in an MLP (3 for SwiGLU, otherwise 2):
 
       patches · p_h·p_w·channels·M                           embedding
-      L · (attention(T, T, T²) + compositions + n·T·M·F)       blocks, with 0, 1 or 2 compositions
+      L · (attention(T, T, T²) + compositions + n·T·M·F)       blocks, with 0, 1 or 2 compositions or a head variant
       attention(1, patches, patches) + n·M·F                 attention pooling, plain
       M·rep + rep·C, once (for each patch if unpooled)       pre_logits and head; 2·M for M with `pool_type="tok+gap"`
 
@@ -72,7 +73,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     tokens = patches + net.pool_type.startswith("tok") + net.registers
     mlp = (3 if net.mlp == "swiglu" else 2) * net.width * (net.mlp_dim or 4 * net.width)
     total = patches * p_h * p_w * channels * net.width
-    block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2) + _compositions(net, tokens, tokens**2)
+    block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2) + _across_heads(net, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
@@ -87,7 +88,7 @@ def lm_flops(net: LM, length: int) -> int:
 
     In multiply-adds, summed over the layers:
 
-      attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2
+      attention(T, T, P) + compositions + n·T·M·F      n = 3 matrices for SwiGLU, otherwise 2; or a head variant
       T·M·E                                            the gate of E groups of an MLP's hidden layer, if there is one
       T·M·V, once                                      the head, tied or not
 
@@ -101,7 +102,7 @@ def lm_flops(net: LM, length: int) -> int:
     total = length * (net.depth * mlp + net.width * net.vocab_size)
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
-        total += _attention(net.width, _key_width(net), length, length, pairs) + _compositions(net, length, pairs)
+        total += _attention(net.width, _key_width(net), length, length, pairs) + _across_heads(net, length, pairs)
     return 2 * total
 
 
@@ -119,6 +120,26 @@ def _key_width(net: TransformerFields) -> int:
 def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) -> int:
     """Return multiply-adds of plain attention: 2·T·M² (q, out), 2·S·M·K·D (k, v), 2·P·H·D (q·k, weights·v)."""
     return 2 * (queries * width + keys * key_width + pairs) * width
+
+
+def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
+    """Return multiply-adds of a layer's compositions, or of its head variant (`dcvit.models.head_variants`).
+
+    moh        T·M·H for the router, T·M for the gates
+    moh_topk   T·M·(H + 2), less T·M for a single shared head; T·M for the gates. All heads are computed
+    diff       2·P·H, as a static composition of pairs of heads
+    diff2      T·M² and 2·P·M for the second queries, T·M·H for λ, T·M for its product
+    """
+    heads, width = net.num_heads, net.width
+    if net.heads is None:
+        return _compositions(net, tokens, pairs)
+    if net.heads == "diff":
+        return 2 * pairs * heads
+    if net.heads == "diff2":
+        return (tokens * (width + heads + 1) + 2 * pairs) * width
+    shared, _ = shared_and_chosen(net.heads, heads)
+    scores = heads + 2 * (shared > 0) - (shared == 1)
+    return tokens * width * (scores + 1)
 
 
 def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:

@@ -18,7 +18,7 @@ from jax.nn.initializers import normal
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.shapes import Array, Float, Int
-from dcvit.models import Outputs, Params
+from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
 from dcvit.models.decoder import Decoder, DecoderBlock, token_context
 from dcvit.models.fields import (
@@ -141,7 +141,8 @@ class LM(TransformerFields):
         attention = functools.partial(
             Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
             causal=True, prefill_window=self.prefill_window, use_bias=self.use_bias, kernel_init=init,
-            out_init=out_init, dtype=dtype, remat=self.remat == "attention", **values_of(self, AttentionFields),
+            out_init=out_init, dtype=dtype, remat=self.remat == "attention", heads=self.heads,
+            **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
             MlpBlock, self.mlp_dim, activation=self.mlp, groups=self.mlp_groups, use_bias=self.use_bias,
@@ -249,9 +250,10 @@ def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  
     """Build the model, such as `Model(50257, preset="DCFormer++-405M")`; `fields` override the preset's.
 
     Raises:
-      ValueError: the preset is unknown; the message names the nearest ones.
+      ValueError: the preset is unknown, with the nearest ones in the message; or `heads` is unknown or contradicts a
+        field.
     """
-    return LM(vocab_size, **{**decode_preset(preset), **fields})
+    return LM(vocab_size, **head_settings.resolve(decode_preset(preset), fields, LM.num_heads))
 
 
 def stack_blocks(params: Params, period: int) -> Params:

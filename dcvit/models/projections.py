@@ -77,6 +77,10 @@ class Projections(AttentionFields):
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         return head_dim
 
+    def query_heads(self) -> int:
+        """Return the number of heads of the queries."""
+        return self.num_heads
+
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
         """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
         head_dim = self.head_dim(x_q.shape[-1])
@@ -92,7 +96,7 @@ class Projections(AttentionFields):
             return constrain_to(out, self.qkv_sharding)
 
         key_heads = self.num_key_heads or self.num_heads
-        q = project("query", x_q, self.num_heads)
+        q = project("query", x_q, self.query_heads())
         k = project("key", x_k, key_heads)
         v = project("value", x_v, key_heads)
         if self.qk_norm:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import CheckpointError
-from dcvit.models import Outputs, Params
+from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
 from dcvit.models.fields import (
@@ -130,6 +130,7 @@ class ViT(TransformerFields):
             num_key_heads=self.num_key_heads,
             dtype=dtype,
             remat=self.remat == "attention",
+            heads=self.heads,
             **values_of(self, AttentionFields),
         )
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
@@ -219,14 +220,14 @@ def Model(  # noqa: N802
     not scanned.
 
     Raises:
-      ValueError: the variant is unknown, with the nearest ones in the message, or both `remat` and `remat_policy` are
-        given.
+      ValueError: the variant is unknown, with the nearest ones in the message; `heads` is unknown or contradicts a
+        field; or both `remat` and `remat_policy` are given.
     """
     if remat_policy is not None:
         if "remat" in fields:
             raise ValueError(f"{remat_policy=} and remat={fields['remat']!r} are the same field; give one of them")
         fields["remat"] = remat_policy
-    return ViT(num_classes, **{**decode_variant(variant), **fields})
+    return ViT(num_classes, **head_settings.resolve(decode_variant(variant), fields, ViT.num_heads))
 
 
 def decode_variant(variant: str | None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ml_collections import ConfigDict
 from dcvit.config import Options, replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
+from dcvit.models.head_variants import LOSSES, with_balance
 from dcvit.training.inputs import as_text, check_predict, given, image_example, text_example
 from input_pipeline import CorruptPolicy, Source, TokenSource
 
@@ -134,12 +135,14 @@ class ImageTask:
         return {"image": images, "labels": labels}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the mean of `config.loss` over the batch."""
+        """Return the mean of `config.loss` over the batch, plus the load-balance loss of the model's heads."""
         loss_fn = getattr(losses, self.loss_name)
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            logits, _ = net.apply({"params": params}, batch["image"], train=True, rngs={"dropout": key})
-            return jnp.mean(loss_fn(logits, batch["labels"]))
+            (logits, _), sown = net.apply(
+                {"params": params}, batch["image"], train=True, rngs={"dropout": key}, mutable=[LOSSES]
+            )
+            return with_balance(jnp.mean(loss_fn(logits, batch["labels"])), sown)
 
         return loss_of
 
@@ -150,7 +153,7 @@ class TokenTask:
 
     outputs_key: ClassVar[str] = "vocab_size"
     variant_key: ClassVar[str] = "preset"
-    evaluator_types: ClassVar[tuple[str, ...]] = ("perplexity",)
+    evaluator_types: ClassVar[tuple[str, ...]] = ("perplexity", "in_context")
 
     example: jax.ShapeDtypeStruct
     model_fields: Mapping[str, Any]
@@ -214,16 +217,16 @@ class TokenTask:
         return {"tokens": batch["tokens"], "weights": counts / jnp.maximum(jnp.mean(counts), 1e-9)}
 
     def loss(self, net: nn.Module) -> Loss:
-        """Return the mean over all targets of the cross-entropy, in nats, plus the z-loss."""
+        """Return the mean over all targets of the cross-entropy, in nats, plus the z-loss and the load-balance loss."""
 
         def loss_of(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
             tokens = batch["tokens"]
-            _, out = net.apply({"params": params}, tokens[:, :-1], train=True)
+            (_, out), sown = net.apply({"params": params}, tokens[:, :-1], train=True, mutable=[LOSSES])
             unembed = functools.partial(lm.unembed, kernel=lm.head_kernel(params))
             nats = losses.token_xent(
                 unembed, out["pre_logits"], tokens[:, 1:], chunk=self.loss_chunk, z_loss=self.z_loss
             )
-            return jnp.mean(nats * batch["weights"])
+            return with_balance(jnp.mean(nats * batch["weights"]), sown)
 
         return loss_of
 

@@ -18,7 +18,7 @@ ROW = 14  # tokens
 
 
 # The reference implementation has one equation for each product. Others write some of their products as sums.
-BLOCKS = {"width": 72, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
+BLOCKS = {"width": 192, "depth": 2, "mlp_dim": 40, "num_heads": 6, "implementation": "reference"}
 
 
 def small(**fields):
@@ -52,16 +52,19 @@ def gradient_of(net, example):
 def counted(of, net, example, tokens):
     """Count the operations of a program's products, in the equations on which its results depend.
 
-    The second layers of the dynamic projections of both composes, sides and all groups are one block matrix, in which
-    products with zeros do not count. Products of a higher precision are means of a norm.
+    The second layers of the dynamic projections of both composes and all groups are one matrix for each side, in which
+    products with zeros do not count, nor those that keep the gates. Products of a higher precision are means of a norm.
     """
     function, params = of(net, example)
     jaxpr = jax.make_jaxpr(function)(params, example).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     folded = {(tokens, groups, net.num_heads // groups) for groups in (net.groups, net.num_heads)}
-    layers = len(net.branches) * (2 if net.compose == "both" else 1) * net.groups
-    inner = layers * 2 * net.rank * net.num_heads // net.groups
-    assert inner != net.width  # otherwise other matrices have the shape of the block matrix
+    composes, per_group = 2 if net.compose == "both" else 1, net.num_heads // net.groups
+    gates = composes * net.num_heads * net.gate
+    block = (2 * len(net.branches) * composes * net.rank * net.num_heads, 2 * composes * net.rank * net.num_heads)
+    used = composes * net.groups * (2 * net.rank * per_group) ** 2  # without zeros
+    block = (block[0] + len(net.branches) * gates, block[1] + gates)
+    assert net.width not in block  # otherwise other matrices have the shape of the block matrix
 
     def walk(jaxpr):
         total = 0
@@ -70,12 +73,14 @@ def counted(of, net, example, tokens):
             if name == "dot_general":
                 contracted = equation.params["dimension_numbers"][0][0]
                 count = 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-                is_block = (inner, inner) in (equation.invars[1].aval.shape, out)
+                is_block = {block, block[::-1]} & {equation.invars[1].aval.shape, out}
                 is_mean = jax.lax.Precision.HIGH in (equation.params["precision"] or ())
-                total += 0 if is_mean else count // (layers if is_block else 1)
+                total += 0 if is_mean else count * used // math.prod(block) if is_block else count
             elif name == "conv_general_dilated":
                 kernel = equation.invars[1].aval.shape  # (rows, columns, input channels, output channels)
                 total += 2 * math.prod(out) * math.prod(kernel[:-1])
+            elif name == "mul" and net.heads and out == (1, tokens, net.num_heads, net.width // net.num_heads):
+                total += 2 * math.prod(out)  # a gate of an output, and the sum
             elif name == "mul" and len(out) == 5 and (out[-2:] == (tokens, tokens) or out[1:4] in folded):
                 total += 2 * math.prod(out)  # a gate on B G H/G T S, or a term on B T G J _, and the sum
             times = equation.params.get("length", 1) if name == "scan" else 1
@@ -119,9 +124,20 @@ FOLDED = [
     {"branches": "q", "projection": False},
 ]
 FOLDED = [{"compose": "both", "implementation": "folded", **fields} for fields in FOLDED]
+HEADS = {"num_heads": 8, "num_key_heads": 4}
+VARIANTS = [
+    {"heads": "moh", **HEADS},
+    {"heads": "moh_topk", **HEADS},
+    {"heads": "moh_topk", "num_heads": 4},
+    {"heads": "diff", **HEADS},
+    {"heads": "diff2", **HEADS},
+    {"heads": "talking"},
+    {"heads": "mta", "groups": 2},
+    {"heads": "gated", "implementation": "folded"},
+]
 
 
-@pytest.mark.parametrize("fields", PLAIN + COMPOSED + FOLDED, ids=str)
+@pytest.mark.parametrize("fields", PLAIN + COMPOSED + FOLDED + VARIANTS, ids=str)
 def test_every_product_of_the_program_is_counted(fields):
     net = small(**fields)
     tokens = 15 + net.pool_type.startswith("tok") + net.registers
@@ -184,6 +200,9 @@ COMPOSED_LMS = [
 ]
 
 
+VARIANT_LMS = [{"position": "learned", **fields} for fields in VARIANTS[:5]]  # D is odd
+
+
 @pytest.fixture
 def all_pairs(monkeypatch):
     """Count every query-key pair, because the reference computes masked pairs too."""
@@ -192,7 +211,7 @@ def all_pairs(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_pairs")
-@pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS + FOLDED, ids=str)
+@pytest.mark.parametrize("fields", PLAIN_LMS + COMPOSED_LMS + FOLDED + VARIANT_LMS, ids=str)
 def test_every_product_of_the_language_model_is_counted(fields):
     net = small_lm(**fields)
     assert lm_flops(net, ROW) == counted(logits_of, net, a_row(), ROW)

@@ -37,13 +37,17 @@ MODELS = {
     "7:1, scanned": PYTHIA | DC | {"window_pattern": "7:1", "depth": 8, "scan": True},
     "1:1, scanned, recomputed": GPT3 | DC | {"depth": 4, "scan": True, "remat": "full"},
     "3:1, unrolled": LLAMA | DC | {"window_pattern": "3:1", "depth": 3},
+    "mixture of heads": LLAMA | {"heads": "moh_topk", "window_pattern": "1:1"},
+    "differential, grouped": LLAMA | {"heads": "diff", "num_key_heads": 2, "window_pattern": "1:1"},
+    "differential 2, one key head": PYTHIA | {"heads": "diff2", "num_key_heads": 1, "end_of_text": 0, "scan": True},
     "documents": LLAMA | DC | {"end_of_text": 0},
     "documents, learned, scanned": GPT3 | DC | {"end_of_text": 0, "scan": True},
     "documents, plain, no window": LLAMA | {"end_of_text": 0},
 }
 # Models of the default suite: every field of the model occurs. The exhaustive suite adds all others.
 DEFAULT = {"DCFormer", "DCFormer++", "query-wise", "static", "two groups, tied", "grouped query keys",
-           "3:1, scanned, and a rest", "documents, learned, scanned"}  # fmt: skip
+           "3:1, scanned, and a rest", "documents, learned, scanned", "mixture of heads", "differential, grouped",
+           "differential 2, one key head"}  # fmt: skip
 
 
 def make_tokens(seed=2):

@@ -1,0 +1,76 @@
+"""Cross-head attention of other papers by name: the field `heads` of the models.
+
+Some proposals are settings of the composition (`SETTINGS`). `Model` replaces such a name by their fields, so that the
+built model is an ordinary composed one. The others (`VARIANTS`) have modules of their own in
+`dcvit.models.head_variants`. The letters are those of `dcvit.dcmha`; A are scores or weights.
+
+  name         formula                                                                      source
+  mha          plain attention                                                              Vaswani et al., 2017
+  talking      A' = A·P before and after the softmax, P = 1 + W_b                           Shazeer et al., 2020
+  mta          A' = A·P after the softmax: the head convolution of multi-token attention    Golovneva et al., 2025
+  gated        O' = O ⊙ 2σ(2·x·W_qg): headwise gated attention                              Qiu et al., 2025
+  lightweight  A' = A + A·w_q1·w_q2 after the softmax, rank 1                               Xiao et al., 2024, Eqn 7
+  folded       query-wise branches and W_b inside each group of a key head                  `dcvit.dcmha.folded`
+  dcmha        the complete composition                                                     Xiao et al., 2024
+  moh          a router weights all heads                                                   Jin et al., 2024
+  moh_topk     a router weights shared heads and chooses others                             Jin et al., 2024
+  diff         differences of pairs of attention matrices, DIFF Transformer V1              Ye et al., 2024
+  diff2        differences of pairs of outputs, DIFF Transformer V2                         Ye et al., 2026
+
+Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
+random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
+of each group with the field `groups`. The gate of "gated" is 1 + tanh(x·W_qg) = 2σ(2·x·W_qg), so W_qg is half of the
+paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VARIANTS = ("moh", "moh_topk", "diff", "diff2")
+STATIC = {"projection": False, "gate": False, "static": True}
+# The fields that a name stands for. `groups` of "folded" is the number of key heads.
+SETTINGS: dict[str, dict[str, object]] = {
+    "mha": {"compose": None},
+    "talking": {"compose": "both", **STATIC},
+    "mta": {"compose": "post", **STATIC},
+    "gated": {"compose": "post", "branches": "q", "projection": False, "gate": True, "static": False},
+    "lightweight": {
+        "compose": "post", "branches": "q", "projection": True, "gate": False, "static": False, "rank": 1,
+    },
+    "folded": {"compose": "both", "branches": "q", "projection": True, "gate": True, "static": True},
+    "dcmha": {"compose": "both", "branches": "qk", "projection": True, "gate": True},
+}  # fmt: skip
+NAMES = (*SETTINGS, *VARIANTS)
+
+
+def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
+    """Return the fields of a model, with the name `heads` replaced by the fields that it stands for.
+
+    The name replaces `compose`, and all fields of a preset.
+
+    Args:
+      preset: fields of the model's preset.
+      fields: fields that are given; they override the preset's.
+      num_heads: H of a model without the field.
+
+    Raises:
+      ValueError: the name is unknown, or another value is given for a field that it stands for.
+    """
+    merged = {**preset, **fields}
+    name = merged.get("heads")
+    if name is None:
+        return merged
+    if name not in NAMES:
+        raise ValueError(f"heads={name!r}; known: {', '.join(map(repr, NAMES))}")
+    meant = SETTINGS.get(name, {"compose": None})
+    if name == "folded":
+        key_heads = merged.get("num_key_heads") or num_heads
+        if key_heads == merged.get("num_heads", num_heads):
+            raise ValueError("heads='folded' composes the heads of a key head: set num_key_heads below num_heads")
+        meant = {**meant, "groups": key_heads}
+    for field, value in meant.items():
+        if field != "compose" and fields.get(field, value) != value:
+            raise ValueError(f"heads={name!r} means {field}={value!r}, found {fields[field]!r}; remove one of them")
+    return {**merged, **meant, "heads": name if name in VARIANTS else None}

@@ -1,0 +1,211 @@
+"""Modules of cross-head attention that is no setting of the composition: mixture-of-head and DIFF Transformer.
+
+Each module takes the attention's input, queries, keys and values, and a function that computes attention, and returns
+the outputs of H heads. See `dcvit.models.head_settings` for the names.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer, normal
+from jax.typing import DTypeLike
+
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.numerics import statistics_dtype
+from dcvit.dcmha.shapes import Array, Float
+from dcvit.models import Params
+from dcvit.models.layers import in_float32
+from dcvit.parallel.mesh import BATCH, constrain
+
+BALANCE = 0.01  # weight of the load-balance loss of "moh_topk": β in the paper's experiments
+LOSSES = "losses"  # the collection to which modules sow losses
+DIFF_EPSILON = 1e-5  # of the norm of "diff", as released
+
+
+Attend = Callable[..., Array]  # (q, k, v, pre, post) -> outputs of the heads, as `dcvit.dcmha.attention`
+
+
+class HeadVariant(nn.Module):
+    """Fields of all variants.
+
+    Fields:
+      num_heads: H.
+      layer: number of the layer, from 0.
+      kernel_init: initializer of projections.
+      dtype: dtype of the computation.
+    """
+
+    num_heads: int
+    layer: int = 0
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    dtype: DTypeLike | None = None
+
+    def dense(self, features: int, name: str) -> nn.Dense:
+        """Return a projection without bias."""
+        return nn.Dense(features, use_bias=False, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
+
+
+class MixtureOfHeads(HeadVariant):
+    """MoH (Jin et al., 2024): every token weights the outputs of its heads by the gates of a router.
+
+    The first h_s heads are shared. Of the others, a token uses the K with the largest scores:
+
+      gate of shared head i    α_1 · h_s · softmax(x·W_s)_i
+      gate of routed head i    α_2 · K · softmax(x·W_r)_i / Σ softmax(x·W_r) of the chosen ones, or 0
+      α_1, α_2                 2 · softmax(x·W_h)
+
+    as in the released code: with uniform scores all gates are 1. Without shared heads, α_2 is 1. Unless all heads are
+    chosen, sows the load-balance loss h_r · Σ_i P_i·f_i of that code, with the mean score P_i of routed head i of h_r
+    and the fraction f_i of tokens that choose it. It is K if the heads are used equally.
+
+    All heads are computed, also those that a token does not use.
+
+    Fields:
+      shared: h_s.
+      chosen: K.
+    """
+
+    shared: int = 0
+    chosen: int = 0
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], q: Float[Array, "B T H D"], k: Float[Array, "B S K D"],
+        v: Float[Array, "B S K D"], attend: Attend,
+    ) -> Float[Array, "B T H D"]:  # fmt: skip
+        """Return the weighted outputs of all heads."""
+        heads = attend(q, k, v, None, None)
+        gates = constrain(self._gates(x), BATCH, None, "tensor").astype(heads.dtype)
+        return heads * gates[..., None]
+
+    def _gates(self, x: Float[Array, "B T M"]) -> Float[Array, "B T H"]:
+        def scores(features: int, name: str) -> Array:
+            return jax.nn.softmax(self.dense(features, name)(x).astype(statistics_dtype(x.dtype)))
+
+        routed = self.num_heads - self.shared
+        score = scores(routed, "routed")
+        if self.chosen == routed:
+            gates = routed * score
+        else:
+            places = jax.lax.top_k(score, self.chosen)[1]
+            chosen = jnp.sum(jax.nn.one_hot(places, routed, dtype=score.dtype), axis=-2)
+            self.sow(LOSSES, "balance", routed * jnp.sum(jnp.mean(score, (0, 1)) * jnp.mean(chosen, (0, 1))))
+            gates = chosen * score
+            gates = self.chosen * gates / jnp.sum(gates, axis=-1, keepdims=True)
+        if not self.shared:
+            return gates
+        parts = 2 * scores(2, "parts")
+        always = self.shared * scores(self.shared, "shared") if self.shared > 1 else jnp.ones_like(parts[..., :1])
+        return jnp.concatenate([parts[..., :1] * always, parts[..., 1:] * gates], axis=-1)
+
+
+class Differential(HeadVariant):
+    """DIFF Transformer V1 (Ye et al., 2024, Section 2): H/2 heads that subtract two attention matrices.
+
+    Heads 2i and 2i+1 are a pair, whose values of width 2D are those of both:
+
+      (softmax(q_1·k_1/√D) - λ·softmax(q_2·k_2/√D))·[v_1, v_2]
+      λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init,   λ_init = 0.8 - 0.6·exp(-0.3·layer)   (Eqn 2, layer from 0)
+
+    followed by RMSNorm over the 2D numbers of a pair and the factor 1 - λ_init (Eqn 3). The difference is a static
+    post-compose of groups of two heads, [a_1, a_2]·[[1, 1], [-λ, -λ]], so that every implementation of DCMHA computes
+    it. Other flash attention needs values twice as wide as keys.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], q: Float[Array, "B T H D"], k: Float[Array, "B S K D"],
+        v: Float[Array, "B S K D"], attend: Attend,
+    ) -> Float[Array, "B T H D"]:  # fmt: skip
+        """Return the outputs of the pairs, two heads for each. `attend` composes H/2 groups."""
+        pairs, repeats, width = self.num_heads // 2, self.num_heads // k.shape[2], q.shape[-1]
+        if repeats > 1:  # neighboring pairs share the values of a pair of key heads
+            k = jnp.repeat(k, repeats, axis=2)
+            v = jnp.repeat(v.reshape(*v.shape[:2], -1, 2 * width), repeats, axis=2).reshape(k.shape)
+        first, second = (
+            jnp.exp(jnp.sum(self._vector(f"lambda_q{i}", width) * self._vector(f"lambda_k{i}", width))) for i in (1, 2)
+        )
+        start = 0.8 - 0.6 * math.exp(-0.3 * self.layer)
+        factor = first - second + start
+        one = jnp.ones_like(factor)
+        # The skip connection of a compose adds the identity.
+        static = jnp.stack([jnp.stack([0 * one, one]), jnp.stack([-factor, -factor - one])])
+        post = ComposeWeights(static=jnp.broadcast_to(static[None], (pairs, 2, 2)))
+        heads = attend(q, k, v, None, post)
+        paired = heads.reshape(*heads.shape[:2], pairs, 2 * width)
+        paired = in_float32(nn.RMSNorm(epsilon=DIFF_EPSILON, name="norm"), paired)
+        return (paired * jnp.asarray(1 - start, paired.dtype)).astype(heads.dtype).reshape(heads.shape)
+
+    def _vector(self, name: str, width: int) -> Float[Array, " D"]:
+        vector: Array = self.param(name, normal(0.1), (width,))
+        return vector
+
+
+class DifferentialV2(HeadVariant):
+    """DIFF Transformer V2 (Ye et al., 2026): every token subtracts the outputs of two heads with the same key head.
+
+    The queries have 2H heads, of which 2i and 2i+1 are a pair: o_i = a_2i - σ(x·W_λ)_i·a_{2i+1}, without a norm. Any
+    flash attention computes the outputs a.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T M"], q: Float[Array, "B T _ D"], k: Float[Array, "B S K D"],
+        v: Float[Array, "B S K D"], attend: Attend,
+    ) -> Float[Array, "B T H D"]:  # fmt: skip
+        """Return the differences."""
+        heads = attend(q, k, v, None, None)
+        factor = jax.nn.sigmoid(self.dense(self.num_heads, "lambda")(x).astype(statistics_dtype(x.dtype)))
+        factor = constrain(factor, BATCH, None, "tensor").astype(heads.dtype)
+        return heads[:, :, 0::2] - factor[..., None] * heads[:, :, 1::2]
+
+
+MODULES: dict[str, type[HeadVariant]] = {
+    "moh": MixtureOfHeads, "moh_topk": MixtureOfHeads, "diff": Differential, "diff2": DifferentialV2,
+}  # fmt: skip
+
+
+def make_variant(
+    heads: str, num_heads: int, *, layer: int, kernel_init: Initializer, dtype: DTypeLike | None
+) -> HeadVariant:
+    """Return the module of a name in `head_settings.VARIANTS`."""
+    module: Callable[..., HeadVariant] = MODULES[heads]
+    if module is MixtureOfHeads:
+        shared, chosen = shared_and_chosen(heads, num_heads)
+        module = functools.partial(module, shared=shared, chosen=chosen)
+    return module(num_heads, layer=layer, kernel_init=kernel_init, dtype=dtype, name=heads)
+
+
+def shared_and_chosen(heads: str, num_heads: int) -> tuple[int, int]:
+    """Return h_s and K of a mixture of heads: all are routed and chosen, or of four heads one is shared and two chosen.
+
+    The paper's models use 50 to 90 % of their heads; "moh_topk" uses 75 %.
+    """
+    return (0, num_heads) if heads == "moh" else (num_heads // 4, num_heads // 2)
+
+
+def query_heads(heads: str | None, num_heads: int) -> int:
+    """Return the number of heads of the queries."""
+    return 2 * num_heads if heads == "diff2" else num_heads
+
+
+def groups_of(heads: str | None, num_heads: int) -> int:
+    """Return the number of groups of heads of the compositions of a variant."""
+    return num_heads // 2 if heads == "diff" else 1
+
+
+def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:
+    """Return a loss plus `BALANCE` times the mean over layers of the load-balance losses, if there are any.
+
+    Args:
+      loss: the loss of the task.
+      sown: what the modules have sown into the collection `LOSSES`, which `apply` returns if it is mutable.
+    """
+    found = [x.ravel() for x in jax.tree.leaves(sown)]
+    return loss + BALANCE * jnp.mean(jnp.concatenate(found)) if found else loss

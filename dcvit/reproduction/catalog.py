@@ -1,0 +1,112 @@
+"""Every table and figure of the paper, with what each scale computes, and the functions that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dcvit.errors import ConfigError, nearest
+from dcvit.reproduction import arms, full, heads, table2, table6, table9, table10, tables
+from dcvit.reproduction.arms import Arm, Train
+from dcvit.reproduction.tables import Table
+
+MISSING = "not available yet"
+NOTHING = "nothing to compute"
+SCALES = ("desk", "full")
+
+
+class Trained(NamedTuple):
+    """A desk computation that trains models first."""
+
+    arms: Mapping[str, Arm]
+    table: Callable[[Path, Sequence[int], int], Table]
+
+
+STATIC: dict[str, Callable[[], Table]] = {"table2": table2.table, "table6": table6.table, "table10": table10.table}
+TRAINED = {"table9": Trained(table9.ARMS, table9.table), "heads": Trained(heads.ARMS, heads.table)}
+
+
+class Entry(NamedTuple):
+    """A table or figure. `desk` and `full` say what is computed, `MISSING` or `NOTHING`."""
+
+    title: str
+    desk: str
+    full: str = NOTHING
+
+
+COMMANDS = "commands, slices and hours of the runs"
+ENTRIES = {
+    "table1": Entry("comparison of head composition approaches", NOTHING),
+    "table2": Entry("ratios of extra parameters and computation", "by formula, and counted in models and programs"),
+    "table3": Entry("model sizes of the scaling experiments", NOTHING, "the runs of figure3"),
+    "table4": Entry("downstream tasks of Pythia and DCPythia", MISSING, COMMANDS),
+    "table5": Entry("synthetic dataset", MISSING, "the models of table4"),
+    "table6": Entry("training and inference speed", "FLOPs and cache, which bound the speed", COMMANDS),
+    "table7": Entry("ViT architectures", NOTHING, "the runs of table8"),
+    "table8": Entry("ImageNet-1k accuracy", MISSING, COMMANDS),
+    "table9": Entry("ablations of DCMHA's components", "12 small language models with 3 seeds are trained", COMMANDS),
+    "table10": Entry("local:global attention and query-wise composition", "FLOPs and cache", COMMANDS),
+    "table11": Entry("examples of the synthetic dataset", MISSING),
+    "figure1": Entry("prototypical composition maps", NOTHING),
+    "figure2": Entry("illustration of DCMHA", NOTHING),
+    "figure3": Entry("scaling curves of Transformers and DCFormers", MISSING, COMMANDS),
+    "figure4": Entry("scaling curves of Pythia and DCPythia", MISSING, COMMANDS),
+    "figure5": Entry("captured variance of QK and OV heads", MISSING, "the models of table4"),
+    "figure6": Entry("few-shot evaluation on the synthetic dataset", MISSING, "the models of table4"),
+    "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
+    "figure8": Entry("attention distributions in the case study", MISSING, "the models of table4"),
+    "heads": Entry(
+        "leaderboard of cross-head attention, not in the paper", "11 small language models with 3 seeds are trained"
+    ),
+}  # fmt: skip
+
+
+def listing() -> list[str]:
+    """Return lines with the entries and what each scale computes."""
+    lines = []
+    for name, entry in ENTRIES.items():
+        lines += [f"{name:9}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
+    return lines
+
+
+def check(name: str, scale: str) -> None:
+    """Raise ConfigError if an entry is unknown or has no computation at a scale."""
+    if name not in ENTRIES:
+        raise ConfigError(f"unknown table or figure {name!r}; {nearest(name, ENTRIES)}")
+    known = full.RUNS if scale == "full" else {*STATIC, *TRAINED}
+    if name not in known:
+        raise ConfigError(f"{name} at scale {scale}: {getattr(ENTRIES[name], scale)}; see --list")
+
+
+def reproduce(
+    name: str, scale: str, out: Path, seeds: Sequence[int], steps: int, train: Train
+) -> tuple[int, Table | None]:
+    """Compute an entry, and write its files to a folder.
+
+    Args:
+      name: a name in `ENTRIES`.
+      scale: "desk" or "full".
+      out: the folder; the runs of training are in its folder `runs/NAME`.
+      seeds: seeds of the runs.
+      steps: steps of a run.
+      train: trains a model.
+
+    Returns:
+      The exit status, and the table unless a run failed.
+
+    Raises:
+      ConfigError: see `check`.
+    """
+    check(name, scale)
+    if scale == "full":
+        table = full.table(name)
+    elif name in STATIC:
+        table = STATIC[name]()
+    else:
+        trained, runs = TRAINED[name], out / "runs" / name
+        if status := arms.train_arms(trained.arms, runs, seeds, train, steps):
+            return status, None
+        table = trained.table(runs, seeds, steps)
+    tables.write(table, out)
+    return 0, table

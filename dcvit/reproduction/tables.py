@@ -1,0 +1,97 @@
+"""A table with the paper's numbers beside ours, written as Markdown, CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dcvit.checkpoint.files import replace
+
+Cell = str | int | float | None
+Row = Mapping[str, Cell]
+
+
+class Chart(NamedTuple):
+    """The columns that the picture shows: bars of our values and, if there are any, of the paper's."""
+
+    label: str
+    ours: str
+    interval: str | None = None  # half the width of an interval of ours
+    paper: str | None = None
+
+
+class Table(NamedTuple):
+    """A table. All rows have the same keys, the columns."""
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    chart: Chart | None = None
+
+
+def write(table: Table, out: Path) -> list[Path]:
+    """Write NAME.md, NAME.csv and, for a table with a chart, NAME.png to a folder. Return the files."""
+    out.mkdir(parents=True, exist_ok=True)
+    replace(out / f"{table.name}.md", markdown(table))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table.rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table.rows)
+    replace(out / f"{table.name}.csv", text.getvalue())
+    files = [out / f"{table.name}.md", out / f"{table.name}.csv"]
+    if table.chart is not None:
+        files.append(out / f"{table.name}.png")
+        draw(table, table.chart, files[-1])
+    return files
+
+
+def markdown(table: Table) -> str:
+    """Return the table with its title above and its notes below."""
+    columns = list(table.rows[0])
+    lines = [columns, ["---"] * len(columns), *([shown(row[name]) for name in columns] for row in table.rows)]
+    parts = [f"# {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), *table.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(value: Cell) -> str:
+    """Return a cell of the Markdown table: four digits of a number with a fraction, and a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def draw(table: Table, chart: Chart, path: Path) -> None:
+    """Draw horizontal bars: our values on the left and, if the table has them, the paper's on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sides = [("here", chart.ours, chart.interval)]
+    if chart.paper is not None:
+        sides.append(("paper", chart.paper, None))
+    size = (4.5 * len(sides), 1.2 + 0.3 * len(table.rows))
+    figure, axes = plt.subplots(1, len(sides), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axis, (title, column, interval) in zip(axes[0], sides, strict=True):
+        places = range(len(table.rows))  # names may look like dates, which matplotlib converts
+        values, errors = _numbers(table, column), None if interval is None else _numbers(table, interval)
+        axis.barh(places, values, xerr=errors)
+        axis.set(title=f"{title}: {column}")
+        if min(values) > 0.5 * max(values):  # the differences would not show from 0
+            axis.set_xlim(min(values) - 0.5 * (max(values) - min(values)) - 1e-9, None)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
+    axes[0][0].invert_yaxis()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _numbers(table: Table, column: str) -> list[float]:
+    """Return the numbers of a column, 0 for a missing one."""
+    return [value if isinstance(value := row[column], int | float) else 0.0 for row in table.rows]

@@ -1,0 +1,140 @@
+"""Cross-head attention of several papers for one example, in float64 numpy as loops over heads, from their formulas.
+
+Every function takes the parameters `p` of the layer, the input `x` (T M), a boolean mask (T S), and the numbers of
+heads and key heads. Nothing is shared with the package.
+"""
+
+import math
+
+import numpy as np
+
+
+def heads_of(p, name, x):
+    """Return T × heads × width."""
+    return np.tensordot(x, p[name]["kernel"].astype(np.float64), 1)
+
+
+def merge(p, outputs, times=1.0):
+    """Concat the outputs of all heads, each T × width, and project them with W_O · times."""
+    kernel = p["out"]["kernel"].astype(np.float64)
+    return np.concatenate(outputs, axis=1) @ (kernel.reshape(-1, kernel.shape[-1]) * times)
+
+
+def softmax(scores, mask=None):
+    scores = scores if mask is None else np.where(mask, scores, -np.inf)
+    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def scores_of(p, x, heads, key_heads):
+    """Return q·k/√D of every head, and the values of its key head."""
+    q, k, v = (heads_of(p, name, x) for name in ("query", "key", "value"))
+    shared = heads // key_heads
+    scores = [q[:, h] @ k[:, h // shared].T / math.sqrt(q.shape[-1]) for h in range(heads)]
+    return np.stack(scores), [v[:, h // shared] for h in range(heads)]
+
+
+def mha(p, x, mask, heads, key_heads):
+    """Vaswani et al., 2017."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    return merge(p, [softmax(scores[h], mask) @ values[h] for h in range(heads)])
+
+
+def talking(p, x, mask, heads, key_heads):
+    """Talking-heads attention (Shazeer et al., 2020): logits · P_l, softmax, weights · P_w."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    before, after = (np.eye(heads) + p[where]["w_b"][0] for where in ("pre", "post"))
+    mixed = [softmax(sum(before[i, h] * scores[i] for i in range(heads)), mask) for h in range(heads)]
+    return merge(p, [sum(after[i, h] * mixed[i] for i in range(heads)) @ values[h] for h in range(heads)])
+
+
+def mta(p, x, mask, heads, key_heads):
+    """Multi-token attention (Golovneva et al., 2025), head mixing after the softmax: A_h = Σ w_hi · A_i in a group."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    kernels = p["post"]["w_b"]
+    size = kernels.shape[-1]
+    weights, outputs = [softmax(s, mask) for s in scores], []
+    for h in range(heads):
+        group, place = divmod(h, size)
+        column = np.eye(size)[place] + kernels[group][:, place]
+        outputs.append(sum(column[i] * weights[group * size + i] for i in range(size)) @ values[h])
+    return merge(p, outputs)
+
+
+def gated(p, x, mask, heads, key_heads):
+    """Headwise gated attention (Qiu et al., 2025): Y ⊙ σ(X·W_θ), W_θ = 2·W_qg, and an output projection 2·W_O."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    gate = 1 / (1 + np.exp(-x @ (2.0 * p["post"]["w_qg"])))
+    return merge(p, [gate[:, h, None] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)], times=2)
+
+
+def lightweight(p, x, mask, heads, key_heads):
+    """Eqn 5 and 7 of DCMHA with the query-wise projection only, rank 1, after the softmax."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    weights = np.stack([softmax(s, mask) for s in scores])  # H T S
+    one, two = p["post"]["w_q1"][:, 0].astype(np.float64), p["post"]["w_q2"][0].astype(np.float64)
+    inner = x @ one
+    hidden = inner * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))) / 2
+    down, up = np.split(hidden @ two, 2, axis=1)
+    down = down / np.sqrt((down**2).mean(axis=1, keepdims=True) + 1e-6)
+    for t in range(len(x)):
+        weights[:, t] = weights[:, t] + np.outer(up[t], down[t] @ weights[:, t])
+    return merge(p, [weights[h] @ values[h] for h in range(heads)])
+
+
+def moh(p, x, mask, heads, key_heads):
+    """Mixture-of-head (Jin et al., 2024) with all heads routed."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    gate = heads * softmax(x @ p["moh"]["routed"]["kernel"])
+    return merge(p, [gate[:, h, None] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)])
+
+
+def moh_topk(p, x, mask, heads, key_heads):
+    """Mixture-of-head with a quarter of shared heads and a choice of two quarters, normalized as released."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    router, shared, chosen = p["moh_topk"], heads // 4, heads // 2
+    gate = np.zeros((len(x), heads))
+    for t, token in enumerate(x):
+        parts = 2 * softmax(token @ router["parts"]["kernel"])
+        always = softmax(token @ router["shared"]["kernel"]) if shared > 1 else np.ones(1)
+        gate[t, :shared] = parts[0] * shared * always
+        routed = softmax(token @ router["routed"]["kernel"])
+        best = sorted(range(heads - shared), key=lambda i, routed=routed: -routed[i])[:chosen]
+        for i in best:
+            gate[t, shared + i] = parts[1] * chosen * routed[i] / sum(routed[j] for j in best)
+    return merge(p, [gate[:, h, None] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)])
+
+
+def balance(router, x, chosen):
+    """Return the load-balance loss of tokens N M: h_r · Σ_i P_i · f_i."""
+    scores = np.stack([softmax(token @ router["routed"]["kernel"]) for token in x])
+    used = np.zeros_like(scores)
+    for t, score in enumerate(scores):
+        used[t, sorted(range(len(score)), key=lambda i, score=score: -score[i])[:chosen]] = 1
+    return scores.shape[1] * float((scores.mean(axis=0) * used.mean(axis=0)).sum())
+
+
+def diff(p, x, mask, heads, key_heads, layer):
+    """DIFF Transformer (Ye et al., 2024), Eqn 1 to 3; `layer` counts from 1 as in the paper."""
+    q, k, v = (heads_of(p, name, x) for name in ("query", "key", "value"))
+    width, d = q.shape[-1], p["diff"]
+    start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
+    factor = math.exp(d["lambda_q1"] @ d["lambda_k1"]) - math.exp(d["lambda_q2"] @ d["lambda_k2"]) + start
+    shared, outputs = heads // key_heads, []
+    for pair in range(heads // 2):
+        first, second = (
+            softmax(q[:, h] @ k[:, h // shared].T / math.sqrt(width), mask) for h in (2 * pair, 2 * pair + 1)
+        )
+        wide = 2 * (pair // shared)  # grouped queries: neighboring pairs share values of width 2·D
+        out = (first - factor * second) @ np.concatenate([v[:, wide], v[:, wide + 1]], axis=1)
+        out = out / np.sqrt((out**2).mean(axis=1, keepdims=True) + 1e-5) * d["norm"]["scale"]
+        outputs.append((1 - start) * out)
+    return merge(p, outputs)
+
+
+def diff2(p, x, mask, heads, key_heads):
+    """DIFF Transformer V2 (Ye et al., 2026): attn[0::2] - σ(λ)·attn[1::2] of 2H query heads."""
+    scores, values = scores_of(p, x, 2 * heads, key_heads)
+    attended = [softmax(scores[h], mask) @ values[h] for h in range(2 * heads)]
+    factor = 1 / (1 + np.exp(-x @ p["diff2"]["lambda"]["kernel"]))
+    return merge(p, [attended[2 * h] - factor[:, h, None] * attended[2 * h + 1] for h in range(heads)])

@@ -1,0 +1,222 @@
+"""Cross-head attention of other papers: equal to their formulas, finite gradients, decoding, losses, errors."""
+
+import functools
+
+import head_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import jit, make_tokens, random_params
+
+from dcvit.models import head_settings, head_variants, lm, vit
+from dcvit.models.attention import Attention
+from dcvit.models.fields import AttentionFields, values_of
+from dcvit.training.tasks import ImageTask, TokenTask
+
+ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
+LENGTH, WIDTH, LAYER = 6, 24, 2
+
+
+def make_layer(name, heads, key_heads, **fields):
+    """Return the attention layer of a language model with a name, with random parameters and inputs."""
+    net = lm.Model(7, heads=name, num_heads=heads, num_key_heads=key_heads, width=WIDTH)
+    layer = Attention(
+        heads, num_key_heads=key_heads, use_bias=False, heads=net.heads, layer=LAYER,
+        **values_of(net, AttentionFields), **fields,
+    )  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
+    return layer, random_params(shapes, std=0.4), x
+
+
+def expected(name, params, x, mask, heads, key_heads):
+    """Return the output of the oracle for each example."""
+    more = {"layer": LAYER + 1} if name == "diff" else {}
+    oracle = functools.partial(getattr(head_oracle, name), heads=heads, key_heads=key_heads, **more)
+    params = jax.tree.map(np.asarray, params)
+    return np.stack([oracle(params, row, seen) for row, seen in zip(x, mask, strict=True)])
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2)])
+@pytest.mark.parametrize("name", ORACLES)
+def test_outputs_equal_the_formulas_of_the_paper(name, heads, key_heads):
+    """With causality, a window and a mask, and for all pairs."""
+    rng = np.random.default_rng(1)
+    query, key = np.mgrid[:LENGTH, :LENGTH]
+    mask = (rng.random((2, LENGTH, LENGTH)) < 0.7) | np.eye(LENGTH, dtype=bool)
+    cases = {
+        "all pairs": ({}, None, np.ones_like(mask)),
+        "causal": ({"causal": True}, None, np.broadcast_to(key <= query, mask.shape)),
+        "window and mask": ({"causal": True, "window": 3}, mask, mask & (key <= query) & (key > query - 3)),
+    }
+    for case, (fields, given, seen) in cases.items():
+        layer, params, x = make_layer(name, heads, key_heads, **fields)
+        mask_of = None if given is None else jnp.asarray(given)[:, None]
+        found = jit(layer.apply)({"params": params}, jnp.asarray(x, jnp.float32), mask=mask_of)
+        wanted = expected(name, params, x, seen, heads, key_heads)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max(), err_msg=case)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_each_name_computes_another_function_than_plain_attention(name):
+    layer, params, x = make_layer(name, 4, 4)
+    plain = Attention(4, use_bias=False)
+    if name in ("mha", "diff2"):  # the queries of "diff2" have another shape
+        return
+    shared = {key: params[key] for key in ("query", "key", "value", "out")}
+    outputs = [jit(m.apply)({"params": p}, jnp.asarray(x, jnp.float32)) for m, p in ((layer, params), (plain, shared))]
+    assert float(jnp.abs(outputs[0] - outputs[1]).max()) > 1e-2
+
+
+def test_head_convolution_inside_groups():
+    net = lm.Model(7, heads="mta", num_heads=4, groups=2, width=WIDTH)
+    layer = Attention(4, use_bias=False, **values_of(net, AttentionFields))
+    x = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
+    params = random_params(shapes, std=0.4)
+    assert params["post"]["w_b"].shape == (2, 2, 2)
+    wanted = expected("mta", params, x, np.ones((2, LENGTH, LENGTH), bool), 4, 4)
+    np.testing.assert_allclose(jit(layer.apply)({"params": params}, jnp.asarray(x, jnp.float32)), wanted, atol=1e-4)
+
+
+TINY = {"context": 12, "width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
+
+
+def make_net(name, **fields):
+    net = lm.Model(17, heads=name, **{**TINY, **fields})
+    shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    return net, random_params(shapes)
+
+
+def text_loss(net):
+    task = TokenTask(jax.ShapeDtypeStruct((1, 12), jnp.int32), {}, "", ("tok/s", 12), None, 0.0)
+    tokens = make_tokens(2, 12)
+    batch = {"tokens": tokens, "weights": jnp.ones((2, 11))}
+    return lambda params: task.loss(net)(params, batch, jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", head_settings.NAMES)
+def test_gradients_are_finite_and_reach_every_parameter(name):
+    net, params = make_net(name)
+    loss, gradients = jit(jax.value_and_grad(text_loss(net)))(params)
+    assert np.isfinite(loss)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(gradient).all(), path
+        assert np.abs(gradient).max() > 0, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diff", "diff2", "moh"])  # rounding changes the choice of "moh_topk"
+def test_bfloat16_is_near_float32(name):
+    net, params = make_net(name)
+    tokens = make_tokens(2, 12)
+    exact, near = (jit(n.apply)({"params": params}, tokens)[0] for n in (net, net.clone(dtype_mm="bfloat16")))
+    assert near.dtype == jnp.float32
+    np.testing.assert_allclose(near, exact, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diff", "diff2", "moh_topk"])
+def test_outputs_on_a_mesh_equal_those_of_one_device(name):
+    net, params = make_net(name)
+    tokens = make_tokens(4, 12)
+    alone = jit(net.apply)({"params": params}, tokens)[0]
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])):
+        found = jax.jit(lambda params, tokens: net.apply({"params": params}, tokens)[0])(params, tokens)
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "example"), [("lm", (2, 12)), ("vit", (2, 8, 8, 3))])
+def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, example, monkeypatch):
+    """The loss of a model with one layer, whose input follows from the parameters."""
+    if model == "lm":
+        net, params = make_net("moh_topk", depth=1)
+        inputs, name = make_tokens(*example)[:, :-1], "decoderblock_0"
+    else:
+        net = vit.Model(3, heads="moh_topk", patch_size=(4, 4), width=16, depth=1, mlp_dim=16, num_heads=4)
+        inputs, name = jax.random.normal(jax.random.key(0), example), "encoderblock_0"
+        params = random_params(jax.eval_shape(net.init, jax.random.key(0), inputs)["params"])
+    seen = []
+    project = Attention.project
+    monkeypatch.setattr(Attention, "project", lambda self, x, *rest: seen.append(x) or project(self, x, *rest))
+    _, sown = net.apply({"params": params}, inputs, mutable=[head_variants.LOSSES])
+    router = jax.tree.map(np.asarray, params["Transformer"][name]["MultiHeadDotProductAttention_0"]["moh_topk"])
+    wanted = head_oracle.balance(router, np.asarray(seen[0], np.float64).reshape(-1, 16), chosen=2)
+    (found,) = jax.tree.leaves(sown)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found > 0.5
+    zero = jnp.zeros(())
+    assert head_variants.with_balance(zero, sown) == pytest.approx(0.01 * wanted, rel=1e-5)
+    if model == "lm":
+        loss_of = text_loss(net)
+    else:
+        task = ImageTask(jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32), {}, "", lambda x: x, "softmax_xent", 0.0, 0.0)
+        batch = {"image": inputs, "labels": jnp.eye(3)[:2]}
+        loss_of = lambda params: task.loss(net)(params, batch, jax.random.key(0))  # noqa: E731
+    with_loss = float(jit(loss_of)(params))
+    monkeypatch.setattr(head_variants, "BALANCE", 0.0)
+    assert with_loss - float(jit(lambda params: loss_of(params))(params)) == pytest.approx(0.01 * wanted, rel=1e-3)
+
+
+def test_balance_of_equal_use_is_the_number_of_chosen_heads_and_of_one_sided_use_is_larger():
+    x = np.random.default_rng(0).normal(size=(4000, 8))
+    even = {"routed": {"kernel": np.random.default_rng(1).normal(size=(8, 6)) * 1e-3}}
+    assert head_oracle.balance(even, x, chosen=2) == pytest.approx(2, rel=1e-2)
+    x[:, 0] = 3
+    sided = {"routed": {"kernel": np.outer(np.eye(8)[0], np.arange(6))}}
+    assert head_oracle.balance(sided, x, chosen=2) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moh_topk", "diff2"])
+def test_scanned_layers_equal_unrolled_ones_also_in_the_loss(name):
+    net, params = make_net(name)
+    scanned = net.clone(scan=True)
+    stacked = lm.stack_blocks(params, 1)
+    np.testing.assert_allclose(jit(text_loss(scanned))(stacked), jit(text_loss(net))(params), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", head_settings.SETTINGS)
+def test_names_of_settings_build_ordinary_models(name):
+    fields = {"num_heads": 8, "num_key_heads": 2, "width": 16}
+    for net in (lm.Model(7, heads=name, **fields), vit.Model(7, heads=name, **fields)):
+        assert net.heads is None
+        meant = head_settings.SETTINGS[name]
+        assert {key: getattr(net, key) for key in meant} == meant
+        assert net.groups == (2 if name == "folded" else 1)
+
+
+def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
+    net = lm.Model(7, preset="DCFlash-405M", heads="talking")
+    assert (net.compose, net.projection, net.gate, net.static) == ("both", False, False, True)
+    assert lm.Model(7, compose="both", heads="diff2").compose is None
+    assert vit.Model(7, variant="DCViT-S/16", heads="moh_topk", num_heads=8).compose is None
+    assert lm.Model(7, heads="dcmha", rank=4, static=True).rank == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": "talkng"}, "heads='talkng'; known: 'mha', 'talking'"),
+        ({"heads": "lightweight", "rank": 2}, "heads='lightweight' means rank=1, found 2"),
+        ({"heads": "folded"}, "set num_key_heads below num_heads"),
+        ({"heads": "folded", "num_key_heads": 2, "groups": 4}, "heads='folded' means groups=2, found 4"),
+        ({"heads": "moh_topk", "num_heads": 6, "width": 48}, "a multiple of 4 heads, found num_heads=6"),
+        ({"heads": "diff", "num_key_heads": 1}, "an even number of key heads, found 1"),
+        ({"heads": "diff", "scan": True}, "set scan=False"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_field(fields, message):
+    with pytest.raises(ValueError, match=message):
+        lm.Model(7, **{"width": 48, "depth": 1, **fields}).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+
+
+def test_a_variant_with_a_composition_is_refused():
+    with pytest.raises(ValueError, match="heads='diff2' and compose='both' exclude each other"):
+        lm.LM(7, width=16, num_heads=4, heads="diff2", compose="both").init(
+            jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+        )

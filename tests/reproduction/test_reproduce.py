@@ -1,0 +1,218 @@
+"""The command reproduce: formulas of tables, runs of a few steps, results, and commands that load."""
+
+import csv
+import json
+import math
+import re
+import shlex
+
+import pytest
+
+from dcvit import cli, reproduce
+from dcvit.config import load
+from dcvit.models import head_settings, lm
+from dcvit.reproduction import arms, catalog, full, heads, table2, table6, table9, table10, tables
+from dcvit.training.model import make_model
+
+
+def test_every_table_and_figure_of_the_paper_is_listed(capsys):
+    numbered = {f"table{n}" for n in range(1, 12)} | {f"figure{n}" for n in range(1, 9)}
+    assert set(catalog.ENTRIES) == numbered | {"heads"}
+    assert cli.run(reproduce.main, ["--list"]) == 0
+    assert "table9" in capsys.readouterr().out
+
+
+def test_entries_say_what_can_be_computed():
+    for name, entry in catalog.ENTRIES.items():
+        computed = name in {*catalog.STATIC, *catalog.TRAINED}
+        assert computed == (entry.desk not in (catalog.MISSING, catalog.NOTHING)), name
+        assert (name in full.RUNS) == (entry.full == catalog.COMMANDS), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table99"], "unknown table or figure 'table99'"),
+        (["table5"], "table5 at scale desk: not available yet; see --list"),
+        (["table2", "--scale", "full"], "table2 at scale full: nothing to compute; see --list"),
+        (["table9", "--steps", "0"], "--steps 0: expected 1 or more"),
+        ([], "give the name of a table or figure, or --list"),
+    ],
+    ids=str,
+)
+def test_errors_are_one_line(words, message, capsys, tmp_path):
+    assert cli.run(reproduce.main, [*words, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("size", "length", "params", "flops"), table2.CASES)
+def test_formulas_of_table_2_round_to_the_paper(size, length, params, flops):
+    net = table2.one_layer(size, False, 1)
+    head_dim, rho = net.width // net.num_heads, length / net.width
+    assert round(100 * table2.extra_parameters(head_dim), 1) == params
+    assert round(100 * table2.extra_operations(head_dim, rho), 1) == pytest.approx(flops, abs=0.051)
+
+
+@pytest.mark.slow
+def test_table_2_counts_models_of_the_paper():
+    """By hand: 4·(M·2RH + (2RH)² + M·H) parameters, and the operations of Appendix E for all pairs."""
+    rows = {(row["model"], row["S"]): row for row in table2.table().rows}
+    for size, length, *_ in table2.CASES:
+        net, row = table2.one_layer(size, True, 1), rows[size, length]
+        width, heads_, rank = net.width, net.num_heads, net.rank
+        extra = 4 * (width * 2 * rank * heads_ + (2 * rank * heads_) ** 2 + width * heads_)
+        plain = 12 * width**2
+        assert row["params, counted %"] == pytest.approx(100 * extra / plain, rel=2e-3)  # biases and norms
+        per_pair = 4 * heads_ * (2 * rank + 1)
+        expected = (length * extra + length**2 * per_pair) / (length * plain + length**2 * 2 * width)
+        assert row["FLOPs, all pairs %"] == pytest.approx(100 * expected, rel=1e-6)
+        # The program also has element-wise operations, and zeros of a block matrix.
+        assert row["FLOPs, all pairs %"] < row["FLOPs, program %"] < 1.25 * row["FLOPs, all pairs %"]
+
+
+@pytest.mark.slow
+def test_tables_6_and_10_have_bounds_above_the_speed_of_the_paper():
+    for row in table6.table().rows:
+        assert row["… with the same windows %"] > row["training speed, paper %"]
+    rows = {row["local:global"]: row for row in table10.table().rows}
+    counted = [rows[name]["TFM++ FLOPs / FLOPs %"] for name in ("1:1", "3:1", "7:1")]
+    assert counted == sorted(counted)
+    # Half of the layers, a quarter and an eighth are global; a token of a full context has 2048 or 256 slots.
+    for name, part in (("1:1 QW", 1 / 2), ("3:1 QW", 1 / 4)):
+        assert rows[name]["cache / TFM++ cache %"] == pytest.approx(100 * (part + (1 - part) * 256 / 2048))
+
+
+@pytest.mark.parametrize("name", full.RUNS)
+def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
+    rows = full.table(name).rows
+    assert (
+        len({row["command"] for row in rows}) == len(rows) == len({re.search("RUNS/.*", r["command"])[0] for r in rows})
+    )
+    for row in rows:
+        words = shlex.split(row["command"].strip("`"))
+        assert words[:3] == ["dcvit", "train", "--config"]
+        config = load(words[3].replace("DATA", "/data/pile"), [w.removeprefix("--config.") for w in words[6:]])
+        make_model(config)
+        seconds = row["steps"] * row["PFLOP per step"] * 1e15 / (full.UTILIZATION * row["chips"])
+        peak = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12}[row["slice"].partition(":")[0]]
+        assert row["hours"] == pytest.approx(seconds / peak / 3600)
+        assert row["chip hours"] == pytest.approx(row["hours"] * row["chips"])
+
+
+def test_ablations_are_the_full_runs_with_other_sizes():
+    """Desk and full arms of Table 9 have the same names and the same composition."""
+    fields = ("compose", "branches", "projection", "gate", "static", "rank", "groups")
+    assert set(table9.ARMS) == set(full.RUNS["table9"])
+    for name, (spec, _) in full.RUNS["table9"].items():
+        big = make_model(load(f"{spec},data=x"))
+        desk = {key: None if value == "None" else value for key, value in table9.ARMS[name].fields.items()}
+        small = lm.Model(257, **{**arms.MODEL, **desk})
+        if big.compose is None:
+            assert small.compose is None
+        else:
+            assert [getattr(big, f) for f in fields] == [getattr(small, f) for f in fields], name
+
+
+def test_every_claim_compares_arms_in_the_order_of_the_paper():
+    for claim in table9.CLAIMS:
+        assert table9.ARMS[claim.better].paper < table9.ARMS[claim.worse].paper, claim.text
+
+
+def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them(tmp_path):
+    assert tuple(heads.ARMS) == head_settings.NAMES
+    for name, arm in heads.ARMS.items():
+        words = arms.words_of(arm, tmp_path, 3, 7)
+        config = load(words[1], [w.removeprefix("--config.") for w in words[4:]])
+        assert (config.total_steps, config.seed) == (7, 3)
+        net, expected = make_model(config), heads.model_of(arm)
+        assert [getattr(net, f) for f in ("heads", "compose", "groups", "static")] == [
+            getattr(expected, f) for f in ("heads", "compose", "groups", "static")
+        ], name
+    flash = {name for name, arm in heads.ARMS.items() if heads.is_flash(heads.model_of(arm))}
+    assert flash == {"mha", "gated", "folded", "moh", "moh_topk", "diff2"}
+
+
+def write_run(runs, arm, seed, values, seconds, steps=10):
+    workdir = arms.workdir_of(arms.folder_of(runs, arm), seed)
+    workdir.mkdir(parents=True)
+    (workdir / "config.json").write_text(json.dumps({"total_steps": steps}))
+    rows = [{"step": 0, "num_params": 5, arms.METRIC: 8.0}, *({"step": s, arms.METRIC: v} for s, v in values.items())]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workdir / "timing.jsonl").write_text(json.dumps({"step": 1, "step_seconds": seconds}) + "\n")
+
+
+ARMS = {"plain": arms.Arm({}, 12.0), "good": arms.Arm({}, 11.0), "bad one": arms.Arm({}, 11.0)}
+
+
+def test_comparison_pairs_seeds_and_interpolates_at_equal_time(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "plain", seed, {5: 4.0 + seed, 10: 3.0 + seed}, 0.010)
+        write_run(tmp_path, "good", seed, {5: 3.0 + seed, 10: 2.0 + seed}, 0.0125)
+        write_run(tmp_path, "bad one", seed, {5: 5.0, 10: 4.0}, 0.005)
+    found = arms.compare(ARMS, tmp_path, [0, 1], 10)
+    assert found.means == {"plain": 3.5, "good": 2.5, "bad one": 4.0}
+    assert found.differences == {"plain": 0, "good": -1, "bad one": 0.5}
+    assert found.difference_intervals["good"] == 0
+    assert found.equal_time["good"] == pytest.approx(0.6 * 2.5 + 0.4 * 3.5)  # step 8 of 10
+    assert found.equal_time["bad one"] == 4.0  # faster: all its steps
+    assert found.step_ms["good"] == pytest.approx(12.5)
+    assert arms.ordered_pairs(ARMS, found) == (1, 2)
+    assert arms.verdict(arms.Claim("", "good", "plain"), found) == "holds (-1.0000 ± 0.0000)"
+    assert arms.verdict(arms.Claim("", "plain", "good"), found).startswith("does not hold")
+    assert arms.verdict(arms.Claim("", "bad one", "plain"), found).startswith("undecided")
+
+
+def test_training_skips_complete_runs_and_stops_at_a_failed_one(tmp_path):
+    write_run(tmp_path, "plain", 0, {10: 3.0}, 0.01)
+    write_run(tmp_path, "good", 0, {5: 3.0}, 0.01)  # interrupted
+    calls = []
+
+    def train(words):
+        calls.append(words)
+        return 75 if len(calls) == 2 else write_run(tmp_path / "x", f"{len(calls)}", 0, {10: 1.0}, 1) or 0
+
+    arms_left = {"plain": ARMS["plain"], "bad one": ARMS["bad one"], "good": ARMS["good"]}
+    with pytest.raises(IndexError):  # the stand-in has written no metrics
+        arms.train_arms(arms_left, tmp_path, [0], train, 10)
+    assert len(calls) == 1
+    assert arms.train_arms(arms_left, tmp_path, [0], train, 10) == 75
+    folders = [words[3] for words in calls]
+    assert folders == [str(tmp_path / "bad_one" / "seed0")] * 2
+
+
+def test_results_are_written_with_the_values_of_the_paper(tmp_path):
+    rows = [{"config": "a", "ours": 1.23456, "paper": 2}, {"config": "b", "ours": 12345.6, "paper": None}]
+    table = tables.Table("t", "Title", rows, ("A note.",), tables.Chart("config", "ours", None, "paper"))
+    md, plain, png = tables.write(table, tmp_path / "new")
+    assert md.read_text() == (
+        "# Title\n\n| config | ours | paper |\n| --- | --- | --- |\n| a | 1.235 | 2 |\n| b | 12,346 | – |\n\nA note.\n"
+    )
+    assert list(csv.reader(plain.read_text().splitlines()))[1] == ["a", "1.23456", "2"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("library_promotion")
+@pytest.mark.parametrize("name", catalog.TRAINED)
+def test_two_steps_of_several_arms_train_and_the_same_command_repeats_the_table(name, tmp_path, monkeypatch, capsys):
+    chosen = ("mha", "moh_topk") if name == "heads" else ("TFM++", "DCFM++ (R=2)")
+    few = {arm: catalog.TRAINED[name].arms[arm] for arm in chosen}
+    monkeypatch.setattr(heads if name == "heads" else table9, "ARMS", few)
+    monkeypatch.setattr(table9, "CLAIMS", table9.CLAIMS[:1])
+    words_of = arms.words_of
+    limit = "--config.evals.validation.data.limit=16"
+    monkeypatch.setattr(arms, "words_of", lambda *args: [*words_of(*args), limit])
+    monkeypatch.setitem(catalog.TRAINED, name, catalog.TRAINED[name]._replace(arms=few))
+    words = [name, "--seeds", "1" if name == "heads" else "0,1", "--steps", "2", "--out", str(tmp_path)]
+    assert cli.run(reproduce.main, words) == 0
+    first = (tmp_path / f"{name}.csv").read_text()
+    rows = list(csv.DictReader(first.splitlines()))
+    assert [row["config"] for row in rows] == list(few)
+    assert all(0 < float(row["bits per byte"]) < 9 and math.isfinite(float(row["step ms"])) for row in rows)
+    capsys.readouterr()
+    assert cli.run(reproduce.main, words) == 0
+    assert (tmp_path / f"{name}.csv").read_text() == first
+    assert "seed0" not in capsys.readouterr().out  # nothing was trained again
