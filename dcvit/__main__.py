@@ -20,7 +20,9 @@ COMMANDS = {
     "tokenize": "convert text files to token files",
     "check-data": "read all data of a config, and list damaged examples",
     "aot": "compile the training step of a config for a TPU slice",
+    "explore": "write a page that shows how the heads of a model compose",
     "plot": "draw the training curves of one or more runs",
+    "reproduce": "compute a table or figure of the paper",
 }
 
 

@@ -14,16 +14,17 @@ from trained_workdirs import DIGITS
 ROOT = Path(__file__).resolve().parent.parent
 # Layers from the top: a module imports from its own layer or from lower ones.
 COMMANDS = [
-    "train", "evaluate", "predict", "generate", "lm_eval", "plot", "tokenize", "convert", "aot", "check_data",
-    "__main__",
+    "train", "evaluate", "predict", "generate", "lm_eval", "explore", "plot", "tokenize", "convert", "aot",
+    "check_data", "reproduce", "__main__",
 ]  # fmt: skip
 LAYERS = [
     [f"dcvit.{command}" for command in COMMANDS],
     ["dcvit.cli"],
+    ["dcvit.reproduction"],
     ["dcvit.export"],
     ["dcvit.training"],
-    ["dcvit.report"],
     ["dcvit.interpret"],
+    ["dcvit.report"],
     ["dcvit.evaluators", "dcvit.inference"],
     ["dcvit.runs"],
     ["dcvit.models"],

@@ -16,7 +16,10 @@ FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {}
 MOST_ANY = 205  # occurrences of `Any` outside import lines
-COMMANDS = {"train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "plot", "convert", "aot", "check_data"}
+COMMANDS = {
+    "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
+    "check_data", "reproduce",
+}  # fmt: skip
 ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

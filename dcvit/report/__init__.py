@@ -17,17 +17,17 @@ from dcvit.report.outcomes import Outcomes
 SUFFIXES = (".html", ".htm")
 
 
-def check_path(path: Path) -> None:
-    """Raise ConfigError if a report cannot be written to a path; an existing report may be replaced."""
+def check_path(path: Path, option: str = "--report") -> None:
+    """Raise ConfigError if a page cannot be written to the path of an option; an existing page may be replaced."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--report {path}: expected a name ending in .html")
+        raise ConfigError(f"{option} {path}: expected a name ending in .html")
     if path.is_dir():
-        raise ConfigError(f"--report {path}: is a folder, expected a file")
+        raise ConfigError(f"{option} {path}: is a folder, expected a file")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as e:
-        raise ConfigError(f"--report {path}: cannot write to the folder {path.parent}: {e.strerror}") from None
+        raise ConfigError(f"{option} {path}: cannot write to the folder {path.parent}: {e.strerror}") from None
 
 
 def observe(evaluators: Mapping[str, object]) -> dict[str, Outcomes]:

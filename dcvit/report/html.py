@@ -30,12 +30,19 @@ def tag(name: str, *children: Node | None, **attributes: str | int) -> ET.Elemen
     return element
 
 
-def document(title: str, *body: Node) -> str:
-    """Return a page with the package's style and script inside, in ASCII: other characters are references.
+def document(title: str, *body: Node, style: str | None = None, script: str | None = None) -> str:
+    """Return a page with a style and a script inside, in ASCII: other characters are references.
 
-    The page's security policy forbids every request, and every script except the package's.
+    The page's security policy forbids every request, and every script except the given one.
+
+    Args:
+      title: of the window.
+      *body: the elements of the page.
+      style, script: CSS and JavaScript in ASCII; by default those of the report.
     """
-    style, script = (Path(__file__).with_name(f"page.{suffix}").read_text() for suffix in ("css", "js"))
+    folder = Path(__file__).parent
+    style = (folder / "page.css").read_text() if style is None else style
+    script = (folder / "page.js").read_text() if script is None else script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = tag(

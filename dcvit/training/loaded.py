@@ -8,7 +8,7 @@ import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
 from dcvit.interop.tensors import Tensors, tokenizer_of
 from dcvit.interop.weights import open_weights
+from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
 from dcvit.models.lm import LM
@@ -47,6 +48,7 @@ ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Sequence[ImageInput]
 Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
+Result = TypeVar("Result")
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
@@ -98,7 +100,7 @@ class LoadedModel:
             raise ConfigError(f"topk={topk} should be 1 or more")
         with _devices(self.mesh, self.params):
             yield from classifier.classify(
-                self.module, self.params, map(self._checked, batches), class_names=self.class_names, topk=topk,
+                self.module, self.params, map(self.checked, batches), class_names=self.class_names, topk=topk,
                 multilabel=self.multilabel,
             )  # fmt: skip
 
@@ -160,15 +162,19 @@ class LoadedModel:
           ConfigError: there is no layer of a number, or the inputs are too many for one batch.
           InputError: see `predict`.
         """
-        batches = list(self._inputs(inputs))
-        if len(batches) != 1:
-            raise ConfigError(f"expected 1 … {classifier.BATCH} images at once")
-        with _devices(self.mesh, self.params):
-            try:
-                found = attention_maps(self.module, self.params, jnp.asarray(batches[0]), layers)
-            except ValueError as e:
-                raise ConfigError(str(e)) from None
-        return jax.device_get(found)
+        return jax.device_get(_on_one_batch(self, inputs, functools.partial(attention_maps, layers=layers)))
+
+    def run_with_cache(
+        self, inputs: Images | Tokens, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
+    ) -> Activations:
+        """Return the output and the named arrays of a forward pass; see `dcvit.interpret.activations.run_with_cache`.
+
+        Raises:
+          ConfigError: the model has no array of a name, a hook returns another shape, or the inputs are too many for
+            one batch.
+          InputError: see `predict`.
+        """
+        return _on_one_batch(self, inputs, functools.partial(run_with_cache, hooks=hooks, names=names))
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -180,10 +186,10 @@ class LoadedModel:
     def _inputs(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
         """Return batches of model inputs."""
         if isinstance(self.module, ViT):
-            return (images for _, images in map(self._checked, _image_batches(inputs, self.pp)))
+            return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
         return [_rows(self.module, self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)]
 
-    def _checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
+    def checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
         """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
         _check_params(self.module, self.params, (1, *batch[1].shape[1:]), np.float32, "images from config.pp_predict")
         return batch
@@ -197,6 +203,20 @@ class LoadedModel:
                 raise ConfigError(f"the model has no intermediate {name!r}; {nearest(part, known)}")
             outputs = outputs[part]
         return np.asarray(outputs)
+
+
+def _on_one_batch(
+    model: LoadedModel, inputs: Images | Tokens, function: Callable[[ViT | LM, Params, jax.Array], Result]
+) -> Result:
+    """Return the result of a function of module, parameters and one batch of inputs."""
+    batches = list(model._inputs(inputs))
+    if len(batches) != 1:
+        raise ConfigError(f"expected 1 … {classifier.BATCH} images at once")
+    with _devices(model.mesh, model.params):
+        try:
+            return function(model.module, model.params, jnp.asarray(batches[0]))
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
 
 
 def _rows(module: LM, given: Tokens | Images) -> np.ndarray:

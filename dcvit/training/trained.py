@@ -28,7 +28,8 @@ from dcvit.training.model import make_model
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from input_pipeline.text.megatron_format import find_prefix, read_description
-from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, open_tokenizer
+from input_pipeline.text.synthetic_tasks import WORDS
+from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
 
 
 class TrainedModel:
@@ -111,6 +112,8 @@ class TrainedModel:
 
     def _open_tokenizer(self, options: Mapping[str, Any], path: str | None) -> Tokenizer:
         path = path or options.get("tokenizer")
+        if path is None and options.get("kind") == "synthetic":
+            return WordTokenizer(WORDS)
         if path is None and options.get("kind") in ("megatron", "input_ids") and "tokenizer" not in options:
             raise ConfigError("the training data came as tokens: give --tokenizer, a tokenizer.json")
         end_of_text = options.get("end_of_text", END_OF_TEXT)

@@ -121,8 +121,9 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in blocks(ROOT / "docs" / "library.md", "python", LIBRARY):
-        exec(compile(block, "library.md", "exec"), names)
+    for page in ("explore.md", "library.md"):
+        for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
+            exec(compile(block, page, "exec"), names)
     assert names["logits"].shape[:2] == (1, 9)
 
 

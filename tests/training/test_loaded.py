@@ -89,6 +89,12 @@ class TestImages:
         assert {matrix.shape for matrix in maps} == {(1, digits.module.num_heads, 4, 4)}
         np.testing.assert_allclose(maps.weights.sum(-1), 1, rtol=1e-5)
 
+    def test_a_hook_changes_the_output(self, digits):
+        found = digits.run_with_cache(IMAGES[0], {"block*/heads": lambda x: 0 * x}, names=["*/weights"])
+        (maps,) = digits.attention(IMAGES[0]).values()
+        np.testing.assert_allclose(found.arrays["block00/weights"], maps.weights, rtol=1e-5)
+        assert np.abs(found.output - digits.features(IMAGES[0], "logits")).max() > 0.01
+
 
 class TestText:
     def test_text_is_that_of_the_command(self, text, lm_workdir, capsys):
@@ -204,6 +210,7 @@ class TestErrors:
             (lambda: model.predict(self.IMAGE, topk=0), "topk=0"),
             (lambda: model.features(self.IMAGE, "encoder/block0/sa"), "did you mean 'block00/sa'"),
             (lambda: model.attention(self.IMAGE, layers=[1]), "no layer 1"),
+            (lambda: model.run_with_cache(self.IMAGE, names=["block01/q"]), "no array 'block01/q'"),
             (lambda: model.attention([]), "expected 1 … 64 images"),
         ]:
             with pytest.raises(ConfigError, match=facts):

@@ -1,0 +1,81 @@
+"""Explorer of composed heads: `python -m dcvit.explore --workdir DIR FILE … --out explore.html`.
+
+Writes one HTML file that shows how the heads of a model compose on some inputs: scores and weights before and after
+each composition, the maps between heads by branch, loans, ablations, and comparisons of inputs and of two models. The
+page needs no network. It recomputes attention in the browser, so that branches and heads can be switched off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcvit import cli
+from dcvit.errors import ConfigError
+
+
+def make_parser() -> cli.Parser:
+    """Build the parser of the command's options."""
+    parser = cli.Parser(
+        prog="dcvit explore",
+        description="Write an HTML file that shows how the heads of a model compose.",
+        examples=[
+            "dcvit explore --workdir runs/digits image.png --out explore.html",
+            "dcvit explore --workdir runs/digits image.png --data test --limit 256 --compare runs/plain",
+            'dcvit explore --workdir runs/text --prompt "def main("',
+        ],
+    )
+    parser.add_argument("files", nargs="*", type=cli.path, help="image files and folders of them, or text files")
+    parser.add_argument("--workdir", type=cli.folder, help="folder of a run, a checkpoint, or other libraries' weights")
+    parser.add_argument("--config", help="config of a checkpoint that is in no workdir")
+    parser.add_argument("--compare", type=cli.folder, help="a second model, as --workdir")
+    parser.add_argument("--prompt", action="append", default=[], help="text for a language model; may be repeated")
+    parser.add_argument("--out", type=cli.path, default=Path("explore.html"), help="HTML file, replaced if it exists")
+    parser.add_argument("--layers", help="layers to show, such as 0,5,-1, if not all")
+    parser.add_argument("--data", help="evaluator of the config over whose data averages are computed")
+    parser.add_argument("--limit", type=int, default=256, help="largest number of examples of these averages")
+    parser.add_argument("--length", type=int, default=256, help="largest number of tokens of a text")
+    parser.add_argument("--no_ablations", action="store_true", help="omit the predictions after ablations")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    args = make_parser().parse_without_config(argv)
+    if args.workdir is None:
+        raise ConfigError("give --workdir: a run, a checkpoint, or weights of another library")
+    for name in ("limit", "length"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)}: should be 1 or more")
+    try:
+        layers = [int(layer) for layer in args.layers.split(",")] if args.layers else None
+    except ValueError:
+        raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
+
+    from dcvit import report
+    from dcvit.checkpoint.files import replace
+    from dcvit.parallel import runtime
+    from dcvit.training.exploration import Options, explore, open_explored
+
+    report.check_path(args.out, "--out")
+    runtime.configure()
+    runtime.check_devices()
+    models = [open_explored(args.workdir, args.config)]
+    if args.compare is not None:
+        models.append(open_explored(args.compare))
+    failed: list[str] = []
+
+    def fail(line: str) -> None:
+        failed.append(line)
+        cli.print_error(line)
+
+    options = Options(layers, args.data, args.limit, args.length, not args.no_ablations)
+    page = explore(models, args.files, args.prompt, options, fail)
+    replace(args.out, page)
+    print(f"explorer: {args.out} ({len(page) / 1e6:.1f} MB)")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,122 @@
+"""Predictions of a model after ablations: without a head, or without a branch of a composition."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.interpret.activations import Hook, forward
+from dcvit.models import Params
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+
+# Factors whose zeros switch a branch off.
+BRANCHES = {
+    "static": "static", "query projection": "q2", "query gate": "qg", "key projection": "k2", "key gate": "kg",
+}  # fmt: skip
+HEAD_ARRAYS = ("scores", "weights", "composed_weights")
+
+
+class Ablation(NamedTuple):
+    """One change of a model.
+
+    Fields:
+      layer: the layer; None means all layers.
+      head: the ablated head, or None. Others borrow nothing from it, and it attends to nothing: its scores, weights and
+        composed weights are 0.
+      where: the composition, "pre" or "post", whose branches are off; None without one, "both" for both.
+      branch: the branch that is off, a key of `BRANCHES`; "all" for all of them.
+    """
+
+    layer: int | None
+    head: int | None = None
+    where: str | None = None
+    branch: str | None = None
+
+
+def branches_of(model: ViT | LM) -> list[tuple[str, str]]:
+    """Return the compositions and branches that a model has."""
+    return [
+        (where, branch)
+        for where in ("pre", "post")
+        if model.compose in (where, "both")
+        for branch in BRANCHES
+        if (
+            model.static
+            if branch == "static"
+            else branch[0] in model.branches and (model.gate if "gate" in branch else model.projection)
+        )
+    ]
+
+
+def all_ablations(model: ViT | LM, layers: Sequence[int]) -> list[Ablation]:
+    """Return the ablations of every head and every branch of some layers, and of every branch of all layers."""
+    branches = branches_of(model)
+    found = [Ablation(layer, head) for layer in layers for head in range(model.num_heads)]
+    for layer in (*layers, None):
+        found += [Ablation(layer, None, *branch) for branch in branches]
+        found += [Ablation(layer, None, "both", "all")] * bool(branches)
+    return found
+
+
+def ablated_outputs(
+    model: ViT | LM,
+    params: Params,
+    inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
+    ablations: Sequence[Ablation],
+) -> Float[Array, "N B *rest"]:
+    """Return the output of a model for each ablation; of a language model, for the last token."""
+    heads = np.ones((len(ablations), model.depth, model.num_heads), np.float32)
+    branches = np.ones((len(ablations), model.depth, 2, len(BRANCHES)), np.float32)
+    for n, ablation in enumerate(ablations):
+        at = slice(None) if ablation.layer is None else ablation.layer
+        if ablation.head is not None:
+            heads[n, at, ablation.head] = 0
+        for i, (where, branch) in itertools.product(range(len(BRANCHES)), _pairs(ablation)):
+            if branch in ("all", [*BRANCHES][i]):
+                branches[n, at, ("pre", "post").index(where), i] = 0
+    present = branches_of(model)
+
+    @jax.jit
+    def run(params: Params, inputs: Array, gates: tuple[Array, Array]) -> Array:
+        def one(gates: tuple[Array, Array]) -> Array:
+            output = forward(model, params, inputs, _hooks(model, present, *gates)).output
+            return output[:, -1] if isinstance(model, LM) else output
+
+        return jax.lax.map(one, gates)
+
+    found: Array = run(params, inputs, (jnp.asarray(heads), jnp.asarray(branches)))
+    return found
+
+
+def _pairs(ablation: Ablation) -> list[tuple[str, str | None]]:
+    """Return the compositions with the branch that is off."""
+    if ablation.where is None:
+        return []
+    return [(where, ablation.branch) for where in ("pre", "post") if ablation.where in (where, "both")]
+
+
+def _hooks(
+    model: ViT | LM, present: Sequence[tuple[str, str]], heads: Float[Array, "L H"], branches: Float[Array, "L 2 N"]
+) -> dict[str, Hook]:
+    """Return the hooks that multiply arrays by the gates of an ablation."""
+    hooks: dict[str, Hook] = {}
+    for layer in range(model.depth):
+        gate = heads[layer][None, :, None, None]
+        for name in HEAD_ARRAYS:
+            hooks[f"block{layer:02d}/{name}"] = functools.partial(_gated, gate)
+        for where, branch in present:
+            one = branches[layer, ("pre", "post").index(where), [*BRANCHES].index(branch)]
+            hooks[f"block{layer:02d}/{where}/{BRANCHES[branch]}"] = functools.partial(_gated, one)
+    return hooks
+
+
+def _gated(gate: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return x * gate.astype(x.dtype)

@@ -1,0 +1,202 @@
+"""Named arrays of a forward pass, and hooks that replace them: capture, patching and ablation.
+
+Training uses fused implementations, which never hold attention matrices. Here every attention layer of a model is
+computed as in `dcvit.dcmha.reference` instead, during one call; the model and its parameters are not changed. The
+names, with the number of a layer in two digits:
+
+    block00/resid_pre, resid_post    residual stream before and after the layer, B T M
+    block00/q, k, v                  after QK-norm and rotary embedding, B T H D or B T K D
+    block00/pre/q1, q2, qg           query-wise factors of pre-compose, see `dcvit.dcmha.compose.ComposeWeights`
+    block00/pre/k1, k2, kg, static   key-wise factors, and the static projection
+    block00/post/q1, ...             factors of post-compose
+    block00/scores                   scaled products of queries and keys, B H T S
+    block00/composed_scores          after pre-compose: the inputs of the softmax, B H T S
+    block00/weights                  the result of the softmax, B H T S
+    block00/composed_weights         after post-compose, B H T S
+    block00/heads                    the sums of the values by these weights, B T H D
+    block00/attention_out, mlp_out   outputs of attention and MLP, B T M
+
+Scores of keys that a query may not attend to are 0. A model without pre-compose has the same `scores` and
+`composed_scores`, and without post-compose the same `weights` and `composed_weights`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.module import InterceptorContext
+
+from dcvit.dcmha.compose import ComposeWeights, compose
+from dcvit.dcmha.numerics import statistics_dtype
+from dcvit.dcmha.reference import masked_softmax, visible
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.errors import nearest
+from dcvit.models import Params, lm, vit
+from dcvit.models.attention import Attention, FlatAttention, LayerInputs, LayerOutputs
+from dcvit.models.composition import compose_inputs
+from dcvit.models.decoder import DecoderBlock
+from dcvit.models.encoder import Encoder1DBlock
+from dcvit.models.layers import MlpBlock
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+
+Hook: TypeAlias = Callable[[Array], Array]
+BLOCK = re.compile(r"(?:en|de)coderblock_(\d+)")
+
+
+class Activations(NamedTuple):
+    """The result of `run_with_cache`.
+
+    Fields:
+      output: the first result of the model: the logits, or the features of a ViT without a head.
+      arrays: the arrays by name.
+    """
+
+    output: Float[Array, "..."]
+    arrays: dict[str, Array]
+
+
+def run_with_cache(
+    model: ViT | LM,
+    params: Params,
+    inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
+    hooks: Mapping[str, Hook] | None = None,
+    names: Sequence[str] = ("*",),
+) -> Activations:
+    """Run a model and return its output and its named arrays; the module's docstring lists the names.
+
+    Args:
+      model: the model.
+      params: its parameters, of unrolled or scanned layers.
+      inputs: preprocessed images, or tokens.
+      hooks: by name, a function from an array to the array that replaces it in the rest of the forward pass. A name may
+        be a pattern, such as "block*/heads"; the first that fits counts. The returned arrays are those after the hooks.
+      names: patterns of the names of the arrays to return. Arrays that are not asked for cost no memory.
+
+    Raises:
+      ValueError: the model has no array of a name or a variant of heads, or a hook returns another shape.
+    """
+    return _run(model, params, inputs, tuple((hooks or {}).items()), tuple(names))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _run(
+    model: ViT | LM, params: Params, inputs: Array, hooks: tuple[tuple[str, Hook], ...], names: tuple[str, ...]
+) -> Activations:
+    return forward(model, params, inputs, dict(hooks), names)
+
+
+def forward(
+    model: ViT | LM,
+    params: Params,
+    inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
+    hooks: Mapping[str, Hook],
+    names: Sequence[str] = (),
+) -> Activations:
+    """Return `run_with_cache` without compiling it, for functions that are transformed and hooks that hold tracers."""
+    if model.heads is not None:
+        raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
+    unstack = lm.unstack_blocks if isinstance(model, LM) else vit.unstack_blocks
+    tap = _Tap(hooks, names)
+    with nn.intercept_methods(functools.partial(_intercept, tap)):
+        unrolled = model.clone(scan=False, remat="none")
+        found: tuple[Array, object] = unrolled.apply({"params": unstack(params)}, inputs)
+    tap.check()
+    return Activations(found[0], tap.arrays)
+
+
+class _Tap:
+    """Applies hooks to named arrays and keeps those that are asked for."""
+
+    def __init__(self, hooks: Mapping[str, Hook], names: Sequence[str]):
+        self.hooks, self.names = hooks, names
+        self.arrays: dict[str, Array] = {}
+        self.seen: list[str] = []
+
+    def __call__(self, name: str, x: Array) -> Array:
+        """Return an array after its hook."""
+        self.seen.append(name)
+        pattern = next((pattern for pattern in self.hooks if fnmatch.fnmatchcase(name, pattern)), None)
+        if pattern is not None:
+            replaced = jnp.asarray(self.hooks[pattern](x))
+            if replaced.shape != x.shape:
+                raise ValueError(f"the hook of {name} returns shape {replaced.shape}, expected {x.shape}")
+            x = replaced.astype(x.dtype)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names):
+            self.arrays[name] = x
+        return x
+
+    def check(self) -> None:
+        """Raise ValueError if a pattern fits no array."""
+        for pattern in (*self.hooks, *self.names):
+            if not fnmatch.filter(self.seen, pattern):
+                raise ValueError(f"the model has no array {pattern!r}; {nearest(pattern, self.seen)}")
+
+
+def _intercept(
+    tap: _Tap, method: Callable[..., object], args: tuple, kwargs: dict, context: InterceptorContext
+) -> object:
+    """Call a method of a module, or compute an attention layer with its matrices."""
+    module, name = context.module, context.method_name
+    numbers = [found[1] for part in module.path or () if (found := BLOCK.fullmatch(part))]
+    if not numbers:
+        return method(*args, **kwargs)
+    block = f"block{int(numbers[0]):02d}"
+    if isinstance(module, FlatAttention) and name == "_attend":
+        return _attend(module, args[0], lambda array, x: tap(f"{block}/{array}", x))
+    if name != "__call__":
+        return method(*args, **kwargs)
+    if isinstance(module, Encoder1DBlock | DecoderBlock):
+        x, *rest = args
+        y, out = cast("tuple[Array, object]", method(tap(f"{block}/resid_pre", x), *rest, **kwargs))
+        return tap(f"{block}/resid_post", y), out
+    result = method(*args, **kwargs)
+    if isinstance(result, Array) and isinstance(module, Attention | MlpBlock):
+        return tap(f"{block}/{'mlp' if isinstance(module, MlpBlock) else 'attention'}_out", result)
+    return result
+
+
+def _attend(module: FlatAttention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> LayerOutputs:
+    """Compute self-attention of whole rows with all its matrices, as `FlatAttention._attend` without them."""
+    x, groups = inputs.q, module.groups if module.compose else 1
+    to_compose = compose_inputs(x, x, groups=groups) if module.compose else {}
+    q, k, v = module.project(x, x, x, inputs.positions)
+    weights = module._compose_weights(x.shape[-1], to_compose)
+    q, k, v = tap("q", q), tap("k", k), tap("v", v)
+    by_name = {
+        where: ComposeWeights(
+            **{name: tap(f"{where}/{name}", w) for name, w in some._asdict().items() if w is not None}
+        )
+        for where, some in weights.items()
+    }  # fmt: skip
+    window = module.window and (module.prefill_window or module.window)
+    seen = visible(q.shape[1], k.shape[1], causal=module.causal, window=window, mask=inputs.mask)
+    wide = statistics_dtype(q.dtype)
+    k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
+    a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)
+    a = tap("scores", a if seen is None else jnp.where(seen, a, 0))
+    a = tap("composed_scores", compose(a, by_name["pre"], groups=groups) if "pre" in by_name else a)
+    a = tap("weights", masked_softmax(a, seen))
+    a = tap("composed_weights", compose(a, by_name["post"], groups=groups) if "post" in by_name else a)
+    heads = jnp.einsum("bhts,bshd->bthd", a.astype(v.dtype), v, preferred_element_type=a.dtype).astype(q.dtype)
+    return LayerOutputs(module.output(tap("heads", heads), x.shape[-1]))
+
+
+def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> ComposeWeights | None:
+    """Return the factors of the composition `where`, "pre" or "post", of a layer; None if it has none.
+
+    Args:
+      arrays: returned by `run_with_cache`.
+      layer: the number of the layer.
+      where: the composition.
+    """
+    prefix = f"block{layer:02d}/{where}/"
+    found = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+    return ComposeWeights(**found) if found else None

@@ -1,0 +1,122 @@
+"""QK and OV circuits of heads, the maps between heads of a composition, and effective circuits under composition.
+
+A compose multiplies the H scores or weights of a query-key pair, as a row vector, by an H×H map (Eqn 7). Row h' of the
+map is the head that lends, column h the head that borrows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.shapes import Array, Float
+from dcvit.models import Params, lm, vit
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+
+# The terms of a map: the skip connection, the static projection and the four dynamic branches of Eqn 7.
+TERMS = ("skip", "static", "query projection", "query gate", "key projection", "key gate")
+
+
+class Circuits(NamedTuple):
+    """The bilinear forms of the heads of a layer, without biases, norms and rotary embeddings.
+
+    Fields:
+      qk: W_Q·W_Kᵀ/√D. The score of inputs x_t and x_s is x_t·qk[h]·x_sᵀ.
+      ov: W_V·W_O. Head h adds the weighted sum of x_s·ov[h] to the residual stream.
+    """
+
+    qk: Float[Array, "H M M"]
+    ov: Float[Array, "H M M"]
+
+
+def circuits(model: ViT | LM, params: Params, layer: int) -> Circuits:
+    """Return the circuits of a layer.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    if not 0 <= layer < model.depth:
+        raise ValueError(f"there is no layer {layer}: the model has {model.depth} layers")
+    is_lm = isinstance(model, LM)
+    blocks = (lm if is_lm else vit).unstack_blocks(params)["Transformer"]
+    block = blocks[f"{'de' if is_lm else 'en'}coderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+    q, k, v, out = (jnp.asarray(block[name]["kernel"]) for name in ("query", "key", "value", "out"))
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    qk = jnp.einsum("mhd,nhd->hmn", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return Circuits(qk, jnp.einsum("mhd,hdn->hmn", v, out.reshape(v.shape[1], v.shape[2], -1)))
+
+
+def pair_terms(
+    weights: ComposeWeights, query: int, key: int, *, groups: int = 1, example: int = 0
+) -> dict[str, Float[Array, "H H"]]:
+    """Return the map of a query-key pair, split into the terms of Eqn 7, for those that exist.
+
+    Args:
+      weights: the factors of one composition.
+      query, key: positions of the pair.
+      groups: the number of groups of heads.
+      example: number of the example in the batch.
+
+    Raises:
+      ValueError: the composition has no branch.
+    """
+    heads = next((x.shape[-1] for x in weights[:6] if x is not None), None)
+    if heads is None and weights.static is not None:
+        heads = weights.static.shape[0] * weights.static.shape[1]
+    if heads is None:
+        raise ValueError("a composition without a branch has no map")
+    dtype = next(x.dtype for x in weights if x is not None)
+    one = jnp.eye(heads, dtype=dtype)
+    group = jnp.arange(heads) // (heads // groups)
+    same_group = (group[:, None] == group[None]).astype(dtype)
+    terms = {"skip": one}
+    if weights.static is not None:
+        blocks = [jnp.pad(w, [(i * len(w), heads - (i + 1) * len(w))] * 2) for i, w in enumerate(weights.static)]
+        terms["static"] = jnp.sum(jnp.stack(blocks), axis=0)
+    for side, at, down, up, gate in (
+        ("query", query, weights.q1, weights.q2, weights.qg), ("key", key, weights.k1, weights.k2, weights.kg),
+    ):  # fmt: skip
+        if down is not None and up is not None:
+            terms[f"{side} projection"] = jnp.einsum("rg,rh->gh", down[example, at], up[example, at]) * same_group
+        if gate is not None:
+            terms[f"{side} gate"] = one * gate[example, at][None]
+    return terms
+
+
+def pair_map(
+    weights: ComposeWeights | None, query: int, key: int, *, heads: int, groups: int = 1, example: int = 0
+) -> Float[Array, "H H"]:
+    """Return the map of a query-key pair; the identity if the layer does not have the composition."""
+    if weights is None:
+        return jnp.eye(heads)
+    return jnp.sum(jnp.stack([*pair_terms(weights, query, key, groups=groups, example=example).values()]), axis=0)
+
+
+def effective_circuits(plain: Circuits, pre: Float[Array, "H H"], post: Float[Array, "H H"]) -> Circuits:
+    """Return the circuits of a query-key pair under composition (Figure 1 of the paper).
+
+    The composed score of head h is the form Σ_h' pre[h', h]·qk[h']. The weight of head h' before post-compose is
+    applied to the values of every head that borrows it, which is the form Σ_h post[h', h]·ov[h].
+
+    Args:
+      plain: the circuits of the layer.
+      pre, post: maps of the pair, see `pair_map`.
+    """
+    qk = jnp.einsum("gh,gmn->hmn", pre.astype(plain.qk.dtype), plain.qk)
+    return Circuits(qk, jnp.einsum("gh,hmn->gmn", post.astype(plain.ov.dtype), plain.ov))
+
+
+def captured_variance(forms: Float[Array, "H M N"]) -> Float[Array, " N"]:
+    """Return the cumulative share of variance that the first principal components of concatenated heads capture.
+
+    The forms of all heads are concatenated along their rows, H·M×N, and the share of component i is its squared
+    singular value over the sum of all. A lower curve means more diverse heads (Figure 5 of the paper; Cordonnier et
+    al., 2020).
+    """
+    flat = forms.reshape(-1, forms.shape[-1])
+    values = jnp.linalg.eigvalsh(flat.T @ flat)[::-1]
+    values = jnp.maximum(values, 0)
+    return jnp.cumsum(values) / jnp.sum(values)

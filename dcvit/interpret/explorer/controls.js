@@ -1,0 +1,173 @@
+// Averages over data, files, keyboard, address and start of the page.
+
+function showDataset() {
+  const parts = [];
+  for (const run of facts.runs.filter((r) => r.lending)) {
+    const { lending } = run, heads = lending.entropy[0].length, wheres = Object.keys(lending.share);
+    parts.push(element("h3", {}, `${run.name}: ${lending.examples} inputs of ${lending.data}`));
+    const rows = lending.entropy.map((entropy, layer) => {
+      const cells = [`layer ${layer}`, number(entropy.reduce((a, b) => a + b, 0) / heads, 3)];
+      for (const where of wheres) {
+        const own = lending.share[where][layer].reduce((sum, lent, h) => sum + lent[h], 0) / heads;
+        cells.push(percent(1 - own), percent(lending.dynamic[where][layer]));
+      }
+      return cells;
+    });
+    const table = element("table", {});
+    fillTable(table, ["layer", "entropy of weights (nats)", ...wheres.flatMap((w) => [`${w}: borrowed`, `${w}: dynamic part`])], rows);
+    parts.push(element("div", { class: "scroll" }, table));
+    for (const where of wheres) {
+      parts.push(element("p", { class: "note" }, `Share of each head (columns) that comes from each head (rows), ${where}-compose; ` +
+        "a head's own share is left out of the colors."));
+      const maps = lending.share[where].map((share) => share.flatMap((lent, g) => lent.map((x, h) => (g === h ? 0 : x))));
+      const limit = Math.max(...maps.map((map) => limitOf(map)), 1e-9);
+      parts.push(element("div", { class: "maps" }, ...maps.map((map, layer) => headMap(`layer ${layer}`, map, heads, limit))));
+    }
+  }
+  $("dataset-section").hidden = !parts.length;
+  $("dataset").replaceChildren(...parts);
+}
+
+function showDiversity() {
+  const runs = facts.runs.filter((run) => run.diversity), figures = ["qk", "ov"].map((kind) => {
+    const curves = runs.map((run, i) => ({ name: run.name, values: run.diversity[kind], color: SERIES[i % SERIES.length], dash: i ? "6 4" : "none" }));
+    const half = curves.map(({ name, values }) => `${name} ${number(values[Math.floor(values.length / 4)], 3)}`).join(", ");
+    const label = `${kind.toUpperCase()} circuits; captured by the first quarter of the components: ${half}`;
+    return element("figure", {}, element("figcaption", {}, label), lineChart(curves, label, "share of principal components"));
+  });
+  const legend = runs.map((run, i) => element("span", { style: `--series: ${SERIES[i % SERIES.length]}` }, run.name));
+  $("diversity-section").hidden = !runs.length;
+  $("diversity").replaceChildren(element("p", { class: "series" }, ...legend), element("div", { class: "columns" }, ...figures));
+}
+
+// The numbers of the current query: head, key, and the four stages.
+function table() {
+  const { layer, row } = shown, sample = sampleOf(state.sample), [first, last] = layer.range(state.query), lines = [];
+  for (let h = 0; h < layer.H; h++) {
+    for (let s = first; s <= last; s++) {
+      lines.push([sample.layers[state.layer].number, state.query, h, s, ...row.stages.map((stage) => stage[h * layer.T + s])]);
+    }
+  }
+  return lines;
+}
+
+function saveCsv() {
+  const header = ["layer", "query", "head", "key", ...STAGES.map((stage) => stage.replace(" ", "_"))];
+  const lines = [header, ...table()].map((line) => line.join(","));
+  save(`layer${sampleOf(state.sample).layers[state.layer].number}-query${state.query}.csv`, new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
+}
+
+function savePng() {
+  const sample = sampleOf(state.sample), canvases = [...$("heads").querySelectorAll("canvas")], gap = 8, left = 64, top = 24;
+  const scale = Math.ceil(160 / canvases[0].width), width = canvases[0].width * scale, height = canvases[0].height * scale;
+  const picture = element("canvas", {}), context = picture.getContext("2d"), style = getComputedStyle(document.body);
+  picture.width = left + STAGES.length * (width + gap);
+  picture.height = top + (canvases.length / STAGES.length) * (height + gap);
+  Object.assign(context, { fillStyle: style.backgroundColor, font: "13px sans-serif", imageSmoothingEnabled: false });
+  context.fillRect(0, 0, picture.width, picture.height);
+  context.fillStyle = style.color;
+  canvases.forEach((canvas, i) => {
+    const x = left + (i % STAGES.length) * (width + gap), y = top + Math.floor(i / STAGES.length) * (height + gap);
+    if (i < STAGES.length) context.fillText(STAGES[i], x, 16);
+    if (i % STAGES.length === 0) context.fillText(`head ${i / STAGES.length}`, 6, y + 16);
+    const below = canvas.parentElement.querySelector("img");
+    if (below) {
+      const share = sample.rows / canvas.height;
+      Object.assign(context, { filter: "grayscale(1)", globalAlpha: 0.55 });
+      context.drawImage(below, x, y + height * (1 - share), width, height * share);
+      Object.assign(context, { filter: "none", globalAlpha: 1 });
+    }
+    context.drawImage(canvas, x, y, width, height);
+  });
+  picture.toBlob((blob) => save(`layer${sample.layers[state.layer].number}-query${state.query}.png`, blob));
+}
+
+// The address: #sample=0&layer=3&query=57&key=12&head=2&off=pre.key-projection&ablated=1,4
+function writeHash() {
+  const words = new URLSearchParams();
+  for (const name of ["sample", "layer", "query", "key", "head", "stage", "scale", "other"]) words.set(name, state[name]);
+  words.set("layer", sampleOf(state.sample).layers[state.layer].number);
+  if (state.off.size) words.set("off", [...state.off].join(",").replaceAll(" ", "-"));
+  if (state.ablated.size) words.set("ablated", [...state.ablated].join(","));
+  if (document.documentElement.dataset.theme) words.set("theme", document.documentElement.dataset.theme);
+  history.replaceState(null, "", `#${words}`);
+}
+
+function readHash() {
+  const words = new URLSearchParams(location.hash.slice(1)), list = (name) => (words.get(name) ?? "").split(",").filter(Boolean);
+  for (const name of ["sample", "query", "key", "head", "stage", "other"]) if (words.has(name)) state[name] = Number(words.get(name));
+  if (["view", "head"].includes(words.get("scale"))) state.scale = words.get("scale");
+  if (["light", "dark"].includes(words.get("theme"))) document.documentElement.dataset.theme = words.get("theme");
+  state.off = new Set(list("off").map((name) => name.replaceAll("-", " ")));
+  state.ablated = new Set(list("ablated").map(Number));
+  if (words.has("layer")) {
+    const { layers: all } = sampleOf(clamp(state.sample, facts.samples.length - 1));
+    state.layer = Math.max(0, all.findIndex((layer) => layer.number === Number(words.get("layer"))));
+  }
+  normalize();
+}
+
+const KEYS = {
+  ArrowLeft: () => ({ query: state.query - 1 }), ArrowRight: () => ({ query: state.query + 1 }),
+  ArrowUp: () => ({ layer: state.layer + 1 }), ArrowDown: () => ({ layer: state.layer - 1 }),
+  "[": () => ({ head: state.head - 1 }), "]": () => ({ head: state.head + 1 }),
+  ",": () => ({ key: state.key - 1 }), ".": () => ({ key: state.key + 1 }),
+  r: () => ({ off: new Set(), ablated: new Set() }),
+};
+
+function toggleTheme() {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  showDataset();
+  showDiversity();
+  set({});
+}
+
+async function start() {
+  const options = (id, names) => $(id).replaceChildren(...names.map(([value, text]) => element("option", { value }, text)));
+  const names = facts.samples.map((sample, i) => [i, facts.runs.length > 1 ? `${sample.name} (${facts.runs[sample.run].name})` : sample.name]);
+  options("sample", names);
+  options("other", [[-1, "none"], ...names]);
+  options("stage", STAGES.map((stage, i) => [i, stage]));
+  for (const id of ["sample", "query", "key", "head", "stage", "other"]) {
+    $(id).addEventListener("change", () => set({ [id]: Number($(id).value) }));
+  }
+  $("layer").addEventListener("input", () => set({ layer: Number($("layer").value) }));
+  $("scale").addEventListener("change", () => set({ scale: $("scale").value }));
+  $("follow").addEventListener("change", () => { state.follow = Number($("follow").checked); });
+  $("reset").addEventListener("click", () => set(KEYS.r()));
+  $("png").addEventListener("click", savePng);
+  $("csv").addEventListener("click", saveCsv);
+  $("theme").addEventListener("click", toggleTheme);
+  const choosePatch = (event) => {
+    const sample = sampleOf(state.sample), { rows, token } = grid(sample), box = $("picture").getBoundingClientRect();
+    const row = clamp(((event.clientY - box.top) / box.height) * rows, rows - 1);
+    const query = token(row, clamp(((event.clientX - box.left) / box.width) * sample.columns, sample.columns - 1));
+    if (query >= 0 && query !== state.query) set({ query });
+  };
+  $("picture").addEventListener("pointermove", (event) => { if (state.follow) choosePatch(event); });
+  $("picture").addEventListener("click", choosePatch);
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+    if (event.key === "t") toggleTheme();
+    if (!KEYS[event.key]) return;
+    event.preventDefault();
+    set(KEYS[event.key]());
+  });
+  addEventListener("hashchange", () => { readHash(); render(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => set({}));
+  readHash();
+  const { run } = sampleOf(state.sample);
+  $("title").textContent = facts.runs[run].name;
+  $("facts").textContent = facts.runs[run].facts;
+  await new Promise((resolve) => setTimeout(resolve, 20)); // the browser paints this before the layer is unpacked
+  await set({});
+  showDataset();
+  showDiversity();
+}
+
+// For the console: `await explorer.set({query: 5})`, then `explorer.table()`, or the maps of the pair.
+window.explorer = {
+  state, set, table, STAGES, ready: start(),
+  terms: (where) => shown.layer.terms(where, state.query, state.key, state.off),
+  output: () => [...shown.row.out],
+};

@@ -1,0 +1,202 @@
+"""Inputs of an explorer: arrays of their layers as text, predictions, ablations, loans and attention rollout."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations
+from dcvit.interpret.activations import run_with_cache
+from dcvit.interpret.lending import Loan, largest_loans
+from dcvit.models import Params, lm
+from dcvit.models.decoder import token_context
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+
+FACTORS = ("static", "q1", "q2", "qg", "k1", "k2", "kg")
+TOP = 5
+LOANS = 24  # that a page lists for each composition
+# Largest integers of arrays that are stored as integers. Errors of q and k add up in scores, those of v average out.
+FIXED_POINT = {"q": 16383, "k": 16383, "v": 4095, "composed_weights": 4095, "weights": 4095}
+Json = dict[str, object]
+Header = tuple[str, list[int], list[float] | None]
+
+
+@dataclasses.dataclass
+class Sample:
+    """One input of one model.
+
+    Fields:
+      facts: JSON data.
+      blocks: by the id of an element of the page, packed arrays.
+    """
+
+    facts: Json
+    blocks: dict[str, str]
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[Header], str]:
+    """Pack arrays as text: deflated, base64.
+
+    The arrays in `FIXED_POINT` are integers in 16 bits, with a scale for each of their columns. Others are the first 24
+    bits of float32. The least significant bytes of all numbers of an array come first, then the next bytes of all, and
+    so on, which deflates better.
+
+    Returns:
+      For each array its name, its shape, and its scales or None; and the text.
+    """
+    header: list[Header] = []
+    planes: list[bytes] = []
+    for name, x in arrays.items():
+        if name in FIXED_POINT:
+            columns = np.asarray(x, np.float64).reshape(len(x), -1)
+            scales = [float(f"{most / FIXED_POINT[name]:.6g}") for most in np.abs(columns).max(axis=0)]
+            integers = np.rint(columns / np.where(scales, scales, 1)).astype("<i2")
+            numbers = integers.view(np.uint8).reshape(-1, 2)
+            header.append((name, list(x.shape), scales))
+        else:
+            bits = np.ascontiguousarray(x, "<f4").reshape(-1).view("<u4")
+            numbers = (bits + 128).view(np.uint8).reshape(-1, 4)[:, 1:]  # rounded
+            header.append((name, list(x.shape), None))
+        planes.append(numbers.T.tobytes())
+    return header, base64.b64encode(zlib.compress(b"".join(planes), 9)).decode()
+
+
+def make_sample(
+    number: int,
+    model: ViT | LM,
+    params: Params,
+    inputs: Float[Array, "1 height width channels"] | Int[Array, "1 T"],
+    layers: Sequence[int],
+    label: Callable[[int], str] | None,
+    *,
+    multilabel: bool = False,
+    ablate: bool = True,
+) -> Sample:
+    """Run a model on one input and return what a page shows of it.
+
+    Args:
+      number: number of the sample in the page.
+      model: the model.
+      params: its parameters.
+      inputs: one preprocessed image, or one row of tokens.
+      layers: numbers of the layers to show.
+      label: returns the name of an output; None if the model has no head.
+      multilabel: probabilities are sigmoids of the logits, instead of their softmax.
+      ablate: also compute predictions after ablations.
+    """
+    names = ["*/q", "*/k", "*/v", "*/scores", "*/weights", "*/composed_weights"]
+    names += [f"*/{where}/*" for where in ("pre", "post") if model.compose in (where, "both")]
+    output, arrays = run_with_cache(model, params, inputs, names=names)
+    tokens = arrays["block00/q"].shape[1]
+    key_heads = arrays["block00/k"].shape[2]
+    groups = model.groups if model.compose else 1
+    facts: Json = {
+        "tokens": tokens, "heads": model.num_heads, "keyHeads": key_heads, "width": arrays["block00/q"].shape[-1],
+        "groups": groups, "causal": isinstance(model, LM), "oldest": None,
+    }  # fmt: skip
+    windows: Sequence[int | None] = [None]
+    if isinstance(model, LM):
+        windows = [window and (model.prefill_window or window) for window in lm.layer_windows(model)]
+        if model.end_of_text is not None:
+            at = np.arange(tokens) - np.asarray(token_context(inputs, model.end_of_text).positions[0])
+            facts["oldest"] = at.tolist()
+    blocks: dict[str, str] = {}
+    listed: list[Json] = []
+    loans: list[Loan] = []
+    for layer in layers:
+        prefix = f"block{layer:02d}/"
+        kept = {name: np.asarray(arrays[prefix + name][0]) for name in ("q", "k", "v")}
+        for where in ("pre", "post"):
+            for factor in FACTORS:
+                if (x := arrays.get(f"{prefix}{where}/{factor}")) is not None:
+                    kept[f"{where}.{factor}"] = np.asarray(x if factor == "static" else x[0])
+        block = f"sample{number}-layer{layer}"
+        header, blocks[block] = pack(kept)
+        listed.append({"number": layer, "window": windows[layer % len(windows)], "block": block, "arrays": header})
+        loans += largest_loans(arrays, layer, groups)
+    facts |= {"layers": listed, "loans": _listed(loans)}
+    block = f"sample{number}-rollout"
+    header, blocks[block] = pack({kind: rollout(arrays, model.depth, kind) for kind in ("composed_weights", "weights")})
+    facts["rollout"] = {"block": block, "arrays": header}
+    if label:
+        facts |= _predictions(model, params, inputs, output, layers, label, multilabel, ablate)
+    return Sample(facts, blocks)
+
+
+def _listed(loans: Sequence[Loan]) -> list[Json]:
+    """Return the largest loans of each composition."""
+    found: list[Loan] = []
+    for where in ("pre", "post"):
+        some = [loan._replace(amount=round(loan.amount, 5)) for loan in loans if loan.where == where]
+        found += sorted(some, key=lambda loan: -abs(loan.amount))[:LOANS]
+    return [loan._asdict() for loan in found]
+
+
+def rollout(arrays: Mapping[str, Array], depth: int, kind: str) -> Float[np.ndarray, "T T"]:
+    """Return the attention rollout of the first example (Abnar and Zuidema, 2020), from the last layer to the input.
+
+    The matrix of a layer is (1 + A)/2, where A is the mean of the absolute weights over the heads, with rows of sum 1;
+    composed weights may be negative.
+
+    Args:
+      arrays: the weights of all layers, returned by `run_with_cache`.
+      depth: the number of layers.
+      kind: "composed_weights" or "weights".
+    """
+    total: np.ndarray | None = None
+    for layer in range(depth):
+        mean = np.abs(np.asarray(arrays[f"block{layer:02d}/{kind}"][0], np.float64)).mean(axis=0)
+        mean /= np.maximum(mean.sum(axis=-1, keepdims=True), 1e-30)
+        one = (np.eye(len(mean)) + mean) / 2
+        total = one if total is None else one @ total
+    assert total is not None
+    return total
+
+
+def _predictions(
+    model: ViT | LM,
+    params: Params,
+    inputs: Array,
+    output: Array,
+    layers: Sequence[int],
+    label: Callable[[int], str],
+    multilabel: bool,
+    ablate: bool,
+) -> Json:
+    """Return the best classes, or the best next tokens after the last one, also after ablations."""
+    logits = output[0, -1] if isinstance(model, LM) else output[0]
+    plain = _probabilities(np.asarray(logits), multilabel)
+    base = int(np.argmax(plain))
+    changed: list[Json] = []
+    if ablate:
+        ablations = all_ablations(model, layers)
+        outputs = np.asarray(ablated_outputs(model, params, jnp.asarray(inputs), ablations))[:, 0]
+        for ablation, row in zip(ablations, outputs, strict=True):
+            p = _probabilities(row, multilabel)
+            change = round(float(p[base] - plain[base]), 5)
+            changed.append({**_described(ablation), "change": change, "predictions": _best(p, label)})
+    return {"predictions": _best(plain, label), "ablations": changed}
+
+
+def _described(ablation: Ablation) -> Json:
+    """Return the fields of an ablation that are not None."""
+    return {key: value for key, value in ablation._asdict().items() if value is not None}
+
+
+def _probabilities(logits: np.ndarray, multilabel: bool) -> np.ndarray:
+    x = np.asarray(logits, np.float64)
+    if multilabel:
+        return 1 / (1 + np.exp(-x))
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def _best(p: np.ndarray, label: Callable[[int], str]) -> list[tuple[str, float]]:
+    return [(label(int(i)), round(float(p[i]), 5)) for i in np.argsort(-p, kind="stable")[:TOP]]

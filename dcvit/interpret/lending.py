@@ -1,0 +1,182 @@
+"""Amounts that heads borrow from each other under composition: of one input, and averages over many inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.interpret.activations import compose_weights_of, forward
+from dcvit.models import Params
+from dcvit.models.lm import LM
+from dcvit.models.vit import ViT
+
+COMPOSITIONS = {"pre": "scores", "post": "weights"}  # by name, the array that is composed
+
+
+class Loan(NamedTuple):
+    """The largest amount that a branch adds to a head from another head, over all pairs of an input.
+
+    Fields:
+      layer: the layer.
+      where: the composition, "pre" or "post".
+      branch: the branch, as in `dcvit.interpret.circuits.TERMS`.
+      lender, borrower: the heads.
+      query, key: the pair of tokens.
+      amount: lent score, or lent attention weight after the softmax.
+    """
+
+    layer: int
+    where: str
+    branch: str
+    lender: int
+    borrower: int
+    query: int
+    key: int
+    amount: float
+
+
+class Lending(NamedTuple):
+    """Averages over many inputs, for each layer.
+
+    Fields:
+      share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the lenders h'; the
+        diagonal is the head's own share. L H H.
+      dynamic: for "pre" and "post", the share of the variance of the maps over pairs in their mean squared distance
+        from the identity: 0 for a static composition, 1 for one whose average is the identity. L.
+      entropy: of the weights of each head before post-compose, in nats, mean over queries. L H.
+      examples: the number of inputs.
+    """
+
+    share: dict[str, np.ndarray]
+    dynamic: dict[str, np.ndarray]
+    entropy: np.ndarray
+    examples: int
+
+
+def largest_loans(arrays: Mapping[str, Array], layer: int, groups: int) -> list[Loan]:
+    """Return the largest loan of each branch, lender and borrower of a layer, for the first example.
+
+    Gates and skip connection lend nothing between heads.
+
+    Args:
+      arrays: returned by `dcvit.interpret.activations.run_with_cache`.
+      layer: the number of the layer.
+      groups: the number of groups of heads.
+    """
+    loans: list[Loan] = []
+    for where, name in COMPOSITIONS.items():
+        weights = compose_weights_of(arrays, layer, where)
+        if weights is None:
+            continue
+        a = np.asarray(arrays[f"block{layer:02d}/{name}"][0], np.float32)
+        for branch, maps in _branch_maps(weights, len(a), groups).items():
+            for lender, borrower in zip(*np.nonzero(np.abs(maps).max(axis=(2, 3)) > 0), strict=True):
+                if lender == borrower:
+                    continue
+                lent = a[lender] * maps[lender, borrower]
+                query, key = np.unravel_index(np.argmax(np.abs(lent)), lent.shape)
+                amount = float(lent[query, key])
+                loans.append(Loan(layer, where, branch, int(lender), int(borrower), int(query), int(key), amount))
+    return loans
+
+
+def _branch_maps(weights: ComposeWeights, heads: int, groups: int) -> dict[str, np.ndarray]:
+    """Return the maps of the first example of each branch between heads, H H #T #S, lenders first."""
+    group = np.arange(heads) // (heads // groups)
+    same = group[:, None] == group[None]
+    found: dict[str, np.ndarray] = {}
+    if weights.static is not None:
+        static = np.zeros((heads, heads), np.float32)
+        static[same] = np.asarray(weights.static, np.float32).reshape(-1)
+        found["static"] = static[:, :, None, None]
+    for side, down, up in (("query", weights.q1, weights.q2), ("key", weights.k1, weights.k2)):
+        if down is not None and up is not None:
+            both = (np.asarray(x[0], np.float32) for x in (down, up))
+            maps = np.einsum("trg,trh->ght", *both) * same[:, :, None]
+            found[f"{side} projection"] = maps[..., None] if side == "query" else maps[:, :, None]
+    return found
+
+
+def lending(
+    model: ViT | LM,
+    params: Params,
+    batches: Iterable[Float[Array, "B height width channels"] | Int[Array, "B T"]],
+) -> Lending:
+    """Return averages over batches of inputs, which all count by their number of examples."""
+    sums: dict[str, np.ndarray] = {}
+    examples = 0
+    run = jax.jit(lambda params, inputs: _sums(model, params, inputs))
+    for batch in batches:
+        examples += len(batch)
+        for name, x in run(params, batch).items():
+            sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
+    share, dynamic = {}, {}
+    for where in (w for w in COMPOSITIONS if f"{w}/lent" in sums):
+        lent, pairs = sums[f"{where}/lent"], sums["pairs"][:, None, None]
+        share[where] = lent / np.maximum(lent.sum(axis=1, keepdims=True), 1e-30)
+        mean, square = sums[f"{where}/map"] / pairs, sums[f"{where}/square"] / pairs
+        variance = np.maximum(square - mean**2, 0).sum(axis=(1, 2))
+        static = ((mean - np.eye(mean.shape[-1])) ** 2).sum(axis=(1, 2))
+        dynamic[where] = variance / np.maximum(variance + static, 1e-30)
+    return Lending(share, dynamic, sums["entropy"] / sums["queries"][:, None], examples)
+
+
+def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
+    """Return the sums over the pairs of a batch, of all layers."""
+    names = ["block*/scores", "block*/weights"]
+    names += [f"block*/{where}/*" for where in COMPOSITIONS if model.compose in (where, "both")]
+    arrays = forward(model, params, inputs, {}, names).arrays
+    layers = []
+    for layer in range(model.depth):
+        weights = arrays[f"block{layer:02d}/weights"]
+        seen = (weights > 0).astype(weights.dtype)
+        entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1)), axis=(0, 2, 3))
+        found = {
+            "entropy": entropy, "queries": jnp.asarray(weights.shape[0] * weights.shape[2], jnp.float32),
+            "pairs": jnp.sum(seen[:, 0]),
+        }  # fmt: skip
+        for where, name in COMPOSITIONS.items():
+            w = compose_weights_of(arrays, layer, where)
+            if w is not None:
+                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, seen[:, 0], model.groups)
+                found |= {f"{where}/{key}": x for key, x in sums.items()}
+        layers.append(found)
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def _map_sums(
+    a: Float[Array, "B H T S"], w: ComposeWeights, seen: Float[Array, "B T S"], groups: int
+) -> dict[str, Float[Array, "H H"]]:
+    """Return the sums over pairs of |a·map|, of the map and of its square; lenders first."""
+    heads = a.shape[1]
+    group = jnp.arange(heads) // (heads // groups)
+
+    def part(down: Array | None, up: Array | None, gate: Array | None, h: Array) -> Array:  # B N H'
+        same, own = ((x == x[h]).astype(a.dtype)[None, None] for x in (group, jnp.arange(heads)))
+        out = jnp.zeros((1, 1, heads), a.dtype)
+        if down is not None and up is not None:
+            out = out + jnp.einsum("bnrg,bnr->bng", down, up[..., h]).astype(a.dtype) * same
+        if gate is not None:
+            out = out + gate[..., h].astype(a.dtype)[..., None] * own
+        return out
+
+    def borrower(h: Array) -> tuple[Array, Array, Array]:
+        constant = (jnp.arange(heads) == h).astype(a.dtype)
+        if w.static is not None:
+            column = w.static[group[h], :, h % (heads // groups)]
+            constant = constant + jnp.tile(column, groups) * (group == group[h]).astype(a.dtype)
+        query, key = part(w.q1, w.q2, w.qg, h), part(w.k1, w.k2, w.kg, h)
+        maps = jnp.swapaxes(query, 1, 2)[..., None] + jnp.swapaxes(key, 1, 2)[:, :, None]
+        maps = maps + constant[None, :, None, None]
+        visible = maps * seen[:, None]
+        axes = (0, 2, 3)
+        return jnp.sum(jnp.abs(a * maps), axis=axes), jnp.sum(visible, axis=axes), jnp.sum(visible * maps, axis=axes)
+
+    sums = jax.lax.map(borrower, jnp.arange(heads))
+    return {name: x.T for name, x in zip(("lent", "map", "square"), sums, strict=True)}

@@ -1,0 +1,107 @@
+"""The command explore: pages of runs and of imported weights, and errors in one line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from explorer_pages import facts_of
+from pages import ROOT
+from small_models import name_of
+
+import dcvit
+from dcvit import cli, explore
+
+IMAGES = [str(ROOT / "tests" / "data" / name) for name in ("seven.png", "four.png")]
+
+
+def run(*words):
+    return cli.run(explore.main, [str(word) for word in words])
+
+
+def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_workdir, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    words = ["--compare", digits_workdir / "checkpoints" / "30", "--data", "test", "--limit", 20, "--out", out]
+    assert run("--workdir", digits_workdir, *IMAGES, *words) == 0
+    assert re.fullmatch(rf"explorer: {out} \([\d.]+ MB\)\n", capsys.readouterr().out)
+    facts = facts_of(out.read_text())
+    assert [sample["name"] for sample in facts["samples"]] == ["seven.png", "four.png"] * 2
+    assert [sample["run"] for sample in facts["samples"]] == [0, 0, 1, 1]
+    model = dcvit.load(digits_workdir)
+    for sample, predictions in zip(facts["samples"], model.predict(IMAGES), strict=False):
+        assert [label for label, _ in sample["predictions"]] == [p.label for p in predictions]
+        shown = [p for _, p in sample["predictions"]]
+        np.testing.assert_allclose(shown, [p.probability for p in predictions], atol=1e-4)
+        assert (sample["rows"], sample["columns"], sample["extra"]) == (2, 2, 0)
+        assert len(sample["ablations"]) == model.module.num_heads
+    for found in facts["runs"]:
+        assert found["lending"]["examples"] == 20
+        assert found["diversity"]["qk"][-1] == 1
+        assert np.all(np.diff(found["diversity"]["ov"]) >= 0)
+
+
+def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
+    file, out = tmp_path / "text.py", tmp_path / "page.html"
+    file.write_text("import sys\n" * 4)
+    words = ["--prompt", "def f(", "--length", 15, "--data", "validation", "--limit", 3, "--no_ablations"]
+    assert run("--workdir", lm_workdir, file, *words, "--out", out) == 0
+    assert "text.py: the first 15 of 44 tokens are shown" in capsys.readouterr().err
+    facts = facts_of(out.read_text())
+    assert ["".join(sample["text"]) for sample in facts["samples"]] == ["def f(", "import sys\nimpo"]
+    assert facts["samples"][0]["oldest"] == [0] * 6
+    assert not facts["samples"][0]["ablations"]
+    assert facts["samples"][0]["loans"]
+    assert facts["runs"][0]["lending"]["examples"] == 3
+    assert facts["runs"][0]["facts"].startswith("language model, layers 1, heads 2")
+
+
+@pytest.mark.slow
+def test_a_page_of_weights_that_need_a_config(digits_workdir, tmp_path):
+    import jax
+
+    params = dcvit.load(digits_workdir).params
+    np.savez(tmp_path / "w.npz", **{name_of(p): np.asarray(x) for p, x in jax.tree.leaves_with_path(params)})
+    config = json.loads((digits_workdir / "config.json").read_text())["model"]
+    words = ["--workdir", tmp_path / "w.npz", "--config", "vit_digits:attention=mha", "--out", tmp_path / "page.html"]
+    assert run(*words, *IMAGES[:1]) == 2  # another size
+    page = tmp_path / "config.py"
+    page.write_text(
+        "from dcvit import config as configs\n\n\ndef get_config():\n"
+        "    config = configs.load('vit_digits:attention=mha', [])\n"
+        f"    config.model = {config!r}\n    return config\n"
+    )
+    words[3] = str(page)
+    assert run(*words, *IMAGES[:1]) == 0
+    (found,) = facts_of((tmp_path / "page.html").read_text())["runs"]
+    assert found["name"] == "w.npz"
+
+
+def test_errors_are_one_line(digits_workdir, lm_workdir, tmp_path, capsys):
+    out = ["--out", tmp_path / "page.html"]
+    digits, text = ["--workdir", digits_workdir, *out], ["--workdir", lm_workdir, *out]
+    for words, message in [
+        ([IMAGES[0]], "give --workdir"),
+        ([*digits], "no image files"),
+        ([*text], "give text files, or --prompt TEXT"),
+        ([*digits, IMAGES[0], "--prompt", "a"], "--prompt needs a language model"),
+        ([*digits, IMAGES[0], "--layers", "1"], "--layers: there is no layer 1"),
+        ([*digits, IMAGES[0], "--layers", "one"], "--layers one: expected numbers"),
+        ([*digits, IMAGES[0], "--data", "tests"], "did you mean 'test'"),
+        ([*digits, IMAGES[0], "--limit", "0"], "--limit 0: should be 1 or more"),
+        ([*digits, IMAGES[0], "--out", tmp_path / "page.txt"], "--out"),
+        ([*digits, tmp_path / "none.png"], "no input could be read"),
+        (["--workdir", tmp_path / "none", IMAGES[0], *out], "none"),
+    ]:
+        assert run(*words) == 2, words
+        lines = capsys.readouterr().err.splitlines()
+        assert message in lines[-1], lines
+        assert all(line.startswith("error: ") for line in lines)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_an_unreadable_image_leaves_the_others_and_gives_status_1(digits_workdir, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    assert run("--workdir", digits_workdir, tmp_path / "broken.png", IMAGES[0], "--out", out) == 1
+    assert "broken.png" in capsys.readouterr().err
+    assert [sample["name"] for sample in facts_of(out.read_text())["samples"]] == ["seven.png"]

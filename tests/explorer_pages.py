@@ -1,0 +1,113 @@
+"""Explorer pages of small models, without training: images, texts, and heads that are wired by hand."""
+
+import base64
+import json
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from small_models import make_lm, param_shapes, random_params
+
+from dcvit.interpret.explorer.page import render
+from dcvit.interpret.explorer.samples import make_sample
+from dcvit.models import vit
+from dcvit.report.html import picture
+
+SIZE, PATCH = (20, 16), 4
+TEXT_FIELDS = dict(
+    compose="both", static=True, num_key_heads=2, window_pattern="1:1", window=5, prefill_window=6, end_of_text=0,
+    qk_norm="rmsnorm",
+)  # fmt: skip
+IMAGE_FIELDS = dict(compose="both", groups=2, static=True, pool_type="tok", registers=2)
+LENGTH = 12
+
+
+def image_model(seed=1, size=SIZE, **fields):
+    """A small ViT with random parameters, and one random image."""
+    small = dict(width=32, depth=2, num_heads=4, mlp_dim=32, patch_size=(PATCH, PATCH))
+    net = vit.Model(7, **{**small, **IMAGE_FIELDS, **fields})
+    image = jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, size=(1, *size, 3)), jnp.float32)
+    return net, random_params(param_shapes(net, image), seed), image
+
+
+def text_model(**fields):
+    """A small language model with random parameters, and one row of two documents."""
+    net, params = make_lm(**{**TEXT_FIELDS, **fields})
+    tokens = np.random.default_rng(0).integers(1, net.vocab_size, size=(1, LENGTH))
+    tokens[0, 4] = 0
+    return net, params, jnp.asarray(tokens, jnp.int32)
+
+
+def sample_of(number, run, name, net, params, inputs, layers=None, **options):
+    """A sample of a page, with the facts that the command adds."""
+    layers = range(net.depth) if layers is None else layers
+    facts = {"run": run, "name": name}
+    if inputs.ndim == 4:
+        rows, columns = inputs.shape[1] // net.patch_size[0], inputs.shape[2] // net.patch_size[1]
+        extra = net.registers + (net.pool_type == "tok")
+        source = picture(np.asarray(inputs[0]), name).get("src")
+        facts |= {"picture": source, "rows": rows, "columns": columns, "extra": extra}
+    else:
+        facts["text"] = [f"t{token}" for token in np.asarray(inputs[0])]
+    found = make_sample(number, net, params, inputs, layers, str, **options)
+    found.facts |= facts
+    return found
+
+
+def planted():
+    """A language model in which only one thing composes, and a row of tokens; everything else is random.
+
+    In layer 1, the key-wise projection of post-compose lets head 2 borrow from head 0 where the key is token 5. Only
+    the embedding of that token has a number other than 0 in the first place of the residual stream, and only this place
+    is read by the factors.
+    """
+    net, params = make_lm(compose="both", position="learned")
+    params = jax.tree.map(np.array, params)
+    params["embedding"]["embedding"][:, 0] = 0
+    params["embedding"]["embedding"][5, 0] = 3
+    params["pos_embedding"][:, 0] = 0
+    for layer in range(net.depth):
+        block = params["Transformer"][f"decoderblock_{layer}"]
+        attention = block["MultiHeadDotProductAttention_0"]
+        attention["out"]["kernel"][..., 0] = 0
+        block["MlpBlock_0"]["out"]["kernel"][:, 0] = 0
+        for where in ("pre", "post"):
+            for name in attention[where]:
+                attention[where][name][:] = 0
+    factors = params["Transformer"]["decoderblock_1"]["MultiHeadDotProductAttention_0"]["post"]
+    heads, rank = net.num_heads, net.rank
+    factors["w_k1"][0, 0, 0] = 2  # the first hidden number is that of the place
+    factors["w_k2"][0, 0, 0] = 1  # down: rank 0, head 0
+    factors["w_k2"][0, 0, rank * heads + 2] = 0.5  # up: rank 0, head 2
+    tokens = np.asarray([[3, 9, 2, 7, 5, 1, 8, 4, 11, 6]], np.int32)
+    return net, jax.tree.map(jnp.asarray, params), jnp.asarray(tokens)
+
+
+def page(samples, runs=("first", "second"), **facts):
+    """The page of samples."""
+    return render("explorer", [{"name": name, "facts": "a model", **facts} for name in runs], samples)
+
+
+def facts_of(text):
+    """The JSON data of a page."""
+    return json.loads(re.search(r'id="facts-data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def unpack(text, facts):
+    """The arrays of a block of a page, in float32."""
+    packed = re.search(rf'id="{facts["block"]}">(.*?)</script>', text, re.DOTALL)[1]
+    content = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    arrays, start = {}, 0
+    for name, shape, scales in facts["arrays"]:
+        size, planes = int(np.prod(shape)), 2 if scales else 3
+        numbers = content[start : start + planes * size].reshape(planes, size).T
+        if scales:
+            x = np.ascontiguousarray(numbers).view("<i2").reshape(-1, len(scales)) * scales
+        else:
+            x = np.ascontiguousarray(np.pad(numbers, [(0, 0), (1, 0)])).view("<f4")
+        arrays[name] = x.astype(np.float32).reshape(shape)
+        start += planes * size
+    assert start == len(content)
+    return arrays

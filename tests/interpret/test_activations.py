@@ -1,0 +1,152 @@
+"""Captured arrays are those of the model, and hooks change the forward pass as a change of the model would."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from small_models import HEADS, LENGTH, jit, logits_of, make_lm, make_tokens, param_shapes, random_params
+from test_attention_maps import MODELS, VITS
+
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.models import sharded_attention, vit
+
+
+def attention_of(params, layer):
+    return params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+
+
+def changed(params, layer, change):
+    """Parameters with the attention module of a layer after `change`, which edits a copy of its dict in place."""
+    copy = jax.tree.map(np.array, params)
+    change(attention_of(copy, layer))
+    return copy
+
+
+def make_vit(**fields):
+    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), **fields)
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 8, 3)), jnp.float32)
+    return net, random_params(param_shapes(net, images)), images
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_the_output_and_the_residual_stream_are_those_of_the_model(fields):
+    net, params = make_lm(**fields)
+    tokens = make_tokens().at[:, 5].set(0)
+    found = run_with_cache(net, params, tokens)
+    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, tokens)
+    np.testing.assert_allclose(found.output, out["logits"], rtol=2e-4, atol=2e-5)
+    for layer in range(net.depth):
+        expected = out["decoder"][f"block{layer:02d}"]
+        for name, of in (("resid_post", "+mlp"), ("attention_out", "sa"), ("mlp_out", "mlp")):
+            np.testing.assert_allclose(found.arrays[f"block{layer:02d}/{name}"], expected[of], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [*VITS.values(), dict(compose="both", pool_type="map")], ids=[*VITS, "MAP head"])
+def test_the_output_is_that_of_a_vision_transformer(fields):
+    net, params, images = make_vit(**fields)
+    found = run_with_cache(net, params, images)
+    np.testing.assert_allclose(found.output, logits_of(net, params, images), rtol=2e-4, atol=2e-5)
+    assert {name.split("/")[0] for name in found.arrays} == {"block00", "block01"}
+
+
+def test_each_composition_is_that_of_its_factors_in_float64_numpy():
+    net, params = make_lm(compose="both", groups=2, static=True)
+    arrays = run_with_cache(net, params, make_tokens()).arrays
+    double = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    for layer in range(net.depth):
+        for where, before, after in (("pre", "scores", "composed_scores"), ("post", "weights", "composed_weights")):
+            weights = {k: double(w) for k, w in compose_weights_of(arrays, layer, where)._asdict().items()}
+            expected = oracle.compose(double(arrays[f"block{layer:02d}/{before}"]), weights, groups=2)
+            np.testing.assert_allclose(arrays[f"block{layer:02d}/{after}"], expected, rtol=1e-4, atol=1e-5)
+    assert compose_weights_of(arrays, net.depth, "pre") is None
+
+
+def test_an_ablated_head_is_a_head_without_output_weights():
+    net, params = make_lm(compose="both")
+    tokens = make_tokens()
+    hooks = {"block01/heads": lambda x: x.at[:, :, 2].set(0)}
+
+    def remove(attention):
+        attention["out"]["kernel"][2] = 0
+
+    expected = logits_of(net, changed(params, 1, remove), tokens)
+    np.testing.assert_allclose(run_with_cache(net, params, tokens, hooks).output, expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected - logits_of(net, params, tokens)).max() > 0.01
+
+
+def test_ablated_branches_are_those_of_a_model_without_them():
+    net, params = make_lm(compose="both")
+    tokens = make_tokens()
+    found = run_with_cache(net, params, tokens, {"*/k2": jnp.zeros_like, "*/kg": jnp.zeros_like}).output
+    without = changed(params, 0, lambda _: None)
+    for layer in range(net.depth):
+        for where in ("pre", "post"):
+            for name in ("w_k1", "w_k2", "w_kg"):
+                del attention_of(without, layer)[where][name]
+    expected = logits_of(net.clone(branches="q"), without, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_patched_residual_stream_restores_the_run_that_it_is_from():
+    net, params = make_lm(compose="both")
+    clean, corrupted = make_tokens(seed=2), make_tokens(seed=3)
+    of_clean = run_with_cache(net, params, clean)
+    stream = of_clean.arrays["block01/resid_pre"]
+    patched = run_with_cache(net, params, corrupted, {"block01/resid_pre": lambda _: stream})
+    np.testing.assert_allclose(patched.output, of_clean.output, rtol=1e-4, atol=1e-5)
+    at = run_with_cache(net, params, corrupted, {"block01/resid_pre": lambda x: x.at[:, 4].set(stream[:, 4])}).output
+    plain = run_with_cache(net, params, corrupted).output
+    difference = np.abs(np.asarray(at - plain)).max(axis=(0, 2))
+    assert not difference[:4].any()  # causal
+    assert difference[4] > 0.01
+
+
+def test_hooks_see_the_arrays_of_hooks_before_them_and_returned_arrays_are_replaced():
+    net, params = make_lm()
+    arrays = run_with_cache(net, params, make_tokens(), {"block00/scores": jnp.zeros_like}).arrays
+    assert not arrays["block00/scores"].any()
+    counts = np.arange(1, LENGTH + 1)
+    expected = np.tril(np.ones((LENGTH, LENGTH))) / counts[:, None]
+    np.testing.assert_allclose(arrays["block00/weights"][0, 0], expected, rtol=1e-6)
+
+
+def test_names_select_the_returned_arrays():
+    net, params = make_lm(compose="pre")
+    arrays = run_with_cache(net, params, make_tokens(), names=["block01/scores", "*/pre/q?"]).arrays
+    assert [*arrays] == [
+        "block00/pre/q1", "block00/pre/q2", "block00/pre/qg", "block01/pre/q1", "block01/pre/q2", "block01/pre/qg",
+        "block01/scores",
+    ]  # fmt: skip
+    assert arrays["block01/scores"].shape == (2, HEADS, LENGTH, LENGTH)
+
+
+def test_unknown_names_and_other_shapes_are_refused():
+    net, params = make_lm()
+    with pytest.raises(ValueError, match="no array 'block00/score'; did you mean 'block00/scores'"):
+        run_with_cache(net, params, make_tokens(), names=["block00/score"])
+    with pytest.raises(ValueError, match="no array 'block02/\\*'"):
+        run_with_cache(net, params, make_tokens(), {"block02/*": jnp.zeros_like})
+    with pytest.raises(ValueError, match=r"hook of block00/heads returns shape \(1, .*expected \(2, "):
+        run_with_cache(net, params, make_tokens(), {"block00/heads": lambda x: x[:1]})
+
+
+def test_variants_that_are_no_composition_are_refused():
+    net, params = make_lm()
+    with pytest.raises(ValueError, match="heads='diff' has no attention matrices"):
+        run_with_cache(net.clone(heads="diff"), params, make_tokens())
+
+
+def test_the_implementation_of_the_model_is_used_outside_of_the_call_only(monkeypatch):
+    net, params = make_lm(compose="both", implementation="blockwise")
+    tokens = make_tokens()
+    calls = []
+    attention = sharded_attention.attention
+    monkeypatch.setattr(
+        sharded_attention, "attention", lambda *args, **kwargs: calls.append(kwargs) or attention(*args, **kwargs)
+    )
+    run_with_cache(net, params, tokens, {"*/heads": jnp.zeros_like})
+    assert calls == []
+    logits_of(net, params, tokens)
+    assert [call["implementation"] for call in calls] == ["blockwise"] * net.depth

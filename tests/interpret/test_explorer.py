@@ -1,0 +1,98 @@
+"""The file of the explorer: packed arrays, rollout, predictions, and the size of large models."""
+
+import html
+
+import explorer_pages as pages
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import logits_of, param_shapes
+
+from dcvit.interpret.activations import run_with_cache
+from dcvit.interpret.explorer import samples
+from dcvit.models import vit
+
+
+def test_packed_arrays_are_those_of_the_model():
+    net, params, image = pages.image_model()
+    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, layers=[1], ablate=False)])
+    (layer,) = pages.facts_of(text)["samples"][0]["layers"]
+    arrays = run_with_cache(net, params, image).arrays
+    found = pages.unpack(text, layer)
+    assert layer["number"] == 1
+    assert {"q", "k", "v", "pre.static", "pre.q1", "post.kg"} <= found.keys()
+    for name, x in found.items():
+        expected = np.asarray(arrays[f"block01/{name.replace('.', '/')}"])
+        expected = expected if name.endswith("static") else expected[0]
+        largest = np.abs(expected).max(axis=0)
+        precision = dict(rtol=1e-5, atol=2**-14 if name in "qk" else 2**-12) if name in "qkv" else dict(rtol=2**-16)
+        np.testing.assert_allclose(x / largest, expected / largest, **precision, err_msg=name)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
+def test_numbers_of_any_size_keep_their_precision(scale):
+    x = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32) * np.float32(scale)
+    header, packed = samples.pack({"x": x, "q": x, "k": 0 * x})
+    text = f'<script id="b">{packed}</script>'
+    found = pages.unpack(text, {"block": "b", "arrays": header})
+    np.testing.assert_allclose(found["x"], x, rtol=2**-16)
+    np.testing.assert_allclose(found["q"], x, atol=2**-14 * np.abs(x).max())
+    assert not found["k"].any()
+
+
+def test_rollout_is_the_product_over_the_layers():
+    net, params, image = pages.image_model(groups=1)
+    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
+    arrays = run_with_cache(net, params, image).arrays
+    found = pages.unpack(text, pages.facts_of(text)["samples"][0]["rollout"])
+    for name in ("weights", "composed_weights"):
+        mean = [np.abs(np.asarray(arrays[f"block0{i}/{name}"][0], np.float64)).mean(axis=0) for i in range(2)]
+        first, second = ((np.eye(len(m)) + m / m.sum(axis=1, keepdims=True)) / 2 for m in mean)
+        np.testing.assert_allclose(found[name], second @ first, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found[name].sum(axis=1), 1, rtol=2e-3)
+
+
+def test_predictions_are_the_five_best_and_change_with_ablations():
+    net, params, tokens = pages.text_model()
+    (facts,) = pages.facts_of(pages.page([pages.sample_of(0, 0, "text", net, params, tokens)]))["samples"]
+    logits = logits_of(net, params, tokens)[0, -1].astype(np.float64)
+    p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    assert [int(label) for label, _ in facts["predictions"]] == [*np.argsort(-p)[:5]]
+    np.testing.assert_allclose([p for _, p in facts["predictions"]], np.sort(p)[::-1][:5], atol=1e-4)
+    (found,) = [a for a in facts["ablations"] if a.get("head") == 1 and a["layer"] == 0]
+    zero = lambda x: x.at[:, 1].set(0)  # noqa: E731
+    hooks = {f"block00/{name}": zero for name in ("scores", "weights", "composed_weights")}
+    changed = np.asarray(run_with_cache(net, params, tokens, hooks).output[0, -1], np.float64)
+    q = np.exp(changed - changed.max()) / np.exp(changed - changed.max()).sum()
+    assert abs(found["change"] - (q - p)[np.argmax(p)]) < 1e-4
+    assert [int(label) for label, _ in found["predictions"]] == [*np.argsort(-q)[:5]]
+
+
+def test_documents_and_windows_limit_the_keys():
+    net, params, tokens = pages.text_model()
+    (facts,) = pages.facts_of(pages.page([pages.sample_of(0, 0, "text", net, params, tokens, ablate=False)]))["samples"]
+    assert facts["oldest"] == [0] * 4 + [4] * 8
+    assert [layer["window"] for layer in facts["layers"]] == [6, None]
+    assert facts["causal"]
+
+
+def test_names_are_escaped():
+    net, params, tokens = pages.text_model(compose=None)
+    hostile = "</script><img src=x onerror=alert(1)>"
+    sample = pages.sample_of(0, 0, hostile, net, params, tokens, ablate=False)
+    text = pages.page([sample], runs=[hostile])
+    assert "<img" not in text
+    assert pages.facts_of(text)["samples"][0]["name"] == hostile
+    assert html.escape("<title>explorer</title>") not in text
+
+
+@pytest.mark.slow
+def test_an_image_in_a_small_vision_transformer_needs_less_than_8_megabytes():
+    """With the numbers of all 12 layers, which are random."""
+    net = vit.Model(1000, variant="DCViT-S/16", compose="both", static=True, rep_size=True, posemb="sincos2d")
+    image = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, size=(1, 224, 224, 3)), jnp.float32)
+    shapes = param_shapes(net, image)
+    params = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(0, 0.05, x.shape), jnp.float32), shapes)
+    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
+    assert 4e6 < len(text) < 8e6

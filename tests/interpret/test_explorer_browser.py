@@ -1,0 +1,314 @@
+"""The explorer in a real browser: its numbers are the library's, every control works, nothing is requested."""
+
+import io
+import itertools
+import json
+import time
+
+import explorer_pages as pages
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from PIL import Image
+
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.interpret.circuits import pair_terms
+from dcvit.interpret.explorer.page import lending_facts
+from dcvit.interpret.lending import lending
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+CLOSE = dict(rtol=2e-3, atol=2e-3)
+MODELS = {
+    "image": pages.image_model(),
+    "plain image": pages.image_model(compose=None, groups=1, static=False),
+    "text": pages.text_model(),
+}
+STAGES = ("scores", "composed_scores", "weights", "composed_weights")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Three samples of two runs, with averages over data and head diversity."""
+    net, params, image = MODELS["image"]
+    samples = [
+        pages.sample_of(i, int(name == "plain image"), name, *model) for i, (name, model) in enumerate(MODELS.items())
+    ]
+    averages = lending_facts(lending(net, params, [image]), "test")
+    path = tmp_path_factory.mktemp("page") / "explore.html"
+    curve = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
+    path.write_text(pages.page(samples, lending=averages, diversity=curve))
+    return path
+
+
+def opened(browser, file, **options):
+    browser.open(file, **options)
+    browser.value("explorer.ready.then(() => 1)")
+
+
+def change(browser, **state):
+    """Set the state of the page and wait until it is shown."""
+    words = ", ".join(
+        f"{key}: new Set({json.dumps([*value])})" if isinstance(value, set) else f"{key}: {json.dumps(value)}"
+        for key, value in state.items()
+    )
+    browser.value(f"explorer.set({{{words}}}).then(() => 1)")
+
+
+def table(browser):
+    """The four stages of the current query, H S, zero where a key is not seen."""
+    lines = np.array(browser.value("explorer.table()"))
+    heads, keys = lines[:, 2].astype(int), lines[:, 3].astype(int)
+    return heads, keys, lines[:, 4:]
+
+
+def assert_equal(browser, arrays, layer, query):
+    """Assert that the page shows the numbers of the library for a query."""
+    heads, keys, found = table(browser)
+    for i, name in enumerate(STAGES):
+        expected = np.asarray(arrays[f"block{layer:02d}/{name}"])[0, heads, query, keys]
+        np.testing.assert_allclose(found[:, i], expected, **CLOSE, err_msg=name)
+    seen = np.zeros(arrays[f"block{layer:02d}/scores"].shape[1::2], bool)
+    seen[heads, keys] = True
+    assert not np.asarray(arrays[f"block{layer:02d}/weights"])[0, :, query][~seen].any()
+    output = np.asarray(arrays[f"block{layer:02d}/heads"])[0, query].reshape(-1)
+    np.testing.assert_allclose(browser.value("explorer.output()"), output, **CLOSE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_stages_are_those_of_the_library(browser, file, name):
+    opened(browser, file)
+    number = [*MODELS].index(name)
+    arrays = run_with_cache(*MODELS[name]).arrays
+    length = arrays["block00/scores"].shape[2]
+    for layer, query in itertools.product((0, 1), range(length)):
+        change(browser, sample=number, layer=layer, query=query)
+        assert_equal(browser, arrays, layer, query)
+
+
+SWITCHES = {
+    "pre: query projection": ({"pre.query projection"}, set(), {"block01/pre/q2": jnp.zeros_like}),
+    "pre: gates": ({"pre.query gate", "pre.key gate"}, set(), {"block01/pre/?g": jnp.zeros_like}),
+    "post: key projection": ({"post.key projection"}, set(), {"block01/post/k2": jnp.zeros_like}),
+    "static": ({"pre.static", "post.static"}, set(), {"*/static": jnp.zeros_like}),
+    "a head": (
+        set(), {1},
+        {f"block01/{name}": lambda x: x.at[:, 1].set(0) for name in ("scores", "weights", "composed_weights")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("name", ["image", "text"])
+def test_switches_recompute_the_layer_as_hooks_do(browser, file, name, switch):
+    off, ablated, hooks = SWITCHES[switch]
+    hooks = {pattern.replace("*/static", "block01/*/static"): hook for pattern, hook in hooks.items()}
+    opened(browser, file)
+    change(browser, sample=[*MODELS].index(name), layer=1, query=6, off=off, ablated=ablated)
+    arrays = run_with_cache(*MODELS[name], hooks).arrays
+    assert_equal(browser, arrays, 1, 6)
+    plain = run_with_cache(*MODELS[name]).arrays
+    before, after = (np.asarray(some["block01/heads"])[0, 6] for some in (plain, arrays))
+    changes = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
+    shown = browser.value("[...document.querySelectorAll('#effects tbody tr')].map(r => r.cells[2].textContent)")
+    np.testing.assert_allclose([float(text.split()[0]) / 100 for text in shown[:-1]], changes, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["image", "text"])
+def test_maps_and_terms_of_a_pair_are_those_of_the_library(browser, file, name):
+    opened(browser, file)
+    net, params, inputs = MODELS[name]
+    arrays = run_with_cache(net, params, inputs).arrays
+    for query, key in ((6, 5), (9, 6)):
+        change(browser, sample=[*MODELS].index(name), layer=1, query=query, key=key)
+        for where, before, after in (("pre", "scores", "composed_scores"), ("post", "weights", "composed_weights")):
+            terms = pair_terms(compose_weights_of(arrays, 1, where), query, key, groups=net.groups)
+            found = browser.value(f"Object.entries(explorer.terms('{where}')).map(([k, v]) => [k, [...v]])")
+            assert [term for term, _ in found] == [*terms]
+            for term, values in found:
+                np.testing.assert_allclose(values, np.asarray(terms[term]).reshape(-1), **CLOSE, err_msg=term)
+            cells = browser.value(
+                f"[...document.querySelectorAll('#{where}-terms tbody tr')].map(r => [...r.cells].slice(1).map(c => "
+                "parseFloat(c.textContent)))"
+            )
+            a = np.asarray(arrays[f"block01/{before}"])[0, :, query, key]
+            columns = [a, *(a @ np.asarray(terms[term]) for term in [*terms][1:])]
+            columns.append(np.asarray(arrays[f"block01/{after}"])[0, :, query, key])
+            np.testing.assert_allclose(np.array(cells).T, columns, **CLOSE)
+
+
+def test_the_pixels_of_a_map_follow_the_numbers(browser, file):
+    """Of the plain image's weights, where yellow is the largest: patches in the order of their numbers."""
+    opened(browser, file)
+    change(browser, sample=2, layer=1, query=11)
+    heads, keys, found = table(browser)
+    (largest,) = keys[heads == 0][[np.argmax(found[heads == 0, 2])]]
+    length = int(keys.max()) + 1
+    pixel = f"""(() => {{
+      const c = document.querySelector('#heads canvas[data-head="0"][data-stage="2"]'), cell = c.width / {length};
+      return [...c.getContext('2d').getImageData((KEY + 0.5) * cell, 11.5 * cell, 1, 1).data];
+    }})()"""
+    green = {key: browser.value(pixel.replace("KEY", str(key)))[1] for key in range(4, length)}
+    assert max(green, key=green.get) == largest
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_everything_is_shown_inside_the_window_without_errors_and_requests(browser, file, width, scheme):
+    opened(browser, file, width=width, scheme=scheme)
+    browser.value("document.getElementById('switches').open = true")
+    for sample in range(3):
+        change(browser, sample=sample, other=(sample + 1) % 3)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value("[...document.querySelectorAll('canvas, svg')].every(e => e.getAttribute('aria-label'))")
+        outside = f"""[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, svg, #switches') &&
+            e.getBoundingClientRect().right > {width}).map(e => e.outerHTML.slice(0, 90))"""
+        assert browser.value(outside) == []
+    sections = browser.value("[...document.querySelectorAll('section')].filter(s => !s.hidden).length")
+    assert sections == 10
+    assert browser.messages() == []
+    assert browser.requests() == [file.as_uri()]
+
+
+def test_every_control_works_and_none_is_an_error(browser, file):
+    opened(browser, file)
+    browser.value("document.getElementById('switches').open = true")
+    controls = "[...document.querySelectorAll('main input, main select, main button')].map(e => e.id)"
+    for control in browser.value(controls):
+        if control in ("png", "csv") or not control:
+            continue
+        browser.value(f"""(async () => {{
+          const e = document.getElementById({json.dumps(control)});
+          if (!e) return;
+          if (e.tagName === 'SELECT') e.selectedIndex = e.options.length - 1;
+          if (e.type === 'number') e.value = 1;
+          if (e.type === 'range') e.value = e.max;
+          if (['checkbox', 'button'].includes(e.type)) e.click();
+          else for (const name of ['input', 'change']) e.dispatchEvent(new Event(name, {{bubbles: true}}));
+          await explorer.set({{}});
+        }})()""")
+    for selector in ("#loans button", "#tokens button", "#heads canvas", "#picture"):
+        count = browser.value(f"document.querySelectorAll('{selector}').length")
+        assert count, selector
+        browser.value(f"document.querySelectorAll('{selector}')[{count - 1}].click()")
+    assert browser.value("explorer.state.other") == 2
+    assert browser.messages() == []
+    assert len(browser.requests()) == 1
+
+
+def press(browser, key):
+    for kind in ("keyDown", "keyUp"):
+        text = key if len(key) == 1 and kind == "keyDown" else ""
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=text)
+    browser.value("explorer.set({}).then(() => 1)")
+
+
+def test_keys_move_through_queries_layers_and_heads(browser, file):
+    opened(browser, file)
+    change(browser, sample=2, layer=0, query=3, key=2, head=1, off={"pre.key gate"})
+    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "]", ".", "r"):
+        press(browser, key)
+    state = browser.value("({...explorer.state, off: explorer.state.off.size})")
+    assert [state[name] for name in ("layer", "query", "key", "head", "off")] == [1, 5, 3, 2, 0]
+    dark = browser.value("document.documentElement.dataset.theme")
+    press(browser, "t")
+    assert browser.value("document.documentElement.dataset.theme") not in (None, dark)
+
+
+def test_a_link_restores_the_state(browser, file):
+    opened(browser, file)
+    change(browser, sample=1, layer=1, query=7, key=4, head=2)
+    change(browser, sample=2, layer=1, query=5, key=3, head=3, other=0, off={"post.query gate"}, ablated={1})
+    link = browser.value("location.href")
+    numbers = browser.value("explorer.table()")
+    assert "layer=1" in link
+    assert "off=post.query-gate" in link
+    browser.events.clear()
+    browser.call("Page.navigate", url="about:blank")
+    browser.call("Page.navigate", url=link)
+    for _ in range(100):
+        if browser.value("document.readyState === 'complete' && location.href.startsWith('file')"):
+            break
+        time.sleep(0.1)
+    browser.value("explorer.ready.then(() => 1)")
+    assert browser.value("explorer.table()") == numbers
+    assert browser.value("document.getElementById('ablated-1').checked") is False
+    assert browser.value("document.getElementById('branches-post-query-gate').checked") is False
+    assert browser.value("document.querySelectorAll('#comparison canvas').length") >= 8
+
+
+def test_numbers_and_picture_are_saved(browser, file, tmp_path):
+    opened(browser, file)
+    change(browser, sample=0, layer=1, query=8)
+    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    for control in ("csv", "png"):
+        browser.value(f"document.getElementById('{control}').click()")
+    for _ in range(100):
+        saved = {path.suffix: path for path in tmp_path.iterdir()}
+        if {".csv", ".png"} <= saved.keys():
+            break
+        time.sleep(0.1)
+    assert {path.name for path in saved.values()} == {"layer1-query8.csv", "layer1-query8.png"}
+    rows = np.loadtxt(io.StringIO(saved[".csv"].read_text()), delimiter=",", skiprows=1)
+    np.testing.assert_allclose(rows, browser.value("explorer.table()"), rtol=1e-6)
+    header = saved[".csv"].read_text().splitlines()[0]
+    assert header == "layer,query,head,key,scores,composed_scores,weights,composed_weights"
+    picture = np.asarray(Image.open(saved[".png"]).convert("RGB"))
+    assert picture.shape[1] > 400
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
+
+
+@pytest.fixture(scope="module")
+def planted_file(tmp_path_factory):
+    """The page of a model in which head 2 borrows from head 0 for one token only."""
+    path = tmp_path_factory.mktemp("planted") / "explore.html"
+    path.write_text(pages.page([pages.sample_of(0, 0, "planted", *pages.planted())]))
+    return path
+
+
+def loans(browser, column):
+    """The texts in a column of the table of loans."""
+    names = "[...document.querySelectorAll('#loans thead th')].map(c => c.textContent)"
+    at = browser.value(names).index(column)
+    return browser.value(f"[...document.querySelectorAll('#loans tbody tr')].map(r => r.cells[{at}].textContent)")
+
+
+QUESTIONS = {
+    "which head borrows, from which?": (("lender", ["head 0"]), ("borrower", ["head 2"])),
+    "in which layer?": (("layer", ["layer 1"]),),
+    "before or after the softmax?": (("composition", ["post"]),),
+    "through which branch?": (("branch", ["key projection"]),),
+    "for which token?": (("key", ["4 “t5”"]),),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_text_of_the_page_answers_questions_about_a_planted_model(browser, planted_file, question):
+    opened(browser, planted_file)
+    for column, answer in QUESTIONS[question]:
+        assert loans(browser, column) == answer
+
+
+def test_a_planted_head_borrows_for_one_token_only(browser, planted_file):
+    """For every key of a query, the table of terms shows the loan at the planted token and zeros elsewhere."""
+    opened(browser, planted_file)
+    query = int(loans(browser, "query")[0].split()[0])
+    for key in range(query + 1):
+        change(browser, layer=1, query=query, key=key)
+        names = browser.value("[...document.querySelectorAll('#post-terms thead th')].map(c => c.textContent)")
+        rows = "[...document.querySelectorAll('#post-terms tbody tr')]"
+        cells = np.array(browser.value(f"{rows}.map(r => [...r.cells].slice(1).map(c => parseFloat(c.textContent)))"))
+        terms = cells[:, 1:-1]  # without weights and composed weights
+        expected = np.zeros_like(terms)
+        expected[2, names[2:-1].index("key projection")] = terms[2, names[2:-1].index("key projection")]
+        np.testing.assert_array_equal(terms, expected)
+        assert expected.any() == (key == 4)

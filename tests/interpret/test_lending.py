@@ -1,0 +1,107 @@
+"""Loans and their averages are those of numpy, from the maps of single pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from small_models import HEADS, LENGTH, logits_of, make_lm, make_tokens
+
+from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.interpret.lending import largest_loans, lending
+
+FIELDS = dict(compose="both", static=True, groups=2, window_pattern="1:1")
+
+
+def pair_map(fields, query, key, groups, example):
+    """The map of a pair by composing unit vectors with the oracle."""
+    unit = np.zeros((HEADS, HEADS, 1, 1))
+    unit[np.arange(HEADS), np.arange(HEADS)] = 1
+    at = {}
+    for name, w in fields.items():
+        w = None if w is None else np.asarray(w, np.float64)
+        if w is not None and name != "static":
+            position = query if name[0] == "q" else key
+            w = np.repeat(w[example : example + 1, position : position + 1], HEADS, axis=0)
+        at[name] = w
+    return oracle.compose(unit, at, groups)[:, :, 0, 0]  # lenders first
+
+
+def test_averages_are_those_of_the_maps_of_all_pairs():
+    net, params = make_lm(**FIELDS)
+    tokens = make_tokens(batch=3, length=6)
+    found = lending(net, params, [tokens[:2], tokens[2:]])
+    arrays = run_with_cache(net, params, tokens).arrays
+    assert found.examples == 3
+    for layer in range(net.depth):
+        weights = np.asarray(arrays[f"block{layer:02d}/weights"], np.float64)
+        seen = weights[:, 0] > 0
+        entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(axis=-1).mean(axis=(0, 2))
+        np.testing.assert_allclose(found.entropy[layer], entropy, rtol=1e-4)
+        for where, name in (("pre", "scores"), ("post", "weights")):
+            fields = compose_weights_of(arrays, layer, where)._asdict()
+            a = np.asarray(arrays[f"block{layer:02d}/{name}"], np.float64)
+            pairs = np.argwhere(seen)
+            maps = np.stack([pair_map(fields, t, s, net.groups, b) for b, t, s in pairs])
+            lent = sum(np.abs(a[b, :, t, s][:, None] * m) for (b, t, s), m in zip(pairs, maps, strict=True))
+            np.testing.assert_allclose(found.share[where][layer], lent / lent.sum(axis=0), rtol=1e-3, atol=1e-6)
+            variance = maps.var(axis=0).sum()
+            static = ((maps.mean(axis=0) - np.eye(HEADS)) ** 2).sum()
+            np.testing.assert_allclose(found.dynamic[where][layer], variance / (variance + static), rtol=1e-3)
+
+
+def test_a_loan_is_the_largest_amount_of_its_branch():
+    net, params = make_lm(**FIELDS)
+    arrays = run_with_cache(net, params, make_tokens(batch=1)).arrays
+    loans = largest_loans(arrays, 1, net.groups)
+    heads = range(HEADS)
+    same = [(g, h) for g in heads for h in heads if g != h and g // 2 == h // 2]
+    assert len(loans) == len({loan[:5] for loan in loans}) == 2 * 3 * len(same)
+    for loan in loans:
+        fields = compose_weights_of(arrays, 1, loan.where)._asdict()
+        kept = {"static": ("static",), "query projection": ("q1", "q2"), "key projection": ("k1", "k2")}[loan.branch]
+        fields = {name: w if name in kept else None for name, w in fields.items()}
+        a = np.asarray(arrays[f"block01/{'scores' if loan.where == 'pre' else 'weights'}"])
+        amounts = np.array([
+            [a[0, loan.lender, t, s] * pair_map(fields, t, s, net.groups, 0)[loan.lender, loan.borrower]
+             for s in range(LENGTH)] for t in range(LENGTH)
+        ])  # fmt: skip
+        np.testing.assert_allclose(amounts[loan.query, loan.key], loan.amount, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(np.abs(amounts).max(), abs(loan.amount), rtol=1e-4, atol=1e-7)
+
+
+def test_ablated_outputs_are_those_of_hooks():
+    net, params = make_lm(compose="both")
+    tokens = make_tokens()
+    zero = lambda head: lambda x: x.at[:, head].set(0)  # noqa: E731
+    cases = {
+        Ablation(1, head=2): {f"block01/{name}": zero(2) for name in ("scores", "weights", "composed_weights")},
+        Ablation(0, None, "post", "key projection"): {"block00/post/k2": jnp.zeros_like},
+        Ablation(None, None, "both", "all"): {f"*/{name}": jnp.zeros_like for name in ("q2", "qg", "k2", "kg")},
+    }
+    found = ablated_outputs(net, params, tokens, [*cases])
+    assert found.shape == (3, 2, net.vocab_size)
+    for logits, hooks in zip(found, cases.values(), strict=True):
+        expected = run_with_cache(net, params, tokens, hooks).output[:, -1]
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    plain = jax.tree.map(lambda x: x, params)
+    for layer in range(net.depth):
+        block = plain["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+        block.pop("pre"), block.pop("post")
+    expected = logits_of(net.clone(compose=None), plain, tokens)[:, -1]
+    np.testing.assert_allclose(found[2], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "branches"),
+    [
+        (dict(compose=None), 0), (dict(compose="both"), 8), (dict(compose="pre", branches="k"), 2),
+        (dict(compose="post", gate=False, static=True), 3),
+    ],
+)  # fmt: skip
+def test_every_head_and_branch_is_ablated(fields, branches):
+    net, _ = make_lm(**fields)
+    assert len(branches_of(net)) == branches
+    listed = all_ablations(net, [1])
+    assert len(set(listed)) == len(listed) == HEADS + 2 * (branches + bool(branches))
