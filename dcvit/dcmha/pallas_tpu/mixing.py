@@ -62,7 +62,7 @@ def build(
                 moved = [pltpu.roll(plane, (h - b) * keys % LANES, axis=1) for h, plane in enumerate(planes)]
                 x = moved[0]
                 for h in range(1, heads):
-                    x = jnp.where(lane // keys == h, moved[h], x)
+                    x = jnp.where(jax.lax.div(lane, keys) == h, moved[h], x)
                 out[b, first : first + SUBLANES] = _twice(config, x) if config.rounded else x
 
 
@@ -93,7 +93,7 @@ def _planes(
             found[h] = jnp.where(head == n, found[h] + weight, found[h])
     if config.groups == 1:
         return found
-    return [jnp.where(head // per_group == h // per_group, x, 0.0) for h, x in enumerate(found)]
+    return [jnp.where(jax.lax.div(head, per_group) == h // per_group, x, 0.0) for h, x in enumerate(found)]
 
 
 def _twice(config: KernelConfig, x: Array) -> Array:

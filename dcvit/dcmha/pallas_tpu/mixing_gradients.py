@@ -54,13 +54,13 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
     keys, per_group, (sublane, lane) = config.mix_keys, config.heads // config.groups, positions()
     per_tile = LANES // keys
     some = [packed[b, half] for b in range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))]
-    group = (half * SUBLANES + ((sublane - lane) & (SUBLANES - 1))) // per_group
+    group = jax.lax.div(half * SUBLANES + ((sublane - lane) & (SUBLANES - 1)), per_group)
     planes = []
     for h in range(config.heads):
         plane = jnp.zeros((SUBLANES, LANES), jnp.float32)
         for b, x in enumerate(some):
             shift = (b - h) * keys % LANES
-            plane = jnp.where(lane // keys == b, pltpu.roll(x, shift, axis=1) if shift else x, plane)
+            plane = jnp.where(jax.lax.div(lane, keys) == b, pltpu.roll(x, shift, axis=1) if shift else x, plane)
         planes.append(plane if config.groups == 1 else jnp.where(group == h // per_group, plane, 0.0))
     return planes
 
