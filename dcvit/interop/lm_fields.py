@@ -23,6 +23,7 @@ class LMFields:
     mlp_dim: int | None = None
     num_heads: int = 12
     num_key_heads: int | None = None
+    heads: str | None = None
     context: int = 2048
     position: str = "rotary"
     rotary_fraction: float = 1.0

@@ -19,7 +19,7 @@ from dcvit.interop.tensors import Json, Tensors
 ATTENTION = "MultiHeadDotProductAttention_0"
 DEFAULTS: Json = {  # of the fields of `dcvit.models.vit.ViT` that the links and exports read
     "posemb": "learn", "pool_type": "gap", "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6,
-    "layer_scale": None, "compose": None, "qk_norm": None, "mlp_dim": None,
+    "layer_scale": None, "compose": None, "heads": None, "qk_norm": None, "mlp_dim": None,
 }  # fmt: skip
 
 
@@ -334,7 +334,7 @@ def check_expressible(description: Description, what: str, **values: tuple[objec
         raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")
     fields = settings(description)
     possible: dict[str, tuple[object, ...]] = {
-        "compose": (None,), "qk_norm": (None,), "posemb": ("learn",), "rep_size": (False, 0), **values
+        "compose": (None,), "heads": (None,), "qk_norm": (None,), "posemb": ("learn",), "rep_size": (False, 0), **values
     }  # fmt: skip
     for name, known in possible.items():
         if fields[name] not in known:

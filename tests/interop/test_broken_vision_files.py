@@ -352,6 +352,7 @@ def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
     ("family", "fields", "match"),
     [
         ("timm", {"compose": "both"}, r"timm cannot express compose='both', only None"),
+        ("timm", {"heads": "moh"}, r"timm cannot express heads='moh', only None"),
         ("timm", {"norm_epsilon": 1e-3}, "norm_epsilon=0.001, only 1e-06"),
         ("timm", {"pool_type": "0"}, "pool_type='0', only"),
         ("hf_vit", {"num_outputs": None}, "cannot express features without pre_logits"),
