@@ -26,8 +26,8 @@ def test_packed_arrays_are_those_of_the_model():
         expected = np.asarray(arrays[f"block01/{name.replace('.', '/')}"])
         expected = expected if name.endswith("static") else expected[0]
         largest = np.abs(expected).max(axis=0)
-        precision = dict(rtol=1e-5, atol=2**-14 if name in "qk" else 2**-12) if name in "qkv" else dict(rtol=2**-16)
-        np.testing.assert_allclose(x / largest, expected / largest, **precision, err_msg=name)
+        atol = 2**-18 if name not in "qkv" else 2**-14 if name in "qk" else 2**-12
+        np.testing.assert_allclose(x / largest, expected / largest, rtol=2**-16, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])

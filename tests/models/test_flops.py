@@ -171,8 +171,8 @@ def test_small_16_uses_every_weight_once_per_token_plus_the_scores():
 
 @pytest.mark.parametrize("compose", [None, "both"])
 def test_compiler_counts_at_most_5_percent_more(compose):
-    """XLA also counts element-wise operations, which are few in wide blocks."""
-    net = small(width=192, num_heads=6, mlp_dim=None, compose=compose)
+    """XLA also counts element-wise operations and products with zeros, which are few in wide blocks."""
+    net = small(width=384, num_heads=6, mlp_dim=None, compose=compose)
     function, params = logits_of(net, an_image())
     count = jax.jit(function).lower(params, an_image()).compile().cost_analysis()["flops"]
     assert 1 <= count / vit_flops(net, IMAGE) < 1.05

@@ -18,8 +18,10 @@ from trained_workdirs import DIGITS, TEXT
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ["images", "text", "training", "loading weights", "compilation cache"]
 # TensorFlow imports h5py, which asks `uname -p` for the processor, and urllib3, which checks if a socket can be bound
-# to the local address ::1. Nothing is sent. Event -> arguments and caller.
+# to the local address ::1. Nothing is sent. Numba unpickles its own machine code from the folder of the package, or the
+# user's cache folder. Event -> arguments and caller.
 KNOWN = {
+    "pickle.find_class": ("numba", "numba/core/caching.py"),
     "subprocess.Popen": ("['uname', '-p']", "h5py/__init__.py"),
     "socket.bind": ("('::1', 0)", "urllib3/util/connection.py"),
 }
