@@ -1,17 +1,32 @@
 """Plain attention by cuDNN's fused kernels, through `jax.nn.dot_product_attention`.
 
 cuDNN computes plain attention of bfloat16 or float16 on NVIDIA GPUs with float32 statistics and without scores in
-memory. JAX checks while it traces whether cuDNN is installed and supports the width of the heads.
+memory. JAX checks while it traces whether cuDNN is installed and supports the width of the heads. JAX's function has no
+forward mode; here it is that of `reference`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import jax
 import jax.numpy as jnp
 
+from dcvit.dcmha import reference
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.shapes import Array, Bool, Float
+
+Inputs: TypeAlias = tuple[Array, Array, Array]  # q, k, v
+
+
+class Static(NamedTuple):
+    """Options of plain attention."""
+
+    causal: bool
+    window: int | None
+    scale: float
 
 
 def attention(
@@ -42,10 +57,34 @@ def attention(
     is_causal = causal or window is not None
     if is_causal and q.shape[1] != k.shape[1]:
         raise UnsupportedError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
-    local = None if window is None else (window - 1, 0)
     try:
-        return jax.nn.dot_product_attention(
-            q, k, v, scale=scale, is_causal=is_causal, local_window_size=local, implementation="cudnn"
-        )
+        return _attention(Static(is_causal, window, scale), (q, k, v))
     except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
         raise UnsupportedError(f"cuDNN: {str(error).strip().splitlines()[0]}") from error
+
+
+def _call(static: Static, x: Inputs) -> Array:
+    local = None if static.window is None else (static.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        *x, scale=static.scale, is_causal=static.causal, local_window_size=local, implementation="cudnn"
+    )
+
+
+def _forward(static: Static, x: Inputs) -> tuple[Array, list[Array]]:
+    """Return the output and what JAX's gradient keeps."""
+    out, gradient = jax.vjp(lambda *x: _call(static, x), *x)
+    return out, jax.tree.leaves(gradient)
+
+
+def _backward(static: Static, x: Inputs, residuals: list[Array], d_out: Array) -> Inputs:
+    gradient = jax.eval_shape(lambda *x: jax.vjp(lambda *x: _call(static, x), *x)[1], *x)
+    found: Inputs = jax.tree.unflatten(jax.tree.structure(gradient), residuals)(d_out)
+    return found
+
+
+def _forward_mode(static: Static, x: Inputs) -> Array:
+    causal, window, scale = static
+    return reference.attention(*x, None, None, causal=causal, window=window, mask=None, groups=1, scale=scale)
+
+
+_attention = differentiable(_forward, _backward, _forward_mode)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import random_case
 from jax._src.cudnn import fused_attention_stablehlo
+from test_derivatives import check_forward_mode, check_second_derivatives
 
 from dcvit import dcmha
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import cudnn, dispatch
 
 CALL = "__cudnn$fmhaSoftmax"
 
@@ -102,6 +103,25 @@ def test_without_cudnn_the_reference_attends(monkeypatch, log):
     args, options = case()
     assert CALL not in lowered(args, **options)
     assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
+
+
+def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_reference(monkeypatch):
+    """XLA computes attention in place of cuDNN, so that the derivatives around it run without a GPU, in float32."""
+    args, options = random_case(16, branches=None, heads=4, window=5, key_heads=2)
+    by_cudnn = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **o: by_cudnn(*a, **o | {"implementation": "xla"}))
+
+    def attention(q, k, v, pre, post, *, causal, window, scale, **_):
+        return cudnn._attention(cudnn.Static(True, window, scale), (q, k, v))
+
+    check_forward_mode(attention, args, options)
+    check_second_derivatives(attention, args, options, 2e-5)
+
+
+def test_forward_mode_calls_cudnn_for_the_value_only():
+    args, options = case()
+    tangent = jax.jit(lambda *x: jax.jvp(lambda *x: dcmha.attention(*x, **options), x, x))
+    assert tangent.trace(*args[:3]).lower(lowering_platforms=("cuda",)).as_text().count(f"@{CALL}") == 1
 
 
 def test_cudnn_counts_as_fused():
