@@ -299,9 +299,9 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
             out_specs[f"d{name}"] = specs[name]
     for name in ("static_pre", "static_post"):
         if name in inputs:
-            block = (config.examples, inputs[name].size, SUBLANES, LANES)
+            block = (config.examples, config.heads, cdiv(config.heads, SUBLANES), SUBLANES, LANES)
             shapes[f"d{name}"] = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
-            out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0))
+            out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0, 0))
     results = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, *shapes, *scratch)),
         grid=(blocks,),
@@ -314,7 +314,15 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
         name="dcmha_gradients",
     )(*inputs.values())
     named = zip(shapes, results, strict=True)
-    return {name: x if "static" in name else examples.unview(x) for name, x in named}
+    return {name: _static_gradients(config, x) if "static" in name else examples.unview(x) for name, x in named}
+
+
+def _static_gradients(config: KernelConfig, x: Array) -> Array:
+    """Return the gradients of static weights, (1, H·H/G, 1, 1), from the registers of `matrix_gradients`."""
+    heads, groups = config.heads, config.groups
+    by_input = jnp.sum(x, axis=(0, 4)).reshape(heads, -1)[:, :heads]
+    grouped = by_input.reshape(groups, heads // groups, groups, heads // groups)
+    return jnp.stack([grouped[g, :, g] for g in range(groups)]).reshape(1, -1, 1, 1)
 
 
 def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, pl.MemoryRef]:

@@ -77,7 +77,8 @@ def matrix_gradients(
       packed: registers of `diagonals`, (blocks, H/8, 8, 128).
       weights: unscaled key-wise weights, (columns, keys).
       out: gradients of the scaled packed key-wise weights, (columns, keys).
-      static: registers whose sums are the gradients of static weights, (H·H/G, 8, 128). Tile 0 writes them, others add.
+      static: (H, H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register. Tile
+        0 writes them, others add.
       tile: number of the 128 keys.
     """
     for half in range(packed.shape[1]):
@@ -85,7 +86,9 @@ def matrix_gradients(
         if layout.key_rank or layout.key.gate is not None:
             _key_wise(config, layout, planes, half, tile, existing(weights), existing(out))
         if static is not None:
-            _static(config, planes, half, tile, static)
+            for h, plane in enumerate(planes):
+                by_output = turned(plane, positions()[1], back=True)
+                static[h, half] = static[h, half] + by_output if tile else by_output
 
 
 def _key_wise(
@@ -116,15 +119,3 @@ def _key_wise(
         for h in range(first, first + count):
             gate = jnp.where((sublane - h - lane) & (SUBLANES - 1) == 0, planes[h], gate)
         out[some_rows(layout.key.gate), columns] = turned(gate, lane, back=True)[:count]
-
-
-def _static(config: KernelConfig, planes: list[Array], half: int, tile: int, static: Ref) -> None:
-    """Add the gradients of the static weights from 128 keys; each fills one row of its register."""
-    per_group, (sublane, lane) = config.heads // config.groups, positions()
-    for h, plane in enumerate(planes):
-        by_output = turned(plane, lane, back=True)
-        for n in range(h - h % per_group, h - h % per_group + per_group):
-            if n // SUBLANES == half:
-                index = h * per_group + n % per_group
-                row = jnp.where(sublane == n % SUBLANES, by_output, 0.0)
-                static[index] = static[index] + row if tile else row

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig
 from dcvit.dcmha.pallas_tpu.packing import compose_layouts
 from dcvit.dcmha.shapes import Array
@@ -99,6 +99,8 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
     if config.examples > 1:  # two more planes, tokens of one example, and weights of one example in several forms
         scratch += 8 * plane + 4 * tokens + 20 * (config.block_q + config.block_k) * round_up(columns, LANES)
+        registers = config.heads * cdiv(config.heads, SUBLANES) * sum(layout.has_static for layout in layouts)
+        windows += registers * SUBLANES * LANES * 4
     return 2 * windows * config.examples + scratch
 
 
