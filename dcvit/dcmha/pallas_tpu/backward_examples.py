@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -291,7 +292,8 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
     inputs = {name: examples.view(x) if name in TOKENS else x for name, x in inputs.items()}
     rest = block_specs(config, {name: x for name, x in inputs.items() if name not in TOKENS}, lambda: 0, lambda: 0)
     specs = {name: examples.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
-    blocks, scratch = inputs["q"].shape[1], scratch_shapes(config, inputs)
+    columns: dict[str, int] = {name: inputs[name].shape[2] * LANES for name in ("wq", "wk") if name in inputs}
+    blocks, scratch = inputs["q"].shape[1], scratch_shapes(config, columns)
     shapes, out_specs = {}, {}
     for name in TOKENS:
         if name in inputs and name != "do":
@@ -325,8 +327,26 @@ def _static_gradients(config: KernelConfig, x: Array) -> Array:
     return jnp.stack([grouped[g, :, g] for g in range(groups)]).reshape(1, -1, 1, 1)
 
 
-def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, pl.MemoryRef]:
-    """Return the VMEM buffers by name."""
+def vmem_bytes(config: KernelConfig) -> int:
+    """Return the bytes of VMEM of two blocks of every array and of the buffers."""
+    numbers = {f"w{side}": round_up(packed_columns(config, side), LANES) for side in ("q", "k")}
+    columns: dict[str, int] = {name: number for name, number in numbers.items() if number}
+    wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
+    words = config.queries * (3 * wide + 2 * numbers["wq"]) + config.keys * (4 * narrow + 2 * numbers["wk"])
+    rows = round_up(config.heads, SUBLANES) + round_up(config.block_k, examples.TILE_ROWS) // 2
+    words += rows * config.block_q  # log-sum-exp and a mask of bfloat16
+    mixed = [layout for layout in (config.pre, config.post) if layout is not None and layout.has_static]
+    words += len(mixed) * config.heads * cdiv(config.heads, SUBLANES) * SUBLANES * LANES
+    total = 2 * config.examples * words * 4
+    for x in scratch_shapes(config, columns).values():
+        itemsize = np.dtype(x.dtype).itemsize
+        rows = round_up(x.shape[-2], SUBLANES * 4 // itemsize)  # complete registers
+        total += math.prod((*x.shape[:-2], rows, x.shape[-1])) * itemsize
+    return total
+
+
+def scratch_shapes(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.MemoryRef]:
+    """Return the VMEM buffers by name. `columns` are those of the weights in HBM, by name."""
     heads, keys, queries, operand = config.heads, config.block_k, config.block_q, config.operand_dtype
     wide, narrow = heads * config.head_dim, config.key_heads * config.head_dim
     found = {name: pltpu.VMEM((heads, keys, queries), jnp.float32) for name in ("x_next", "x", "y", "p", "dp", "dl")}
@@ -335,18 +355,18 @@ def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, 
     found |= {"mixed": ring(config), "mixed_back": ring(config)}
     found |= {name: examples.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
     found |= {name: examples.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
-    if "wq" in inputs:
-        columns = inputs["wq"].shape[2] * LANES
-        found["wq_tile"] = examples.tile(queries, columns, jnp.float32)
-        found["wq_rows"] = found["wq_next"] = pltpu.VMEM((1, queries // LANES, columns, LANES), jnp.float32)
-        found["dwq_rows"] = pltpu.VMEM((columns, queries), jnp.float32)
+    if "wq" in columns:
+        size = columns["wq"]
+        found["wq_tile"] = examples.tile(queries, size, jnp.float32)
+        found["wq_rows"] = found["wq_next"] = pltpu.VMEM((1, queries // LANES, size, LANES), jnp.float32)
+        found["dwq_rows"] = pltpu.VMEM((size, queries), jnp.float32)
         found["gq"] = pltpu.VMEM((packed_columns(config, "q"), SUBLANES, queries), jnp.float32)
-    if "wk" in inputs:
-        columns, tokens = inputs["wk"].shape[2] * LANES, round_up(keys, LANES)
-        found["wk_tile"] = examples.tile(tokens, columns, jnp.float32)
-        rows = pltpu.VMEM((columns + SUBLANES, tokens), jnp.float32)
+    if "wk" in columns:
+        size, tokens = columns["wk"], round_up(keys, LANES)
+        found["wk_tile"] = examples.tile(tokens, size, jnp.float32)
+        rows = pltpu.VMEM((size + SUBLANES, tokens), jnp.float32)
         found |= dict.fromkeys(("wk_rows", "wk_next", "wk_last"), rows)
-        found["dwk_rows"] = pltpu.VMEM((columns, tokens), jnp.float32)
+        found["dwk_rows"] = pltpu.VMEM((size, tokens), jnp.float32)
     return found | compose_scratch(config)
 
 

@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
-from dcvit.dcmha.numerics import cdiv, round_up
+from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.pallas_tpu import backward_examples
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig
 from dcvit.dcmha.pallas_tpu.packing import compose_layouts
 from dcvit.dcmha.shapes import Array
@@ -17,6 +18,8 @@ STRIP = SUBLANES  # keys of a strip: the rows of one register
 # Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e and of 64 MiB on v5p. The kernels have been compiled
 # for these chips only.
 VMEM_BYTES = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20}
+
+COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel with blocks of eight examples
 
 
 def check_device() -> None:
@@ -97,11 +100,7 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
         + config.block_k * (2 * narrow + columns + LANES) * 4
     )
     scratch += rows * (16 * config.block_q + queries) * 4 + broadcast
-    if config.examples > 1:  # two more planes, tokens of one example, and weights of one example in several forms
-        scratch += 8 * plane + 4 * tokens + 20 * (config.block_q + config.block_k) * round_up(columns, LANES)
-        registers = config.heads * cdiv(config.heads, SUBLANES) * sum(layout.has_static for layout in layouts)
-        windows += registers * SUBLANES * LANES * 4
-    return 2 * windows * config.examples + scratch
+    return 2 * windows + scratch
 
 
 def make_config(
@@ -142,10 +141,10 @@ def make_config(
 def interleaved(config: KernelConfig, batch: int) -> KernelConfig:
     """Return the configuration with blocks of eight interleaved examples, if that is possible."""
     keys = mix_keys(config.heads)
-    found = config._replace(examples=SUBLANES, mix_keys=keys)
     whole = (
         batch % SUBLANES == config.heads * config.head_dim % LANES == config.key_heads * config.head_dim % LANES == 0
     )
-    if config.is_single_tile and whole and keys and backward_vmem_bytes(found) <= config.vmem_bytes:
-        return found._replace(block_k=round_up(config.keys, keys))
-    return config
+    if not (config.is_single_tile and whole and keys):
+        return config
+    found = config._replace(examples=SUBLANES, mix_keys=keys, block_k=round_up(config.keys, keys))
+    return found if backward_examples.vmem_bytes(found) + COMPILER_BYTES <= config.vmem_bytes else config

@@ -1,0 +1,80 @@
+"""The estimated VMEM of the TPU gradient kernels covers all blocks and buffers that they declare."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.pallas_tpu import api, backward_examples, tiling
+
+LIMIT = 120 * 2**20
+ROWS = {4: 8, 2: 16}  # of a register, by the bytes of a number
+
+
+class DeclaredError(Exception):
+    """Raised with the bytes that the kernel declares."""
+
+
+def in_registers(shape, dtype):
+    """Bytes of an array whose last two axes are padded to complete registers."""
+    bytes_each = np.dtype(dtype).itemsize
+    sizes = [1 if size is None else size for size in (1, *shape)]
+    rows, lanes = (-(-size // n) * n for size, n in zip(sizes[-2:], (ROWS[bytes_each], 128), strict=True))
+    return math.prod(sizes[:-2]) * rows * lanes * bytes_each
+
+
+def declared(monkeypatch, q, k, weights, groups, mask):
+    """Bytes of the gradient kernel: two blocks of each array in VMEM, and its buffers."""
+
+    def record(kernel, *, in_specs, out_specs, out_shape, scratch_shapes, name, **options):
+        def call(*arrays):
+            if name != "dcmha_gradients":
+                return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
+            arrays = zip((*in_specs, *out_specs), (*arrays, *out_shape), strict=True)
+            blocks = [in_registers(spec.block_shape, x.dtype) for spec, x in arrays if spec.block_shape is not None]
+            raise DeclaredError(2 * sum(blocks) + sum(in_registers(x.shape, x.dtype) for x in scratch_shapes))
+
+        return call
+
+    monkeypatch.setattr(pl, "pallas_call", record)
+    options = dict(causal=False, window=None, groups=groups, scale=1.0)
+
+    def gradient(q, k, v, pre, post, mask, do):
+        return jax.vjp(lambda *x: api.attention(*x, mask=mask, **options), q, k, v, pre, post)[1](do)
+
+    with pytest.raises(DeclaredError) as found:
+        jax.eval_shape(gradient, q, k, k, weights, weights, mask, q)
+    return found.value.args[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim", "tokens", "rank", "groups", "static", "dtype"),
+    [
+        (6, 6, 64, 197, 2, 1, False, jnp.float32),
+        (12, 12, 64, 197, 2, 1, True, jnp.bfloat16),
+        (8, 2, 64, 250, 8, 2, True, jnp.float32),
+        (4, 4, 32, 64, 1, 1, True, jnp.float32),
+        (16, 16, 8, 40, 1, 1, True, jnp.float32),
+    ],
+)
+def test_the_estimate_is_at_least_what_is_declared(
+    monkeypatch, heads, key_heads, head_dim, tokens, rank, groups, static, dtype
+):
+    monkeypatch.setattr(tiling, "vmem_limit", lambda: LIMIT)
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    q, k = array(8, tokens, heads, head_dim), array(8, tokens, key_heads, head_dim)
+    side = [array(8, tokens, rank, heads), array(8, tokens, rank, heads), array(8, tokens, heads)]
+    weights = ComposeWeights(*side, *side, array(groups, heads // groups, heads // groups) if static else None)
+    mask = array(8, 1, tokens, tokens, dtype=jnp.bool_)
+    options = dict(causal=False, window=None, groups=groups, scale=1.0, vmem_bytes=LIMIT)
+    configs = []
+    jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
+    (config,) = configs
+    assert config.examples == 8
+    estimate = backward_examples.vmem_bytes(config)
+    assert estimate + tiling.COMPILER_BYTES <= LIMIT
+    assert 0.95 * estimate < declared(monkeypatch, q, k, weights, groups, mask) <= estimate
