@@ -1,8 +1,8 @@
 """Loops over the pixels of RGB images, compiled by numba; `input_pipeline.images.kernels` calls them.
 
 Numba compiles the loops when this module is imported for the first time, which takes some seconds, and stores the
-machine code beside this file or in the user's cache folder. The loops do not hold Python's lock. Floating-point
-operations are neither reordered nor fused.
+machine code beside this file or in the user's cache folder, if one can be written. The loops do not hold Python's lock
+and do not check bounds. Floating-point operations are neither reordered nor fused.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def _compiled(*arguments: types.Type) -> Callable[[Callable[..., None]], Callabl
 
         try:
             return compiled(cache=True)
-        except RuntimeError:  # no folder for the machine code is writable
+        except (RuntimeError, OSError, EOFError):  # no folder is writable, the disk is full, or a file is cut off
             return compiled(cache=False)
 
     return compile_
