@@ -5,6 +5,7 @@ every machine and in every version of numpy.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -37,14 +38,15 @@ def example_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def draws(seed: int, stream: int, index: int, count: int) -> Draw:
-    """Return the random numbers of one generated example, up to `count` of them, from raw bits of Philox.
+    """Return the random numbers of one generated example, from raw bits of Philox.
 
     Args:
       seed: seed of the data.
       stream: another number gives other examples, as for the splits of data.
       index: the example.
-      count: the most that may be drawn.
+      count: how many bits are drawn at a time, which changes no number.
     """
     key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, index, 0], np.uint64)
-    bits = iter(np.random.Philox(key=key, counter=counter).random_raw(count).tolist())
+    generator = np.random.Philox(key=key, counter=counter)
+    bits = itertools.chain.from_iterable(iter(lambda: generator.random_raw(count).tolist(), None))
     return lambda n: int(next(bits) % n)

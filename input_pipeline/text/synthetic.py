@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from input_pipeline.errors import InputError, nearest
-from input_pipeline.shuffle import draws
+from input_pipeline.shuffle import Draw, draws
 from input_pipeline.source import Example
-from input_pipeline.text.synthetic_tasks import DRAWS, TASKS, WORDS, Task, make_example
+from input_pipeline.text.synthetic_tasks import DRAWS, TASKS, WORDS, Task, in_validation, make_example
 from input_pipeline.text.tokenizer import WordTokenizer
 
 SPLITS = ("train", "validation")
@@ -40,7 +40,7 @@ class Source:
     ):
         """
         Args:
-          split: "train" or "validation", which have different random numbers.
+          split: "train" or "validation". No example of one has facts about the same set of words as one of the other.
           shots: number of examples before the last one of a row.
           seed: seed of all random choices.
           tasks: patterns of the names of tasks, such as "same/*" or ["*/things/*", "odd/*"].
@@ -76,12 +76,19 @@ class Source:
         is_target = np.zeros(self.context + 1, bool)
         start = 0
         for shot in range(self.count):
-            words = make_example(self.tasks[number], draw)
+            words = self._example(self.tasks[number], draw)
             end = start + len(words)
             row["tokens"][start:end], row["shots"][start:end] = self.tokenizer.numbers(words), shot
             is_target[end - 2] = True
             start = end
         return {**row, "is_target": is_target, "task": np.int32(number)}
+
+    def _example(self, task: Task, draw: Draw) -> list[str]:
+        """Return the words of one example of the split."""
+        while True:
+            words = make_example(task, draw)
+            if in_validation(words) == (self.split == "validation"):
+                return words
 
     def describe(self, index: int) -> str:
         """Return the split, the number of a row and its task."""

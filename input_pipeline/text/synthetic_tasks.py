@@ -21,13 +21,15 @@ The answer is the word before `;`. Every task is a product of
   an order     of the words in a fact: "Ruth apple ." or, with the suffix /reversed, "apple Ruth ."
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from input_pipeline.shuffle import Draw
+from input_pipeline.text import documents
 
 Item = TypeVar("Item")
-DRAWS = 16  # an example calls `Draw` at most this often
+DRAWS = 16  # `make_example` calls `Draw` at most this often
 FACTS = 3  # in every example
 MEMBERS = {
     "fruit": "apple cherry lemon plum",
@@ -51,6 +53,8 @@ CYCLES = (
 )
 OPPOSITES = ("big small", "hot cold", "old young", "fast slow", "rich poor", "loud quiet", "happy sad", "wet dry")
 PERSONS = ("Alan", "Bella", "Carol", "Daniel", "Edith", "Frank", "Greta", "Hugo", "Irene", "John", "Paula", "Ruth")
+NO_CONTENT = {".", *PERSONS}  # parts of facts besides the words of a domain
+VALIDATION_FRACTION = 0.2  # approximate, of the sets of words
 PERSON_PATTERNS = {"same": "so", "other": "not", "with": "with", "without": "without"}  # first word of the question
 LIST_PATTERNS = ("first", "last", "in", "unlike", "odd")
 PATTERNS = {**PERSON_PATTERNS, **{name: name for name in LIST_PATTERNS}}
@@ -161,6 +165,20 @@ def make_example(task: Task, draw: Draw) -> list[str]:
     for person, word in zip(persons, words, strict=True):
         facts += [word, person, "."] if task.reversed else [person, word, "."]
     return [*facts, PATTERNS[task.pattern], task.relation, *question, ";"]
+
+
+def in_validation(example: Sequence[str]) -> bool:
+    """Return whether an example is in the validation split, by a hash of the set of words that its facts are about.
+
+    Examples of all tasks, orders and persons with the same words are therefore in the same split.
+    """
+    end = max(i for i, word in enumerate(example) if word == ".")
+    return _hashed_to_validation(frozenset(example[:end]) - NO_CONTENT)
+
+
+@functools.cache
+def _hashed_to_validation(content: frozenset[str]) -> bool:
+    return documents.in_validation(" ".join(sorted(content)), VALIDATION_FRACTION)
 
 
 def _list_example(task: Task, words: list[str], at: int, draw: Draw) -> list[str]:

@@ -132,6 +132,32 @@ def test_rows_are_a_function_of_seed_split_and_index():
     assert len({row for found in variants for row in found}) == 2 * len(variants)
 
 
+@pytest.mark.parametrize("tasks", ["*", *(f"*/{domain}/*" for domain in ("things", "cities", "times", "traits"))])
+def test_splits_share_no_set_of_words_in_facts(tasks):
+    def contents(split):
+        source, found = ip.open_source("synthetic", tasks=tasks, split=split), set()
+        for index in range(600):
+            text = source.tokenizer.decode(source[index]["tokens"].tolist())
+            for example in text.split(";")[: source.count]:
+                found.add(frozenset(example.rpartition(".")[0].split()) - {".", *PERSONS})
+        return found
+
+    train, validation = contents("train"), contents("validation")
+    assert len(train) > 100
+    assert len(validation) > 20
+    assert not train & validation
+
+
+def test_every_task_has_examples_in_both_splits_and_the_rows_have_the_answers_everywhere():
+    for split in ("train", "validation"):
+        source = ip.open_source("synthetic", shots=0, split=split)
+        words = [source.tokenizer.decode(source[i]["tokens"].tolist()).split() for i in range(10 * len(TASKS))]
+        examples = [row[: row.index(";") + 1] for row in words]
+        assert all(answers(example) == {example[-2]} for example in examples)
+        for number in range(len(TASKS)):
+            assert len({tuple(example) for example in examples[number :: len(TASKS)]}) > 2
+
+
 def test_stream_can_start_at_any_step():
     source = ip.open_source("synthetic", shots=0, examples=50)
     stream = ip.train_batches(source, "", 16, 3, threads=0)
