@@ -6,6 +6,7 @@ task, one per line. From the third on, the answer is between brackets. The brack
     {"task_id": "task0", "texts": "\\n< … >. Ruth owns a kind of fruit\\n< … >. John owns a kind of [ animal ]\\n"}
 """
 
+import array
 import re
 from typing import NamedTuple
 
@@ -16,11 +17,13 @@ from input_pipeline.errors import InputError
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import LINE_SUFFIXES, find_files, read_documents
-from input_pipeline.text.files import check_memory, check_size
+from input_pipeline.text.files import check_memory, check_size, token_dtype
 from input_pipeline.text.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer
 
 MARK = re.compile(r"\[ (.+?) \]")
-ROW_BYTES = 512  # approximate memory of a row besides its tokens
+ROW_BYTES = 512  # approximate memory of a row besides its arrays and its location
+TOKEN_CHARACTERS = 256  # a longer text has more tokens than this many characters allow, with any tokenizer in use
+PREFIXES = 32  # that are tokenized together
 
 
 class MarkedText(NamedTuple):
@@ -31,10 +34,10 @@ class MarkedText(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of a line, and (first token, last token + 1, shots) of each answer."""
+    """The tokens of a line, and (first token, last token + 1, shots) of each answer as rows of an array."""
 
     tokens: np.ndarray
-    answers: tuple[tuple[int, int, int], ...]
+    answers: np.ndarray
     location: str
 
 
@@ -69,8 +72,8 @@ class Source:
 
         Raises:
           MissingDataError: the files or the tokenizer do not exist.
-          InputError: a row has no answers or is longer than the context, the tokenizer joins an answer with the text
-            around it, or a file is invalid (see `input_pipeline.text.documents`).
+          InputError: a row has no answers or is longer than the context, the rows do not fit in memory, the tokenizer
+            joins an answer with the text around it, or a file is invalid (see `input_pipeline.text.documents`).
         """
         self.context = packing.check_context(context)
         opened = open_tokenizer(tokenizer, end_of_text)
@@ -80,18 +83,20 @@ class Source:
         check_size(files, path)
         available, size = memory.available(), 0
         self.rows: list[Row] = []
-        names: list[str] = []
+        names: dict[str, int] = {}
+        tasks = array.array("i")
         for document in read_documents(files, (task, text)):
             row = _encode(document.texts[1], opened, document.location, context)
-            size += row.tokens.nbytes + ROW_BYTES
+            if document.texts[0] not in names:
+                names[document.texts[0]] = len(names)
+                size += len(document.texts[0]) + ROW_BYTES
+            size += row.tokens.nbytes + row.answers.nbytes + len(row.location) + ROW_BYTES
             check_memory(size, available, path)
             self.rows.append(row)
-            names.append(document.texts[0])
+            tasks.append(names[document.texts[0]])
         if not names:
             raise InputError(f"{path} holds no lines")
-        self.task_names = tuple(dict.fromkeys(names))
-        numbers = {name: i for i, name in enumerate(self.task_names)}
-        self.tasks = np.array([numbers[name] for name in names], np.int32)
+        self.task_names, self.tasks = tuple(names), np.array(tasks, np.int32)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,7 +105,7 @@ class Source:
         row = self.rows[index]
         tokens = packing.padded_row(row.tokens, self.context)["tokens"]
         is_target, shots = np.zeros(self.context + 1, bool), np.zeros(self.context + 1, np.int32)
-        for start, end, before in row.answers:
+        for start, end, before in row.answers.tolist():
             is_target[start:end], shots[start:end] = True, before
         return {"tokens": tokens, "is_target": is_target, "task": self.tasks[index], "shots": shots}
 
@@ -115,29 +120,43 @@ class Source:
 
 def read_marks(text: str, location: str) -> MarkedText:
     """Remove the marks of a text, and return where its answers are. Raises InputError if it has none."""
-    plain, answers, read = "", [], 0
-    for match in MARK.finditer(text):
-        plain += text[read : match.start()]
-        start = len(plain) - plain.endswith(" ")
-        plain += match[1]
-        answers.append((start, len(plain), plain.lstrip("\n").count("\n")))
-        read = match.end()
+    parts: list[str] = []
+    answers, length = [], 0  # of the parts
+    blank = len(text) - len(text.lstrip("\n"))  # lines before the first example
+    for number, line in enumerate(text.split("\n")):
+        read = 0
+        # No mark begins after the last end of a mark; without this bound, many beginnings take quadratic time.
+        for match in MARK.finditer(line, 0, line.rfind(" ]") + 2):
+            before = line[read : match.start()]
+            start = length + len(before) - before.endswith(" ")
+            length += len(before) + len(match[1])
+            parts += [before, match[1]]
+            answers.append((start, length, max(number - blank, 0)))
+            read = match.end()
+        parts += [line[read:], "\n"]
+        length += len(line) - read + 1
     if not answers:
         raise InputError(f"{location}: no answer between '[ ' and ' ]'")
-    return MarkedText(plain + text[read:], tuple(answers))
+    return MarkedText("".join(parts[:-1]), tuple(answers))
 
 
 def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row:
     """Return the tokens of a marked text. Raises InputError if they are no row; see `Source`."""
+    if len(text) > TOKEN_CHARACTERS * (context + 1):
+        raise InputError(f"{location}: {len(text):,} characters are more than the {context + 1} tokens of a row hold")
     marked = read_marks(text, location)
-    prefixes = [marked.text[:at] for start, end, _ in marked.answers for at in (start, end)]
-    tokens, *before = tokenizer.encode_batch([marked.text, *prefixes])
-    if not all(np.array_equal(tokens[: len(prefix)], prefix) for prefix in before):
-        raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
-    if not len(before[0]):
-        raise InputError(f"{location}: no text precedes the first answer")
+    (tokens,) = tokenizer.encode_batch([marked.text])
     if len(tokens) > context + 1:
         raise InputError(f"{location}: {len(tokens)} tokens are more than the {context + 1} of a row")
-    places = [len(prefix) for prefix in before]
+    ends = [at for start, end, _ in marked.answers for at in (start, end)]
+    places: list[int] = []
+    for first in range(0, len(ends), PREFIXES):
+        for prefix in tokenizer.encode_batch([marked.text[:at] for at in ends[first : first + PREFIXES]]):
+            if not np.array_equal(tokens[: len(prefix)], prefix):
+                raise InputError(f"{location}: the tokenizer joins an answer with the text around it")
+            places.append(len(prefix))
+    if not places[0]:
+        raise InputError(f"{location}: no text precedes the first answer")
     shots = [found[2] for found in marked.answers]
-    return Row(tokens.astype(np.int32), tuple(zip(places[::2], places[1::2], shots, strict=True)), location)
+    answers = np.array(list(zip(places[::2], places[1::2], shots, strict=True)), np.int32)
+    return Row(tokens.astype(token_dtype(tokenizer)), answers, location)

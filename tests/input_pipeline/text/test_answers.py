@@ -1,11 +1,14 @@
 """Rows of in-context examples with marked answers, in the format of the authors' synthetic data set."""
 
 import json
+import time
 
 import corpora
 import pytest
 
 import input_pipeline as ip
+from input_pipeline.text import answers
+from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytest_plugins = ["input_fixtures"]
 
@@ -83,9 +86,7 @@ def test_invalid_lines_are_named(tmp_path, line, message):
 
 
 def test_a_tokenizer_that_joins_an_answer_with_its_surroundings_is_an_error(tmp_path, monkeypatch):
-    from input_pipeline.text import answers, tokenizer
-
-    class Pairs(tokenizer.ByteTokenizer):
+    class Pairs(ByteTokenizer):
         """Two bytes make one token, wherever a word begins."""
 
         def encode_batch(self, texts):
@@ -99,6 +100,79 @@ def test_a_tokenizer_that_joins_an_answer_with_its_surroundings_is_an_error(tmp_
     path = write(tmp_path, {"task_id": "a", "texts": "a [ bc ] d"})
     with pytest.raises(ip.InputError, match=r"a\.jsonl:1: the tokenizer joins an answer with the text around it"):
         ip.open_source("answers", path=path, context=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\n\na [ b ]\n\nc[ d ] e", [(" b", 0), ("d", 2)]),
+        ("x [ a  ][ b ]", [(" a ", 0), ("b", 0)]),
+        ("x [ ] [ [ y ] ]", [(" ] [ [ y", 0)]),
+        ("x [ y\nz [ w ] [ v", [(" w", 1)]),
+    ],
+)
+def test_marks_of_one_line_are_answers(text, found):
+    marked = answers.read_marks(text, "a:1")
+    assert [(marked.text[start:end], shots) for start, end, shots in marked.answers] == found
+
+
+def test_many_marks_or_unended_marks_take_linear_time():
+    started = time.process_time()
+    assert len(answers.read_marks("a [ b ]\n" * 200_000, "a:1").answers) == 200_000
+    assert len(answers.read_marks("a [ b ]" + "[ " * 500_000, "a:1").answers) == 1
+    assert time.process_time() - started < 10
+
+
+class Counting(ByteTokenizer):
+    """Counts the characters of each batch."""
+
+    def __init__(self):
+        self.batches = []
+
+    def encode_batch(self, texts):
+        self.batches.append(sum(map(len, texts)))
+        return super().encode_batch(texts)
+
+
+def test_text_that_cannot_fit_a_row_is_refused_before_its_prefixes_are_tokenized(tmp_path, monkeypatch):
+    tokenizer = Counting()
+    monkeypatch.setattr(answers, "open_tokenizer", lambda *_: tokenizer)
+    path = write(tmp_path, {"task_id": "a", "texts": "a [ b ]" * 100})
+    with pytest.raises(ip.InputError, match="300 tokens are more than the 9 of a row"):
+        ip.open_source("answers", path=path, context=8)
+    assert tokenizer.batches == [300]
+    path = write(tmp_path, {"task_id": "a", "texts": "a [ b ]" * 1000})
+    with pytest.raises(ip.InputError, match=r"a\.jsonl:1: 7,000 characters are more than the 9 tokens of a row hold"):
+        ip.open_source("answers", path=path, context=8)
+    assert tokenizer.batches == [300]
+
+
+def test_batches_of_prefixes_are_bounded(tmp_path, monkeypatch):
+    tokenizer = Counting()
+    monkeypatch.setattr(answers, "open_tokenizer", lambda *_: tokenizer)
+    path = write(tmp_path, {"task_id": "a", "texts": "a [ b ]" * 2000})
+    assert len(marked(ip.open_source("answers", path=path, context=6000)[0])) == 2000
+    assert max(tokenizer.batches) <= answers.PREFIXES * 6000
+
+
+def test_rows_that_do_not_fit_in_memory_are_refused_whatever_holds_the_memory(tmp_path, monkeypatch):
+    """The memory of rows is that of tokens, answers, names of tasks and locations."""
+    monkeypatch.setattr(answers.memory, "available", lambda: 100_000)
+    lines = [{"task_id": "a", "texts": "a [ b ]"}] * 20
+    assert len(ip.open_source("answers", path=write(tmp_path, *lines), context=8)) == 20
+    names = [{"task_id": f"{i}" * 5000, "texts": "a [ b ]"} for i in range(20)]
+    with pytest.raises(ip.InputError, match="do not fit in the"):
+        ip.open_source("answers", path=write(tmp_path, *names), context=8)
+    many = [{"task_id": "a", "texts": "a [ b ]" * 500}] * 10
+    with pytest.raises(ip.InputError, match="do not fit in the"):
+        ip.open_source("answers", path=write(tmp_path, *many), context=1500)
+
+
+def test_rows_hold_tokens_in_the_smallest_type_and_one_string_per_task(tmp_path):
+    source = ip.open_source("answers", path=write(tmp_path, *[{"task_id": "a", "texts": "a [ b ]"}] * 3), context=8)
+    assert {row.tokens.dtype.itemsize for row in source.rows} == {2}
+    assert source.nbytes() == 3 * 3 * 2
+    assert source[0]["tokens"].dtype == "int32"
 
 
 def test_file_without_lines_is_an_error(tmp_path):
