@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypedDict
 
 import seeded_runs
-from seeded_runs import ROOT, complete_seeds, differences, machine, parameters, signed, step_ms
+from seeded_runs import ROOT, complete_seeds, differences, signed, step_ms
 
+from dcvit.reproduction.seeded import machine, parameters
 from dcvit.training.seeds import summarize
 
 METRIC = "validation/bits_per_byte"
@@ -36,7 +37,6 @@ ARMS = {
 }
 
 run = functools.partial(seeded_runs.run, metric=METRIC)
-final = functools.partial(seeded_runs.final, metric=METRIC)
 
 
 class Row(TypedDict):
@@ -89,10 +89,7 @@ def cache(key_heads: int, arm: str) -> int:
 
 def collect(out: Path) -> Result:
     """Return the measurements of all seeds whose runs are complete."""
-    complete = complete_seeds(
-        workdir(out, *arms()[0], 0).parent,
-        lambda seed: {f"{n} {arm}": final(workdir(out, n, arm, seed)) for n, arm in arms()},
-    )
+    complete = complete_seeds({f"{n} {arm}": workdir(out, n, arm, 0).parent for n, arm in arms()}, METRIC)
     paired = summarize(differences(complete, lambda name: f"{name.split()[0]} {PLAIN}"))
     rows = []
     for (n, arm), one, difference in zip(arms(), summarize(complete), paired, strict=True):

@@ -26,9 +26,10 @@ from typing import TypedDict
 import bench_train
 import jax
 import seeded_runs
-from seeded_runs import ROOT, complete_seeds, differences, machine, parameters, signed
+from seeded_runs import ROOT, complete_seeds, differences, signed
 
 from dcvit.parallel import runtime
+from dcvit.reproduction.seeded import machine, parameters
 from dcvit.training.seeds import summarize
 from dcvit.training.setup import load_setup
 
@@ -43,7 +44,6 @@ LR = {"mha": 2e-3, "dcmha": 2e-3}
 ROUNDS = 30  # of `--time`
 
 run = functools.partial(seeded_runs.run, metric=METRIC)
-final = functools.partial(seeded_runs.final, metric=METRIC)
 
 
 class Row(TypedDict):
@@ -88,7 +88,7 @@ def tune(out: Path) -> None:
 
 def collect(out: Path) -> Result:
     """Return the measurements of all seeds whose runs are complete."""
-    complete = complete_seeds(out / PLAIN, lambda seed: {arm: final(out / arm / f"seed{seed}") for arm in ATTENTION})
+    complete = complete_seeds({arm: out / arm for arm in ATTENTION}, METRIC)
     percent = {seed: {arm: 100 * value for arm, value in each.items()} for seed, each in complete.items()}
     paired = summarize(differences(percent, lambda arm: PLAIN))
     rows = [

@@ -24,13 +24,15 @@ from typing import TypedDict
 import numpy as np
 import seeded_runs
 from flax.traverse_util import flatten_dict, unflatten_dict
-from seeded_runs import ROOT, complete_seeds, differences, machine, parameters, signed
+from seeded_runs import ROOT, complete_seeds, differences, signed
 
 from dcvit.checkpoint.checkpointer import load_params
+from dcvit.checkpoint.files import replace
 from dcvit.evaluators.in_context import Evaluator
 from dcvit.models import Params
 from dcvit.parallel import runtime
 from dcvit.parallel.sharding import shardings
+from dcvit.reproduction.seeded import machine, parameters
 from dcvit.training.seeds import summarize
 from dcvit.training.trained import open_trained
 
@@ -51,7 +53,6 @@ ARMS = {
 BRANCHES = [f"{where}, {side}" for where in ("pre", "post") for side in ("query-wise", "key-wise")]
 
 run = functools.partial(seeded_runs.run, metric=METRIC)
-final = functools.partial(seeded_runs.final, metric=METRIC)
 
 
 class Row(TypedDict):
@@ -164,15 +165,14 @@ def measure(workdir: Path) -> dict[str, dict[str, float]]:
             ordered = sorted((drop(BRANCHES, [layer], [head]) for head in heads), reverse=True)
             drops |= {f"layer {layer}, head {i} by drop": value for i, value in enumerate(ordered, start=1)}
     measured = {"patterns": patterns, "drops": drops}
-    file.write_text(json.dumps(measured))
+    replace(file, json.dumps(measured, allow_nan=False))
     return measured
 
 
 def collect(out: Path) -> Result:
     """Return the measurements of all seeds whose runs are complete."""
-    complete = complete_seeds(
-        out / PLAIN, lambda seed: {arm: _percent(final(out / arm / f"seed{seed}")) for arm in ARMS}
-    )
+    values = complete_seeds({arm: out / arm for arm in ARMS}, METRIC)
+    complete = {seed: {arm: 100 * value for arm, value in each.items()} for seed, each in values.items()}
     paired = summarize(differences(complete, lambda arm: PLAIN))
     rows = [
         Row(
@@ -188,10 +188,6 @@ def collect(out: Path) -> Result:
                         {seed: each["patterns"] for seed, each in found[PLAIN].items()}),
         ablations=_parts({seed: each["drops"] for seed, each in found[COMPLETE].items()}),
     )  # fmt: skip
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def _parts(

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TypedDict
 
 import seeded_runs
-from seeded_runs import ROOT, complete_seeds, differences, machine, parameters, signed
+from seeded_runs import ROOT, complete_seeds, differences, signed
 
+from dcvit.reproduction.seeded import final, machine, parameters
 from dcvit.runs import metrics
 from dcvit.training.seeds import summarize
 
@@ -52,7 +53,6 @@ class Result(TypedDict):
 
 
 run = functools.partial(seeded_runs.run, metric=METRIC)
-final = functools.partial(seeded_runs.final, metric=METRIC)
 
 
 def train_seed(out: Path, seed: int) -> None:
@@ -71,12 +71,11 @@ def train_seed(out: Path, seed: int) -> None:
 
 def collect(out: Path) -> Result:
     """Return the measurements of all seeds whose runs are complete."""
-    arms = [*FROM_SCRATCH, *CONTINUED]
-    complete = complete_seeds(out / CONTROL, lambda seed: {arm: final(out / arm / f"seed{seed}") for arm in arms})
+    complete = complete_seeds({arm: out / arm for arm in (*FROM_SCRATCH, *CONTINUED)}, METRIC)
     jumps, rows = [0.0], []
     for seed in complete:
         start = metrics.read(out / "plain, then composed" / f"seed{seed}" / "metrics.jsonl")[0][METRIC]
-        jumps.append(abs(start - final(out / "first" / f"seed{seed}")))
+        jumps.append(abs(start - final(out / "first" / f"seed{seed}", METRIC)))
     paired = summarize(differences(complete, lambda arm: CONTROL))
     for found, difference in zip(summarize(complete), paired, strict=True):
         arm = found["metric"]

@@ -1,23 +1,22 @@
-"""Runs of `dcvit train` with several seeds that a benchmark compares, and the command line of such benchmarks.
+"""Command line of benchmarks that compare runs of `dcvit train` with several seeds.
 
-Runs are in workdirs. A run that is complete is skipped and an interrupted one is resumed, so that the same command
-continues an interrupted benchmark.
+`dcvit.reproduction.seeded` skips complete runs, resumes interrupted ones and refuses runs of another config, so that
+the same command continues an interrupted benchmark.
 """
 
 import argparse
-import contextlib
-import io
+import functools
 import json
-import os
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from dcvit import cli, train
+from dcvit.checkpoint.files import replace
+from dcvit.errors import ConfigError, MetricsError
+from dcvit.reproduction import seeded
 from dcvit.runs import metrics
 from dcvit.training.seeds import parse_seeds
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(spec: str, workdir: Path, *overrides: str, metric: str) -> None:
-    """Train as `dcvit train` does, with its output hidden; skip a complete run. If it fails, exit.
+    """Train with output hidden; skip a complete run. If it fails, exit.
 
     Args:
       spec: the config with its arguments.
@@ -34,42 +33,20 @@ def run(spec: str, workdir: Path, *overrides: str, metric: str) -> None:
       *overrides: "a.b=value" for the config.
       metric: name of the metric to print, "EVALUATOR/METRIC"; the evaluator runs before the first step and at the end.
     """
-    if final(workdir, metric) is not None:
-        return
-    started = time.monotonic()
     words = ["tensorboard=False", f"evals.{metric.partition('/')[0]}.log_percent=100", *overrides]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        argv = ["--config", spec, "--workdir", str(workdir), *(f"--config.{word}" for word in words)]
-        status = cli.run(train.main, argv)
-    if status:
+    if status := seeded.run(functools.partial(cli.run, train.main), spec, workdir, words, metric):
         sys.exit(status)
-    print(f"{workdir}: {metric} {final(workdir, metric):.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
 
-def final(workdir: Path, metric: str) -> float | None:
-    """Return a metric at the end of a run, None for a run that is not complete."""
-    if not (workdir / "config.json").exists():
-        return None
-    total = json.loads((workdir / "config.json").read_text())["total_steps"]
-    rows = metrics.read(workdir / "metrics.jsonl")
-    return rows[-1].get(metric) if rows and rows[-1]["step"] == total else None
-
-
-def complete_seeds(folder: Path, values: Callable[[int], Mapping[str, float | None]]) -> dict[int, dict[str, float]]:
-    """Return the values of the seeds that have all of them.
+def complete_seeds(folders: Mapping[str, Path], metric: str) -> dict[int, dict[str, float]]:
+    """Return the final metric of each arm for all seeds that are complete in every arm.
 
     Args:
-      folder: the folder of one arm, with a workdir seedN for each seed N.
-      values: from a seed to the final metric of each arm.
+      folders: the folder of each arm, with a workdir seedN for each seed N.
+      metric: name of the metric.
     """
-    seeds = sorted(int(path.name.removeprefix("seed")) for path in folder.glob("seed*"))
-    found = {seed: dict(values(seed)) for seed in seeds}
-    return {
-        seed: {arm: value for arm, value in each.items() if value is not None}
-        for seed, each in found.items()
-        if None not in each.values()
-    }
+    names = [path.name.removeprefix("seed") for path in next(iter(folders.values())).glob("seed*")]
+    return seeded.finals(folders, sorted(int(name) for name in names if name.isdecimal()), metric)
 
 
 def differences(
@@ -83,17 +60,6 @@ def step_ms(workdirs: Sequence[Path]) -> float:
     """Return the median time of a step in the rows of all runs."""
     rows = [row for path in workdirs for row in metrics.read(path / "timing.jsonl")]
     return 1e3 * statistics.median(row["step_seconds"] for row in rows if "step_seconds" in row)
-
-
-def parameters(workdir: Path) -> int:
-    """Return the number of parameters of a run."""
-    count: int = metrics.read(workdir / "metrics.jsonl")[0]["num_params"]
-    return count
-
-
-def machine() -> str:
-    """Return the machine in words."""
-    return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"
 
 
 def signed(value: float, interval: float, decimals: int = 3) -> str:
@@ -128,16 +94,22 @@ def main(
     if tune:
         parser.add_argument("--tune", action="store_true", help="only train with every learning rate that is tried")
     args = parser.parse_args()
-    out = args.out.resolve()
-    if tune and args.tune:
-        tune(out / "tuning")
-        return
-    for seed in args.seeds:
-        train_seed(out, seed)
-    result = collect(out)
+    try:
+        if tune and args.tune:
+            tune(args.out.resolve() / "tuning")
+            return
+        for seed in args.seeds:
+            train_seed(args.out.resolve(), seed)
+        result = collect(args.out.resolve())
+    except (ConfigError, MetricsError) as e:
+        sys.exit(f"error: {e}")
     if len(result["seeds"]) < 2:
         sys.exit("no table yet: an interval needs at least two seeds")
     print(f"\n{about(result)}; seeds {', '.join(map(str, result['seeds']))}\n")
     print("\n".join(lines(result)))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        try:
+            text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            sys.exit("error: a measurement is not a finite number")
+        replace(args.json, f"{text}\n")

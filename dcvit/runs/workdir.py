@@ -188,9 +188,9 @@ def _run_differences(saved: Mapping[str, Any], config: Mapping[str, Any], data: 
         before = saved["config"]
         defaults = json.loads(json.dumps(configs.defaults()))  # of keys that an older version did not have
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
-            found |= _differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
+            found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
     if "data" in saved and data is not None:
-        found |= _differences("data", saved["data"], data)
+        found |= differences("data", saved["data"], data)
     return found
 
 
@@ -221,7 +221,7 @@ def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
     """
     lines = []
     for kind in ("software", "devices"):
-        if found := _differences(kind, saved.get(kind, current[kind]), current[kind]):
+        if found := differences(kind, saved.get(kind, current[kind]), current[kind]):
             different = "; ".join(f"{key} ({values})" for key, values in found.items())
             lines.append(f"resuming with other {kind}; the result is not bitwise reproducible: {different}")
     return lines
@@ -236,12 +236,12 @@ def check_shared(workdir: Folder) -> None:
     raise ConfigError(f"workdir {workdir} is not on a file system that all processes share")
 
 
-def _differences(name: str, saved: object, current: object) -> dict[str, str]:
+def differences(name: str, saved: object, current: object) -> dict[str, str]:
     """Return a description of each value that differs, by its dotted name."""
     if isinstance(saved, dict) and isinstance(current, dict):
         found: dict[str, str] = {}
         for key in sorted({*saved, *current}):
-            found |= _differences(f"{name}.{key}", saved.get(key), current.get(key))
+            found |= differences(f"{name}.{key}", saved.get(key), current.get(key))
         return found
     return {} if saved == current else {name: f"saved: {_short(saved)}, now: {_short(current)}"}
 
