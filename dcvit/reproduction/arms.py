@@ -1,27 +1,23 @@
 """Comparison of small language models that differ in their attention, trained on embedded text with several seeds.
 
-The runs are those of `dcvit train`, in the folders RUNS/ARM/seedN: a complete run is skipped and another is resumed.
+Every arm is trained twice: for the same number of steps, in RUNS/ARM/seedN, and for the time that the first arm takes,
+in RUNS/ARM=time/seedN. A run at equal time has its own number of steps, from the times of a step, and the complete
+schedule of the learning rate over them. See `dcvit.reproduction.seeded` for how runs are skipped and resumed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import math
-import os
-import platform
 import re
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dcvit.runs import metrics
+from dcvit import config as configs
+from dcvit.errors import ConfigError
+from dcvit.reproduction import seeded, step_times
+from dcvit.reproduction.seeded import Train
 from dcvit.training.seeds import summarize, workdir_of
 
-Train = Callable[[Sequence[str]], int]  # the command `dcvit train`, which returns its exit status
 METRIC = "validation/bits_per_byte"
 CONTEXT, STEPS = 64, 600
 MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
@@ -48,9 +44,13 @@ class Comparison(NamedTuple):
     Fields:
       means, intervals: METRIC after all steps, and half the width of its 95 % interval.
       differences, difference_intervals: to the first arm with the same seed.
-      equal_time: METRIC, by interpolation of evaluations, after the time that the first arm trains.
+      equal_time, equal_time_intervals: METRIC of the runs that take as long as those of the first arm, and half the
+        width of its 95 % interval.
+      equal_steps: the steps of these runs.
       step_ms: the median time of a step.
+      machine: where the steps were timed.
       parameters: their number.
+      values: METRIC after all steps, by seed and arm.
     """
 
     seeds: Sequence[int]
@@ -59,7 +59,10 @@ class Comparison(NamedTuple):
     differences: Mapping[str, float]
     difference_intervals: Mapping[str, float | None]
     equal_time: Mapping[str, float]
+    equal_time_intervals: Mapping[str, float | None]
+    equal_steps: Mapping[str, int]
     step_ms: Mapping[str, float]
+    machine: str
     parameters: Mapping[str, int]
     values: Mapping[int, Mapping[str, float]]
 
@@ -69,62 +72,72 @@ def folder_of(runs: Path, arm: str) -> Path:
     return runs / re.sub(r"[^A-Za-z0-9.=+-]+", "_", arm).strip("_")
 
 
+def timed_folder_of(runs: Path, arm: str) -> Path:
+    """Return the folder of an arm's runs at equal time; no arm's own folder ends so."""
+    return runs / f"{folder_of(runs, arm).name}=time"
+
+
 def train_arms(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], train: Train, steps: int = STEPS) -> int:
-    """Train all arms, seed by seed, and return the exit status of the first run that fails, or 0."""
+    """Train all arms, seed by seed, and return the exit status of the first run that fails, or 0.
+
+    Raises:
+      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
+    """
+    each = steps_at_equal_time(times_of(arms, runs), steps)
     for seed in seeds:
         for name, arm in arms.items():
-            workdir = workdir_of(folder_of(runs, name), seed)
-            if is_complete(workdir, steps):
-                continue
-            started, output = time.monotonic(), io.StringIO()
-            with contextlib.redirect_stdout(output):
-                status = train(words_of(arm, workdir, seed, steps))
-            if status:
-                return status
-            print(f"{workdir}: {final(workdir):.4f} bits per byte, {time.monotonic() - started:.0f} s", flush=True)
+            length = {folder_of(runs, name): steps}
+            if each[name] != steps:
+                length[timed_folder_of(runs, name)] = each[name]
+            for folder, count in length.items():
+                words = words_of(arm, seed)
+                if status := seeded.run(train, spec_of(count), workdir_of(folder, seed), words, METRIC):
+                    return status
     return 0
 
 
-def words_of(arm: Arm, workdir: Path, seed: int, steps: int) -> list[str]:
-    """Return the words of the command that trains an arm."""
+def times_of(arms: Mapping[str, Arm], runs: Path) -> step_times.StepTimes:
+    """Return the times of a step of all arms, measured when they are first needed."""
+    return step_times.step_times({name: configs.load(spec_of(1), words_of(arm, 0)) for name, arm in arms.items()}, runs)
+
+
+def steps_at_equal_time(times: step_times.StepTimes, steps: int) -> dict[str, int]:
+    """Return the steps of each arm that take as long as `steps` steps of the first arm."""
+    first = next(iter(times.ms.values()))
+    return {name: max(1, round(steps * first / ms)) for name, ms in times.ms.items()}
+
+
+def spec_of(steps: int) -> str:
+    """Return the config of a run."""
+    return f"lm_stdlib:steps={steps}"
+
+
+def words_of(arm: Arm, seed: int) -> list[str]:
+    """Return the overrides of an arm's config."""
     values: dict[str, object] = {f"model.{key}": value for key, value in {**MODEL, **arm.fields}.items()}
     values |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
-    values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 10}
-    words = [f"--config.{key}={value}" for key, value in values.items()]
-    return ["--config", f"lm_stdlib:steps={steps}", "--workdir", str(workdir), *words]
-
-
-def is_complete(workdir: Path, steps: int) -> bool:
-    """Return True if a run has completed so many steps."""
-    if not (workdir / "config.json").is_file():
-        return False
-    rows = metrics.read(workdir / "metrics.jsonl")
-    total = json.loads((workdir / "config.json").read_text())["total_steps"]
-    return bool(rows) and rows[-1]["step"] == total == steps
-
-
-def final(workdir: Path) -> float:
-    """Return METRIC at the end of a complete run."""
-    return float(metrics.read(workdir / "metrics.jsonl")[-1][METRIC])
+    values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 100}
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def compare(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], steps: int = STEPS) -> Comparison:
-    """Return the measurements of complete runs."""
-    first = next(iter(arms))
-    workdirs = {name: [workdir_of(folder_of(runs, name), seed) for seed in seeds] for name in arms}
-    values = {seed: {name: final(workdirs[name][i]) for name in arms} for i, seed in enumerate(seeds)}
+    """Return the measurements of complete runs.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
+    """
+    first, times = next(iter(arms)), times_of(arms, runs)
+    equal_steps = steps_at_equal_time(times, steps)
+    folders = {name: folder_of(runs, name) for name in arms}
+    timed = {name: folders[name] if equal_steps[name] == steps else timed_folder_of(runs, name) for name in arms}
+    values, at_equal_time = (seeded.finals(found, seeds, METRIC) for found in (folders, timed))
+    if missing := [seed for seed in seeds if seed not in values or seed not in at_equal_time]:
+        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
     differences = {seed: {name: x - each[first] for name, x in each.items()} for seed, each in values.items()}
-    means, intervals = _summary(values)
-    difference, difference_intervals = _summary(differences)
-    step_ms = {name: 1e3 * _step_seconds(paths) for name, paths in workdirs.items()}
-    reached = {name: min(steps, steps * step_ms[first] / step_ms[name]) for name in arms}
-    equal_time = {
-        name: statistics.fmean(value_at(metrics.read(path / "metrics.jsonl"), reached[name]) for path in paths)
-        for name, paths in workdirs.items()
-    }
-    sizes = {name: metrics.read(paths[0] / "metrics.jsonl")[0]["num_params"] for name, paths in workdirs.items()}
+    sizes = {name: seeded.parameters(workdir_of(folder, seeds[0])) for name, folder in folders.items()}
     return Comparison(
-        seeds, means, intervals, difference, difference_intervals, equal_time, step_ms, sizes, values
+        seeds, *_summary(values), *_summary(differences), *_summary(at_equal_time), equal_steps, times.ms,
+        times.machine, sizes, values,
     )  # fmt: skip
 
 
@@ -133,23 +146,6 @@ def _summary(values: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float
     rows = {str(row["metric"]): row for row in summarize(values)}
     means = {name: float(row["mean"] or 0) for name, row in rows.items()}
     return means, {name: None if (w := row["± 95 %"]) is None else float(w) for name, row in rows.items()}
-
-
-def _step_seconds(workdirs: Sequence[Path]) -> float:
-    rows = [row for path in workdirs for row in metrics.read(path / "timing.jsonl")]
-    found = [row["step_seconds"] for row in rows if "step_seconds" in row]
-    return statistics.median(found) if found else math.nan
-
-
-def value_at(rows: Sequence[Mapping[str, float]], step: float) -> float:
-    """Return METRIC at a step, by linear interpolation between the evaluations of a run."""
-    points = [(row["step"], row[METRIC]) for row in rows if METRIC in row]
-    before = max((p for p in points if p[0] <= step), default=points[0])
-    after = min((p for p in points if p[0] >= step), default=points[-1])
-    if after[0] <= before[0]:
-        return float(before[1])
-    share = (step - before[0]) / (after[0] - before[0])
-    return float(before[1] + share * (after[1] - before[1]))
 
 
 def verdict(claim: Claim, found: Comparison) -> str:
@@ -169,8 +165,3 @@ def ordered_pairs(arms: Mapping[str, Arm], found: Comparison) -> tuple[int, int]
     known = [(arm.paper, found.means[name]) for name, arm in arms.items() if arm.paper is not None]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[:i] if a[0] != b[0]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
-
-
-def machine() -> str:
-    """Return a description of the host."""
-    return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from dcvit.errors import ConfigError, nearest
 from dcvit.reproduction import arms, full, heads, table2, table6, table9, table10, tables
-from dcvit.reproduction.arms import Arm, Train
+from dcvit.reproduction.arms import Arm
+from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Table
 
 MISSING = "not available yet"
@@ -45,7 +46,7 @@ ENTRIES = {
     "table6": Entry("training and inference speed", "FLOPs and cache, which bound the speed", COMMANDS),
     "table7": Entry("ViT architectures", NOTHING, "the runs of table8"),
     "table8": Entry("ImageNet-1k accuracy", MISSING, COMMANDS),
-    "table9": Entry("ablations of DCMHA's components", "12 small language models with 3 seeds are trained", COMMANDS),
+    "table9": Entry("ablations of DCMHA's components", "12 small language models, trained twice per seed", COMMANDS),
     "table10": Entry("local:global attention and query-wise composition", "FLOPs and cache", COMMANDS),
     "table11": Entry("examples of the synthetic dataset", MISSING),
     "figure1": Entry("prototypical composition maps", NOTHING),
@@ -57,7 +58,7 @@ ENTRIES = {
     "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
     "figure8": Entry("attention distributions in the case study", MISSING, "the models of table4"),
     "heads": Entry(
-        "leaderboard of cross-head attention, not in the paper", "11 small language models with 3 seeds are trained"
+        "leaderboard of cross-head attention, not in the paper", "11 small language models, trained twice per seed"
     ),
 }  # fmt: skip
 

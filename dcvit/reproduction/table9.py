@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcvit.reproduction import arms
+from dcvit.reproduction import arms, step_times
 from dcvit.reproduction.arms import Arm, Claim, Comparison
 from dcvit.reproduction.tables import Cell, Chart, Row, Table
 
@@ -61,6 +61,7 @@ def row(name: str, found: Comparison, more: dict[str, Cell]) -> Row:
         "config": name, "parameters": found.parameters[name], "bits per byte": found.means[name],
         "± 95 %": found.intervals[name], "difference": found.differences[name],
         "difference ± 95 %": found.difference_intervals[name], "at equal time": found.equal_time[name],
+        "at equal time ± 95 %": found.equal_time_intervals[name], "steps at equal time": found.equal_steps[name],
         "step ms": found.step_ms[name], **more,
     }  # fmt: skip
 
@@ -71,7 +72,8 @@ def about(found: Comparison, steps: int) -> str:
     return (
         f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{arms.CONTEXT} bytes of Python's standard "
         f"library, evaluated on its validation split. Seeds {', '.join(map(str, found.seeds))}; intervals of Student's "
-        "t distribution. Differences are to the first row with the same seed. “At equal time” is the mean metric "
-        "when training has taken as long as the first row's, between two evaluations of a schedule that has not ended. "
-        f"Step times are medians on {arms.machine()}; other processes on the machine change them."
+        "t distribution. Differences are to the first row with the same seed. “At equal time” are other runs, for as "
+        "many steps as take the time of the first row, each with a complete schedule of the learning rate. Times of a "
+        f"step are medians of {step_times.ROUNDS} interleaved rounds, without compilation, data and evaluations, on "
+        f"{found.machine}; other processes on the machine change them."
     )

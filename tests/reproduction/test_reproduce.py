@@ -1,17 +1,21 @@
 """The command reproduce: formulas of tables, runs of a few steps, results, and commands that load."""
 
 import csv
+import functools
+import itertools
 import json
 import math
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from dcvit import cli, reproduce
-from dcvit.config import load
+from dcvit.config import load, read_json
+from dcvit.errors import ConfigError, MetricsError
 from dcvit.models import head_settings, lm
-from dcvit.reproduction import arms, catalog, full, heads, table2, table6, table9, table10, tables
+from dcvit.reproduction import arms, catalog, full, heads, seeded, step_times, table2, table6, table9, table10, tables
 from dcvit.training.model import make_model
 
 
@@ -121,11 +125,10 @@ def test_every_claim_compares_arms_in_the_order_of_the_paper():
         assert table9.ARMS[claim.better].paper < table9.ARMS[claim.worse].paper, claim.text
 
 
-def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them(tmp_path):
+def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them():
     assert tuple(heads.ARMS) == head_settings.NAMES
     for name, arm in heads.ARMS.items():
-        words = arms.words_of(arm, tmp_path, 3, 7)
-        config = load(words[1], [w.removeprefix("--config.") for w in words[4:]])
+        config = load(arms.spec_of(7), arms.words_of(arm, 3))
         assert (config.total_steps, config.seed) == (7, 3)
         net, expected = make_model(config), heads.model_of(arm)
         assert [getattr(net, f) for f in ("heads", "compose", "groups", "static")] == [
@@ -135,52 +138,144 @@ def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them(tmp_path)
     assert flash == {"mha", "gated", "folded", "moh", "moh_topk", "diff2"}
 
 
-def write_run(runs, arm, seed, values, seconds, steps=10):
-    workdir = arms.workdir_of(arms.folder_of(runs, arm), seed)
-    workdir.mkdir(parents=True)
-    (workdir / "config.json").write_text(json.dumps({"total_steps": steps}))
-    rows = [{"step": 0, "num_params": 5, arms.METRIC: 8.0}, *({"step": s, arms.METRIC: v} for s, v in values.items())]
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (workdir / "timing.jsonl").write_text(json.dumps({"step": 1, "step_seconds": seconds}) + "\n")
+ARMS = {
+    "plain": arms.Arm({"compose": "None"}, 12.0),
+    "good": arms.Arm({"rank": 1}, 11.0),
+    "bad one": arms.Arm({"rank": 3}, 11.0),
+}
+MS = {"plain": 10.0, "good": 12.5, "bad one": 5.0}
 
 
-ARMS = {"plain": arms.Arm({}, 12.0), "good": arms.Arm({}, 11.0), "bad one": arms.Arm({}, 11.0)}
+class FakeTraining:
+    """Stands in for the command `dcvit train`: writes the files of a run whose metric is given by folder and seed."""
+
+    def __init__(self, values):
+        self.values, self.calls, self.statuses = values, [], {}
+
+    def __call__(self, words):
+        workdir = Path(words[3])
+        config = load(words[1], [word.removeprefix("--config.") for word in words[4:]])
+        self.calls.append((workdir.parent.name, workdir.name, config.total_steps))
+        if status := self.statuses.pop(len(self.calls), 0):
+            return status
+        workdir.mkdir(parents=True, exist_ok=True)
+        record = json.loads(config.to_json())
+        record["model"]["context"] = arms.CONTEXT  # as the data sets it
+        (workdir / "config.json").write_text(json.dumps(record))
+        value = self.values[workdir.parent.name]
+        last = {"step": config.total_steps, arms.METRIC: None if value is None else value + config.seed}
+        rows = [{"step": 0, "num_params": 5, arms.METRIC: 8.0}, last]
+        (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return 0
 
 
-def test_comparison_pairs_seeds_and_interpolates_at_equal_time(tmp_path):
-    for seed in (0, 1):
-        write_run(tmp_path, "plain", seed, {5: 4.0 + seed, 10: 3.0 + seed}, 0.010)
-        write_run(tmp_path, "good", seed, {5: 3.0 + seed, 10: 2.0 + seed}, 0.0125)
-        write_run(tmp_path, "bad one", seed, {5: 5.0, 10: 4.0}, 0.005)
+VALUES = {"plain": 3.0, "good": 2.0, "good=time": 2.4, "bad_one": 4.0, "bad_one=time": 3.5}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Times of steps without measuring them."""
+    times = step_times.StepTimes(MS, "a machine")
+    monkeypatch.setattr(arms.step_times, "step_times", lambda configs, folder: times)
+
+
+@pytest.mark.usefixtures("measured")
+def test_runs_at_equal_time_have_their_own_steps_and_the_schedule_over_them(tmp_path):
+    train = FakeTraining(VALUES)
+    assert arms.train_arms(ARMS, tmp_path, [0], train, 10) == 0
+    expected = [("plain", 10), ("good", 10), ("good=time", 8), ("bad_one", 10), ("bad_one=time", 20)]
+    assert [(arm, steps) for arm, _, steps in train.calls] == expected
+    for arm, _, steps in train.calls:
+        config = read_json(tmp_path / arm / "seed0" / "config.json")
+        assert config.total_steps == steps
+        assert config.schedule.to_dict() == {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
+
+
+@pytest.mark.usefixtures("measured")
+def test_comparison_pairs_seeds_and_takes_equal_time_from_its_own_runs(tmp_path):
+    arms.train_arms(ARMS, tmp_path, [0, 1], FakeTraining(VALUES), 10)
     found = arms.compare(ARMS, tmp_path, [0, 1], 10)
-    assert found.means == {"plain": 3.5, "good": 2.5, "bad one": 4.0}
-    assert found.differences == {"plain": 0, "good": -1, "bad one": 0.5}
+    assert found.means == {"plain": 3.5, "good": 2.5, "bad one": 4.5}
+    assert found.differences == {"plain": 0, "good": -1, "bad one": 1}
     assert found.difference_intervals["good"] == 0
-    assert found.equal_time["good"] == pytest.approx(0.6 * 2.5 + 0.4 * 3.5)  # step 8 of 10
-    assert found.equal_time["bad one"] == 4.0  # faster: all its steps
-    assert found.step_ms["good"] == pytest.approx(12.5)
+    assert found.equal_steps == {"plain": 10, "good": 8, "bad one": 20}
+    assert found.equal_time == {"plain": 3.5, "good": pytest.approx(2.9), "bad one": 4.0}
+    assert found.equal_time_intervals["good"] == pytest.approx(6.353, rel=1e-3)
+    assert (found.step_ms, found.machine) == (MS, "a machine")
     assert arms.ordered_pairs(ARMS, found) == (1, 2)
     assert arms.verdict(arms.Claim("", "good", "plain"), found) == "holds (-1.0000 ± 0.0000)"
     assert arms.verdict(arms.Claim("", "plain", "good"), found).startswith("does not hold")
-    assert arms.verdict(arms.Claim("", "bad one", "plain"), found).startswith("undecided")
 
 
+@pytest.mark.usefixtures("measured")
 def test_training_skips_complete_runs_and_stops_at_a_failed_one(tmp_path):
-    write_run(tmp_path, "plain", 0, {10: 3.0}, 0.01)
-    write_run(tmp_path, "good", 0, {5: 3.0}, 0.01)  # interrupted
-    calls = []
+    train = FakeTraining(VALUES)
+    train.statuses = {3: 75}
+    assert arms.train_arms(ARMS, tmp_path, [0], train, 10) == 75
+    assert len(train.calls) == 3
+    with pytest.raises(ConfigError, match="the runs of seed 0 are not complete"):
+        arms.compare(ARMS, tmp_path, [0], 10)
+    assert arms.train_arms(ARMS, tmp_path, [0], train, 10) == 0
+    assert [arm for arm, *_ in train.calls[3:]] == ["good=time", "bad_one", "bad_one=time"]
+    assert arms.train_arms(ARMS, tmp_path, [0], train, 10) == 0
+    assert len(train.calls) == 6
 
-    def train(words):
-        calls.append(words)
-        return 75 if len(calls) == 2 else write_run(tmp_path / "x", f"{len(calls)}", 0, {10: 1.0}, 1) or 0
 
-    arms_left = {"plain": ARMS["plain"], "bad one": ARMS["bad one"], "good": ARMS["good"]}
-    with pytest.raises(IndexError):  # the stand-in has written no metrics
-        arms.train_arms(arms_left, tmp_path, [0], train, 10)
-    assert len(calls) == 1
-    assert arms.train_arms(arms_left, tmp_path, [0], train, 10) == 75
-    folders = [words[3] for words in calls]
-    assert folders == [str(tmp_path / "bad_one" / "seed0")] * 2
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("arm", [arms.Arm({"rank": 1, "branches": "q"}), arms.Arm({})])
+def test_runs_of_another_config_are_neither_skipped_nor_mixed_in(arm, tmp_path):
+    train = FakeTraining(VALUES)
+    arms.train_arms(ARMS, tmp_path, [0], train, 10)
+    with pytest.raises(ConfigError, match=r"good/seed0 holds a run of another config: config\.model"):
+        arms.train_arms({**ARMS, "good": arm}, tmp_path, [0], train, 10)
+    assert len(train.calls) == 5
+    path = tmp_path / "good" / "seed1"
+    path.mkdir()
+    words = ["--config", arms.spec_of(10), "--workdir", str(path)]
+    train([*words, "--config.seed=1", "--config.model.rank=4"])
+    with pytest.raises(ConfigError, match=r"good/seed1 holds a run of another config: .*rank \(saved: 4, now: 1\)"):
+        seeded.finals({"good": tmp_path / "good"}, [0, 1], arms.METRIC)
+
+
+@pytest.mark.usefixtures("measured")
+def test_evaluation_on_other_data_is_another_config(tmp_path):
+    train = FakeTraining(VALUES)
+    arms.train_arms(ARMS, tmp_path, [0], train, 10)
+    words = [*arms.words_of(ARMS["plain"], 0), "evals.validation.data.limit=7"]
+    with pytest.raises(ConfigError, match=r"config\.evals\.validation\.data\.limit"):
+        seeded.check_config(tmp_path / "plain" / "seed0", load(arms.spec_of(10), words))
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_that_diverged_is_an_error_and_not_left_out(tmp_path):
+    with pytest.raises(MetricsError, match=r"good/seed0: validation/bits_per_byte is not a number after the last step"):
+        arms.train_arms(ARMS, tmp_path, [0], FakeTraining({**VALUES, "good": None}), 10)
+
+
+def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeypatch):
+    order, clock = [], itertools.count()
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: float(next(clock)))
+    steps = {name: functools.partial(order.append, name) for name in ("a", "b")}
+    assert step_times.interleaved(steps, 3) == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert order == ["a", "a", "b", "b"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library_promotion")
+def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monkeypatch):
+    def all_configs(**fields):
+        words = [arms.words_of(arms.Arm({"compose": compose, **fields}), 0) for compose in ("None", "both")]
+        return dict(zip("ab", (load(arms.spec_of(1), each) for each in words), strict=True))
+
+    found = step_times.step_times(all_configs(), tmp_path / "runs")
+    assert all(0 < ms < 60_000 for ms in found.ms.values())
+    monkeypatch.setattr(step_times, "interleaved", lambda *_: pytest.fail("measured again"))
+    assert step_times.step_times(all_configs(), tmp_path / "runs") == found
+    with pytest.raises(ConfigError, match="holds times of other configs"):
+        step_times.step_times(all_configs(rank=1), tmp_path / "runs")
+    (tmp_path / "runs" / step_times.NAME).write_text('{"ms": {"a": 1')
+    with pytest.raises(ConfigError, match=r"cannot read .*; remove it to measure again"):
+        step_times.step_times(all_configs(), tmp_path / "runs")
 
 
 def test_results_are_written_with_the_values_of_the_paper(tmp_path):
@@ -203,7 +298,7 @@ def test_two_steps_of_several_arms_train_and_the_same_command_repeats_the_table(
     monkeypatch.setattr(heads if name == "heads" else table9, "ARMS", few)
     monkeypatch.setattr(table9, "CLAIMS", table9.CLAIMS[:1])
     words_of = arms.words_of
-    limit = "--config.evals.validation.data.limit=16"
+    limit = "evals.validation.data.limit=16"
     monkeypatch.setattr(arms, "words_of", lambda *args: [*words_of(*args), limit])
     monkeypatch.setitem(catalog.TRAINED, name, catalog.TRAINED[name]._replace(arms=few))
     words = [name, "--seeds", "1" if name == "heads" else "0,1", "--steps", "2", "--out", str(tmp_path)]

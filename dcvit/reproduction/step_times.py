@@ -1,0 +1,96 @@
+"""Times of a training step of several models, measured in turn in one process, without compilation and evaluations."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from dcvit.checkpoint.files import replace
+from dcvit.config import ConfigDict
+from dcvit.errors import ConfigError, first_line
+from dcvit.parallel.sharding import local_rows, prefetch
+from dcvit.reproduction.seeded import machine
+from dcvit.training.setup import Setup, make_setup
+from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
+
+NAME = "step_times.json"
+ROUNDS = 30
+
+
+class StepTimes(NamedTuple):
+    """The median time of a step of each arm in milliseconds, and where they were measured."""
+
+    ms: Mapping[str, float]
+    machine: str
+
+
+def step_times(configs: Mapping[str, ConfigDict], folder: Path) -> StepTimes:
+    """Measure the steps of each arm, or return what an earlier call has measured and stored in the folder.
+
+    The stored times are kept, so that the same command trains for the same numbers of steps again.
+
+    Raises:
+      ConfigError: the stored times are unreadable or those of other configs.
+    """
+    path = folder / NAME
+    wanted = {arm: json.loads(config.to_json()) for arm, config in configs.items()}
+    if path.is_file():
+        try:
+            stored = json.loads(path.read_text())
+            found = StepTimes({arm: float(stored["ms"][arm]) for arm in wanted}, str(stored["machine"]))
+            same = stored["configs"] == wanted
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"cannot read {path}: {first_line(e)}; remove it to measure again") from None
+        if not same:
+            raise ConfigError(f"{path} holds times of other configs. Remove {folder}, or give another --out")
+        return found
+    source = None
+    steps: dict[str, Callable[[], None]] = {}
+    for arm, config in configs.items():
+        setup = make_setup(config, source=source, evaluate=False)
+        source = setup.data.source
+        steps[arm] = stepper(setup)
+    seconds = interleaved(steps, ROUNDS)
+    result = StepTimes({arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, machine())
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(path, json.dumps({**result._asdict(), "configs": wanted}, indent=2, allow_nan=False) + "\n")
+    return result
+
+
+def stepper(setup: Setup) -> Callable[[], None]:
+    """Compile the training step of a run, and return a function that executes it on the first batch of the data."""
+    with jax.set_mesh(setup.mesh):
+        shapes = state_shapes(setup)
+        places = jax.tree.map(lambda s: s.sharding, shapes)
+        key = jax.random.key(setup.seed)
+        state = jax.jit(lambda: initial_state(setup, init_params(setup, key)), out_shardings=places)()
+        batches = setup.data.batches(0, local_rows(setup.mesh, setup.data.batch_size))
+        (batch,) = prefetch(itertools.islice(batches, 1), setup.mesh, setup.data.batch_size)
+        batches.close()
+        update = jit_update(setup, shapes).lower(state, batch).compile()
+
+    def step() -> None:
+        nonlocal state
+        state, metrics = update(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return step
+
+
+def interleaved(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every timed step. A round runs two steps of each arm and times the second."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step()  # not timed: it brings the arm's arrays back to the caches
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
