@@ -84,6 +84,7 @@ def test_config_is_read_in_few_files():
         "big_vision/fewshot.py",
         "check_data.py",
         "config.py",
+        "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
         *(f"training/{name}.py" for name in ("inputs", "model", "setup", "tasks", "trained")),
     )

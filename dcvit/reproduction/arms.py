@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dcvit import config as configs
 from dcvit.errors import ConfigError
 from dcvit.reproduction import seeded, step_times
 from dcvit.reproduction.seeded import Train
@@ -98,7 +97,7 @@ def train_arms(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], train:
 
 def times_of(arms: Mapping[str, Arm], runs: Path) -> step_times.StepTimes:
     """Return the times of a step of all arms, measured when they are first needed."""
-    return step_times.step_times({name: configs.load(spec_of(1), words_of(arm, 0)) for name, arm in arms.items()}, runs)
+    return step_times.step_times({name: (spec_of(1), words_of(arm, 0)) for name, arm in arms.items()}, runs)
 
 
 def steps_at_equal_time(times: step_times.StepTimes, steps: int) -> dict[str, int]:

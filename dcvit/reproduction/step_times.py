@@ -6,18 +6,17 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from dcvit.checkpoint.files import replace
-from dcvit.config import ConfigDict
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.reproduction.seeded import machine
-from dcvit.training.setup import Setup, make_setup
+from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
 
 NAME = "step_times.json"
@@ -31,16 +30,20 @@ class StepTimes(NamedTuple):
     machine: str
 
 
-def step_times(configs: Mapping[str, ConfigDict], folder: Path) -> StepTimes:
+def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> StepTimes:
     """Measure the steps of each arm, or return what an earlier call has measured and stored in the folder.
 
     The stored times are kept, so that the same command trains for the same numbers of steps again.
+
+    Args:
+      runs: the config of each arm, as for `dcvit.config.load`.
+      folder: the folder of the runs.
 
     Raises:
       ConfigError: the stored times are unreadable or those of other configs.
     """
     path = folder / NAME
-    wanted = {arm: json.loads(config.to_json()) for arm, config in configs.items()}
+    wanted = {arm: [spec, *overrides] for arm, (spec, overrides) in runs.items()}
     if path.is_file():
         try:
             stored = json.loads(path.read_text())
@@ -51,13 +54,7 @@ def step_times(configs: Mapping[str, ConfigDict], folder: Path) -> StepTimes:
         if not same:
             raise ConfigError(f"{path} holds times of other configs. Remove {folder}, or give another --out")
         return found
-    source = None
-    steps: dict[str, Callable[[], None]] = {}
-    for arm, config in configs.items():
-        setup = make_setup(config, source=source, evaluate=False)
-        source = setup.data.source
-        steps[arm] = stepper(setup)
-    seconds = interleaved(steps, ROUNDS)
+    seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, ROUNDS)
     result = StepTimes({arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, machine())
     folder.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps({**result._asdict(), "configs": wanted}, indent=2, allow_nan=False) + "\n")

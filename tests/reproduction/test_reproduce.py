@@ -265,7 +265,7 @@ def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeyp
 def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monkeypatch):
     def all_configs(**fields):
         words = [arms.words_of(arms.Arm({"compose": compose, **fields}), 0) for compose in ("None", "both")]
-        return dict(zip("ab", (load(arms.spec_of(1), each) for each in words), strict=True))
+        return {arm: (arms.spec_of(1), each) for arm, each in zip("ab", words, strict=True)}
 
     found = step_times.step_times(all_configs(), tmp_path / "runs")
     assert all(0 < ms < 60_000 for ms in found.ms.values())
