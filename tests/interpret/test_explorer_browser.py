@@ -95,6 +95,56 @@ def test_all_stages_are_those_of_the_library(browser, file, name):
         assert_equal(browser, arrays, layer, query)
 
 
+# Makes the page wait for the data of blocks whose names begin with a prefix, and forget all others.
+SLOW = """(() => {
+  layers.clear(); rollouts.clear();
+  const fast = unpack;
+  unpack = async (id, header) => {
+    if (id.startsWith("PREFIX")) await new Promise((resolve) => setTimeout(resolve, 400));
+    return fast(id, header);
+  };
+})()"""
+VIEW = """[...document.querySelectorAll('#heads canvas, #rollout canvas, #comparison canvas')].map(c => c.toDataURL()).concat(
+  [...document.querySelectorAll('#rollout canvas')].map(c => c.getAttribute('aria-label')),
+  document.getElementById('comparison').textContent, document.getElementById('status').textContent)"""
+
+
+@pytest.mark.parametrize(
+    ("slow", "first", "second"),
+    [
+        ("sample0-rollout", dict(sample=0), dict(sample=1)),
+        ("sample0-rollout", dict(sample=0), dict(sample=2)),
+        ("sample0-layer", dict(sample=0), dict(sample=2, query=3)),
+        ("sample0-layer", dict(other=0), dict(other=1)),
+        ("sample0-layer", dict(other=0), dict(sample=1, other=-1)),
+        ("sample2-layer1", dict(layer=1), dict(layer=0, query=5)),
+    ],
+)
+def test_data_that_arrive_late_are_not_drawn_over_a_newer_view(browser, file, slow, first, second):
+    opened(browser, file)
+    change(browser, **{"sample": 2, **second})
+    expected = browser.value(VIEW)
+    opened(browser, file)
+    change(browser, sample=2, query=0)
+    browser.value(SLOW.replace("PREFIX", slow))
+    words = [", ".join(f"{key}: {value}" for key, value in {"sample": 2, **view}.items()) for view in (first, second)]
+    move = "explorer.set({{{}}}); new Promise(r => setTimeout(r, 100)).then(() => explorer.set({{{}}})).then(() => 1)"
+    browser.value(move.format(*words))
+    browser.value("new Promise(r => setTimeout(r, 600)).then(() => 1)")
+    assert browser.messages() == []
+    assert browser.value(VIEW) == expected
+
+
+def test_numbers_are_those_that_are_shown_while_data_are_loaded(browser, file):
+    opened(browser, file)
+    change(browser, sample=2, layer=0, query=9)
+    before = browser.value("explorer.table()")
+    browser.value(SLOW.replace("PREFIX", "sample2-layer1"))
+    assert browser.value("explorer.set({layer: 1, query: 4}), explorer.table()") == before
+    change(browser)
+    assert {tuple(line[:2]) for line in browser.value("explorer.table()")} == {(1, 4)}
+
+
 SWITCHES = {
     "pre: query projection": ({"pre.query projection"}, set(), {"block01/pre/q2": jnp.zeros_like}),
     "pre: gates": ({"pre.query gate", "pre.key gate"}, set(), {"block01/pre/?g": jnp.zeros_like}),

@@ -42,23 +42,25 @@ function showDiversity() {
 
 // The numbers of the current query: head, key, and the four stages.
 function table() {
-  const { layer, row } = shown, sample = sampleOf(state.sample), [first, last] = layer.range(state.query), lines = [];
+  const { layer, query, row } = shown, [first, last] = layer.range(query), lines = [];
   for (let h = 0; h < layer.H; h++) {
     for (let s = first; s <= last; s++) {
-      lines.push([sample.layers[state.layer].number, state.query, h, s, ...row.stages.map((stage) => stage[h * layer.T + s])]);
+      lines.push([layer.facts.number, query, h, s, ...row.stages.map((stage) => stage[h * layer.T + s])]);
     }
   }
   return lines;
 }
 
+const fileName = () => `layer${shown.layer.facts.number}-query${shown.query}`;
+
 function saveCsv() {
   const header = ["layer", "query", "head", "key", ...STAGES.map((stage) => stage.replace(" ", "_"))];
   const lines = [header, ...table()].map((line) => line.join(","));
-  save(`layer${sampleOf(state.sample).layers[state.layer].number}-query${state.query}.csv`, new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
+  save(`${fileName()}.csv`, new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
 }
 
 function savePng() {
-  const sample = sampleOf(state.sample), canvases = [...$("heads").querySelectorAll("canvas")], gap = 8, left = 64, top = 24;
+  const { sample } = shown.layer, canvases = [...$("heads").querySelectorAll("canvas")], gap = 8, left = 64, top = 24;
   const scale = Math.ceil(160 / canvases[0].width), width = canvases[0].width * scale, height = canvases[0].height * scale;
   const picture = element("canvas", {}), context = picture.getContext("2d"), style = getComputedStyle(document.body);
   picture.width = left + STAGES.length * (width + gap);
@@ -79,7 +81,8 @@ function savePng() {
     }
     context.drawImage(canvas, x, y, width, height);
   });
-  picture.toBlob((blob) => save(`layer${sample.layers[state.layer].number}-query${state.query}.png`, blob));
+  const name = `${fileName()}.png`;
+  picture.toBlob((blob) => save(name, blob));
 }
 
 // The address: #sample=0&layer=3&query=57&key=12&head=2&off=pre.key-projection&ablated=1,4
@@ -135,8 +138,8 @@ async function start() {
   $("scale").addEventListener("change", () => set({ scale: $("scale").value }));
   $("follow").addEventListener("change", () => { state.follow = Number($("follow").checked); });
   $("reset").addEventListener("click", () => set(KEYS.r()));
-  $("png").addEventListener("click", savePng);
-  $("csv").addEventListener("click", saveCsv);
+  $("png").addEventListener("click", () => shown && savePng());
+  $("csv").addEventListener("click", () => shown && saveCsv());
   $("theme").addEventListener("click", toggleTheme);
   const choosePatch = (event) => {
     const sample = sampleOf(state.sample), { rows, token } = grid(sample), box = $("picture").getBoundingClientRect();
@@ -153,7 +156,7 @@ async function start() {
     event.preventDefault();
     set(KEYS[event.key]());
   });
-  addEventListener("hashchange", () => { readHash(); render(); });
+  addEventListener("hashchange", () => { readHash(); set({}); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => set({}));
   readHash();
   const { run } = sampleOf(state.sample);

@@ -8,7 +8,8 @@ const state = {
   ablated: new Set(),
 };
 const layers = new Map(), rollouts = new Map();
-let shown = null; // what the sections show: the layer, the row of the query, and the row without switches
+let shown = null; // what the sections show: the layer, the query, its row, and the row without switches
+let turn = 0, latest = null; // the number and the promise of the newest drawing
 
 const sampleOf = (index) => facts.samples[index];
 const labelOf = (sample, token) =>
@@ -16,14 +17,18 @@ const labelOf = (sample, token) =>
     : token < sample.extra ? `${token} (token before the patches)`
     : `${token} (row ${Math.floor((token - sample.extra) / sample.columns)}, column ${(token - sample.extra) % sample.columns})`;
 
-async function loadLayer(index, position) {
-  const id = `${index}/${position}`;
-  if (!layers.has(id)) {
-    const sample = sampleOf(index), spec = sample.layers[position];
-    layers.set(id, new Layer(sample, spec, await unpack(spec.block, spec.arrays)));
-    if (layers.size > 8) layers.delete(layers.keys().next().value);
-  }
+// Promises of a layer and of the rollouts of a sample.
+function loadLayer(index, position) {
+  const id = `${index}/${position}`, sample = sampleOf(index), spec = sample.layers[position];
+  if (!layers.has(id)) layers.set(id, unpack(spec.block, spec.arrays).then((arrays) => new Layer(sample, spec, arrays)));
+  if (layers.size > 8) layers.delete(layers.keys().next().value);
   return layers.get(id);
+}
+
+function loadRollout(index) {
+  const { block, arrays } = sampleOf(index).rollout;
+  if (!rollouts.has(index)) rollouts.set(index, unpack(block, arrays));
+  return rollouts.get(index);
 }
 
 const clamp = (value, most) => Math.max(0, Math.min(Math.trunc(Number(value) || 0), most));
@@ -39,32 +44,37 @@ function normalize() {
   state.other = Math.max(-1, Math.min(Math.trunc(Number(state.other)), facts.samples.length - 1));
 }
 
-// Change the state and show it; resolves when the page shows it.
-async function set(change) {
+// Change the state and show it; resolves when the page shows it, or a later state.
+function set(change) {
   Object.assign(state, change);
   normalize();
   writeHash();
-  return render();
+  latest = render(++turn);
+  return latest;
 }
 
-async function render() {
+// Every change of the state is a new turn. A turn that has waited for data draws only if it is still the newest.
+async function render(mine) {
   const sample = sampleOf(state.sample), id = JSON.stringify([state.sample, state.layer]);
   const layer = await loadLayer(state.sample, state.layer);
-  if (id !== JSON.stringify([state.sample, state.layer])) return; // changed meanwhile
+  if (mine !== turn) return latest;
   const row = layer.row(state.query, state.off, state.ablated);
   const changed = state.off.size || state.ablated.size;
   const plain = changed ? layer.row(state.query, new Set(), new Set()) : row;
   const switches = JSON.stringify([id, [...state.off], [...state.ablated], state.scale, isDark()]);
   const isNew = shown?.switches !== switches;
-  shown = { layer, row, plain, switches };
+  shown = { layer, query: state.query, row, plain, switches };
   showControls(sample);
   if (isNew) showOnce(sample, layer);
   showInput(sample, row);
   showHeads(sample, layer, row);
   showEffects(sample, row, plain);
   showPair(sample, layer, row);
-  await showRollout(sample);
-  await showComparison(sample);
+  const other = sampleOf(state.other), position = other && Math.min(state.layer, other.layers.length - 1);
+  const [found, otherLayer] = await Promise.all([loadRollout(state.sample), other && loadLayer(state.other, position)]);
+  if (mine !== turn) return latest;
+  showRollout(sample, found);
+  showComparison(sample, other, otherLayer);
 }
 
 // Sections that do not depend on query, key and head.
@@ -332,9 +342,8 @@ function rankFlows(layer, where, before) {
   return flows;
 }
 
-async function showRollout(sample) {
-  if (!rollouts.has(state.sample)) rollouts.set(state.sample, await unpack(sample.rollout.block, sample.rollout.arrays));
-  const found = rollouts.get(state.sample), T = sample.tokens;
+function showRollout(sample, found) {
+  const T = sample.tokens;
   const kinds = [["composed_weights", "with composed weights"], ["weights", "with weights before post-compose"]];
   if ($("rollout").dataset.sample !== String(state.sample)) {
     $("rollout").dataset.sample = state.sample;
@@ -361,11 +370,10 @@ function drawTokens(canvas, sample, values, limit, signed) {
   else drawPatches(canvas, sample, values, limit, signed);
 }
 
-async function showComparison(sample) {
+function showComparison(sample, other, layer) {
   $("comparison-section").hidden = facts.samples.length < 2;
-  const other = sampleOf(state.other), parts = [];
+  const parts = [];
   if (other) {
-    const position = Math.min(state.layer, other.layers.length - 1), layer = await loadLayer(state.other, position);
     const query = Math.min(state.query, other.tokens - 1), head = Math.min(state.head, other.heads - 1);
     const row = layer.row(query, state.off, state.ablated), T = shown.layer.T;
     for (const [i, stage] of STAGES.entries()) {
