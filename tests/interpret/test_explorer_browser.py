@@ -274,26 +274,93 @@ def test_keys_move_through_queries_layers_and_heads(browser, file):
     assert browser.value("document.documentElement.dataset.theme") not in (None, dark)
 
 
+def follow_link(browser, link):
+    """Open a link in a page without earlier state."""
+    browser.call("Page.navigate", url="about:blank")
+    browser.events.clear()
+    browser.call("Page.navigate", url=link)
+    while not browser.value("location.href.startsWith('file') && Boolean(window.explorer)"):
+        time.sleep(0.02)
+    browser.value("explorer.ready.then(() => 1)")
+
+
+VIEW_OF_LINK = dict(sample=2, layer=1, query=5, key=3, head=3, stage=1, scale="head", follow=1, other=0)
+
+
+def view(browser):
+    """The state of the page, and the texts and pictures of all sections."""
+    state = "{...explorer.state, off: [...explorer.state.off], ablated: [...explorer.state.ablated]}"
+    theme = "document.documentElement.dataset.theme"
+    pictures = "[...document.querySelectorAll('canvas')].filter(c => c.offsetParent).map(c => c.toDataURL())"
+    return browser.value(f"[{state}, {theme}, document.querySelector('main').innerText, {pictures}]")
+
+
 def test_a_link_restores_the_state(browser, file):
     opened(browser, file)
     change(browser, sample=1, layer=1, query=7, key=4, head=2)
-    change(browser, sample=2, layer=1, query=5, key=3, head=3, other=0, off={"post.query gate"}, ablated={1})
+    change(browser, **VIEW_OF_LINK, off={"post.query gate"}, ablated={1})
+    press(browser, "t")
     link = browser.value("location.href")
     numbers = browser.value("explorer.table()")
     assert "layer=1" in link
     assert "off=post.query-gate" in link
-    browser.events.clear()
-    browser.call("Page.navigate", url="about:blank")
-    browser.call("Page.navigate", url=link)
-    for _ in range(100):
-        if browser.value("document.readyState === 'complete' && location.href.startsWith('file')"):
-            break
-        time.sleep(0.1)
-    browser.value("explorer.ready.then(() => 1)")
+    follow_link(browser, link)
     assert browser.value("explorer.table()") == numbers
     assert browser.value("document.getElementById('ablated-1').checked") is False
     assert browser.value("document.getElementById('branches-post-query-gate').checked") is False
     assert browser.value("document.querySelectorAll('#comparison canvas').length") >= 8
+    restored = view(browser)
+    assert {name: restored[0][name] for name in VIEW_OF_LINK} == VIEW_OF_LINK
+    browser.value("location.hash = 'sample=1&head=1&theme=light'; new Promise(r => setTimeout(r, 100)).then(() => 1)")
+    change(browser)
+    other = view(browser)
+    browser.value(f"location.hash = {json.dumps(link.split('#')[1])}; new Promise(r => setTimeout(r, 100)).then(() => 1)")
+    change(browser)
+    assert view(browser) == restored
+    follow_link(browser, f"{file.as_uri()}#sample=1&head=1&theme=light")
+    assert view(browser) == other
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sample=3", "sample=-1", "sample=1.5", "sample=1e999", "sample=NaN", "sample=constructor", "layer=2", "layer=-1",
+        "layer=", "query=99", "query=abc", "query=0x2", "key=-1", "key=Infinity", "head=4", "stage=9", "stage=null",
+        "scale=none", "follow=2", "follow=yes", "other=3", "other=x", "other=-2", "theme=pink", "off=pre.nothing",
+        "off=,,pre", "off=__proto__", "ablated=4", "ablated=-1,1.5,x,,", "nothing=1", "%", "sample=%E0%A4%A", "=&&=",
+    ],
+)  # fmt: skip
+def test_invalid_words_of_a_link_are_ignored(browser, file, words):
+    follow_link(browser, file.as_uri())
+    expected = view(browser), browser.value("location.hash")
+    follow_link(browser, f"{file.as_uri()}#{words}")
+    assert browser.messages() == []
+    assert (view(browser), browser.value("location.hash")) == expected
+
+
+def test_switches_work_after_a_reset(browser, file):
+    opened(browser, file)
+    change(browser, sample=2, layer=0)
+    for control, name in (("ablated-1", "ablated"), ("branches-pre-key-gate", "off")):
+        for expected in (1, 0, 1):
+            browser.value(f"document.getElementById('{control}').click()")
+            change(browser)
+            assert browser.value(f"explorer.state.{name}.size") == expected
+        browser.value("document.getElementById('reset').click()")
+        change(browser)
+        browser.value(f"document.getElementById('{control}').click()")
+        change(browser)
+        assert browser.value(f"explorer.state.{name}.size") == 1
+
+
+def test_marks_stay_inside_a_smaller_input(browser, tmp_path):
+    file = tmp_path / "page.html"
+    images = (pages.image_model(), pages.image_model(size=(8, 8)))
+    file.write_text(pages.page([pages.sample_of(i, 0, f"{i}", *model) for i, model in enumerate(images)]))
+    opened(browser, file)
+    change(browser, query=20, key=22, other=1)
+    tops = "[...document.querySelectorAll('#comparison .mark')].map(m => parseFloat(m.style.top) + parseFloat(m.style.height))"
+    assert max(browser.value(tops)) <= 100.1
 
 
 def test_numbers_and_picture_are_saved(browser, file, tmp_path):

@@ -88,7 +88,7 @@ function savePng() {
 // The address: #sample=0&layer=3&query=57&key=12&head=2&off=pre.key-projection&ablated=1,4
 function writeHash() {
   const words = new URLSearchParams();
-  for (const name of ["sample", "layer", "query", "key", "head", "stage", "scale", "other"]) words.set(name, state[name]);
+  for (const name of ["sample", "layer", "query", "key", "head", "stage", "scale", "follow", "other"]) words.set(name, state[name]);
   words.set("layer", sampleOf(state.sample).layers[state.layer].number);
   if (state.off.size) words.set("off", [...state.off].join(",").replaceAll(" ", "-"));
   if (state.ablated.size) words.set("ablated", [...state.ablated].join(","));
@@ -96,18 +96,33 @@ function writeHash() {
   history.replaceState(null, "", `#${words}`);
 }
 
+// The view of a link: what it omits has its default, and unknown words and values are ignored.
 function readHash() {
-  const words = new URLSearchParams(location.hash.slice(1)), list = (name) => (words.get(name) ?? "").split(",").filter(Boolean);
-  for (const name of ["sample", "query", "key", "head", "stage", "other"]) if (words.has(name)) state[name] = Number(words.get(name));
-  if (["view", "head"].includes(words.get("scale"))) state.scale = words.get("scale");
-  if (["light", "dark"].includes(words.get("theme"))) document.documentElement.dataset.theme = words.get("theme");
-  state.off = new Set(list("off").map((name) => name.replaceAll("-", " ")));
-  state.ablated = new Set(list("ablated").map(Number));
-  if (words.has("layer")) {
-    const { layers: all } = sampleOf(clamp(state.sample, facts.samples.length - 1));
-    state.layer = Math.max(0, all.findIndex((layer) => layer.number === Number(words.get("layer"))));
-  }
-  normalize();
+  const words = new URLSearchParams(location.hash.slice(1)), list = (name) => (words.get(name) ?? "").split(",");
+  const integer = (text, from, to) => /^-?\d+$/.test(text) && Number(text) >= from && Number(text) < to;
+  const read = (name, to, from = 0) => { if (integer(words.get(name), from, to)) state[name] = Number(words.get(name)); };
+  const choose = (name, values) => (values.includes(words.get(name)) ? words.get(name) : null);
+  Object.assign(state, defaults());
+  read("sample", facts.samples.length);
+  const sample = sampleOf(state.sample), branches = new Set(facts.samples.flatMap(({ layers: all }) => all.flatMap(branchesOf)));
+  const layer = sample.layers.findIndex(({ number: at }) => String(at) === words.get("layer"));
+  if (layer >= 0) state.layer = layer;
+  read("query", sample.tokens);
+  read("key", sample.tokens);
+  read("head", sample.heads);
+  read("stage", STAGES.length);
+  read("follow", 2);
+  read("other", facts.samples.length, -1);
+  state.scale = choose("scale", ["view", "head"]) ?? state.scale;
+  state.off = new Set(list("off").map((name) => name.replaceAll("-", " ")).filter((name) => branches.has(name)));
+  state.ablated = new Set(list("ablated").filter((head) => integer(head, 0, sample.heads)).map(Number));
+  setTheme(choose("theme", ["light", "dark"]));
+}
+
+// Show light or dark colors; null follows the browser.
+function setTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
 }
 
 const KEYS = {
@@ -118,11 +133,16 @@ const KEYS = {
   r: () => ({ off: new Set(), ablated: new Set() }),
 };
 
-function toggleTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+// Draw everything again, in the colors of the theme.
+function showAll() {
   showDataset();
   showDiversity();
-  set({});
+  return set({});
+}
+
+function toggleTheme() {
+  setTheme(isDark() ? "light" : "dark");
+  showAll();
 }
 
 async function start() {
@@ -136,7 +156,7 @@ async function start() {
   }
   $("layer").addEventListener("input", () => set({ layer: Number($("layer").value) }));
   $("scale").addEventListener("change", () => set({ scale: $("scale").value }));
-  $("follow").addEventListener("change", () => { state.follow = Number($("follow").checked); });
+  $("follow").addEventListener("change", () => set({ follow: Number($("follow").checked) }));
   $("reset").addEventListener("click", () => set(KEYS.r()));
   $("png").addEventListener("click", () => shown && savePng());
   $("csv").addEventListener("click", () => shown && saveCsv());
@@ -156,8 +176,8 @@ async function start() {
     event.preventDefault();
     set(KEYS[event.key]());
   });
-  addEventListener("hashchange", () => { readHash(); set({}); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => set({}));
+  addEventListener("hashchange", () => { readHash(); showAll(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAll);
   readHash();
   const { run } = sampleOf(state.sample);
   $("title").textContent = facts.runs[run].name;

@@ -2,11 +2,13 @@
 
 const facts = JSON.parse(document.getElementById("facts-data").textContent);
 const $ = (id) => document.getElementById(id);
-const BRANCHES = ["static", "query projection", "query gate", "key projection", "key gate"];
-const state = {
+// The branches of a composition, with the array that exists if the model has it.
+const BRANCHES = { static: "static", "query projection": "q1", "query gate": "qg", "key projection": "k1", "key gate": "kg" };
+const defaults = () => ({
   sample: 0, layer: 0, query: 0, key: 0, head: 0, stage: 3, scale: "view", follow: 0, other: -1, off: new Set(),
   ablated: new Set(),
-};
+});
+const state = defaults();
 const layers = new Map(), rollouts = new Map();
 let shown = null; // what the sections show: the layer, the query, its row, and the row without switches
 let turn = 0, latest = null; // the number and the promise of the newest drawing
@@ -41,7 +43,7 @@ function normalize() {
   state.key = clamp(state.key, sample.tokens - 1);
   state.head = clamp(state.head, sample.heads - 1);
   state.stage = clamp(state.stage, STAGES.length - 1);
-  state.other = Math.max(-1, Math.min(Math.trunc(Number(state.other)), facts.samples.length - 1));
+  state.other = clamp(Number(state.other) + 1, facts.samples.length) - 1;
 }
 
 // Change the state and show it; resolves when the page shows it, or a later state.
@@ -103,29 +105,34 @@ function showControls(sample) {
     `head ${state.head}` + (off ? `; off: ${[...state.off, ...[...state.ablated].map((h) => `head ${h}`)].join(", ")}` : "");
 }
 
+// The branches of a layer, such as "pre.key gate".
+function branchesOf(spec) {
+  const names = spec.arrays.map(([name]) => name);
+  return ["pre", "post"].flatMap((where) => Object.entries(BRANCHES)
+    .filter(([, array]) => names.includes(`${where}.${array}`)).map(([branch]) => `${where}.${branch}`));
+}
+
 function buildSwitches(sample) {
-  const names = shown.layer.facts.arrays.map(([name]) => name);
-  const factor = { static: "static", "query projection": "q1", "query gate": "qg", "key projection": "k1", "key gate": "kg" };
-  const branches = ["pre", "post"].flatMap((where) => BRANCHES.map((branch) => `${where}.${branch}`))
-    .filter((name) => names.includes(`${name.split(".")[0]}.${factor[name.split(".")[1]]}`));
+  const branches = branchesOf(shown.layer.facts);
   const box = (holder, name, text, members, value) => {
     const id = `${holder}-${name}`.replaceAll(/[ .]/g, "-");
     if (!$(id)) {
       const input = element("input", { type: "checkbox", id, onchange: () => {
-        input.checked ? members.delete(value) : members.add(value);
-        set({});
+        const changed = new Set(state[members]);
+        input.checked ? changed.delete(value) : changed.add(value);
+        set({ [members]: changed });
       } });
       $(holder).append(element("label", { class: "check" }, input, ` ${text}`));
     }
-    $(id).checked = !members.has(value);
+    $(id).checked = !state[members].has(value);
   };
   const key = JSON.stringify([branches, sample.heads]);
   if ($("switches").dataset.key !== key) {
     for (const holder of ["branches", "ablated"]) $(holder).querySelectorAll("label").forEach((label) => label.remove());
     $("switches").dataset.key = key;
   }
-  for (const name of branches) box("branches", name, name.replace(".", ": "), state.off, name);
-  for (let h = 0; h < sample.heads; h++) box("ablated", String(h), `head ${h}`, state.ablated, h);
+  for (const name of branches) box("branches", name, name.replace(".", ": "), "off", name);
+  for (let h = 0; h < sample.heads; h++) box("ablated", String(h), `head ${h}`, "ablated", h);
   $("branches").hidden = !branches.length;
 }
 
@@ -157,7 +164,7 @@ function drawPatches(canvas, sample, values, limit, signed) {
   for (let i = 0; i < cells.length; i++) cells[i] = at(i) < 0 ? 0 : values[at(i)];
   heat(canvas, cells, rows, columns, { limit, signed, isOverlay: true, hidden: (i) => at(i) < 0 });
   for (const name of ["query", "key"]) {
-    const { row, column } = cell(state[name]), mark = canvas.parentElement.querySelector(`.mark.${name}`);
+    const { row, column } = cell(Math.min(state[name], sample.tokens - 1)), mark = canvas.parentElement.querySelector(`.mark.${name}`);
     Object.assign(mark.style, {
       left: `${(100 * column) / columns}%`, top: `${(100 * row) / rows}%`, width: `${100 / columns}%`, height: `${100 / rows}%`,
     });
