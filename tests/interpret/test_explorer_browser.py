@@ -9,59 +9,19 @@ import explorer_pages as pages
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM
+from explorer_driver import MODELS, change, opened
 from PIL import Image
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import pair_terms
-from dcvit.interpret.explorer.page import lending_facts
-from dcvit.interpret.lending import lending
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
 CLOSE = dict(rtol=2e-3, atol=2e-3)
-MODELS = {
-    "image": pages.image_model(),
-    "plain image": pages.image_model(compose=None, groups=1, static=False),
-    "text": pages.text_model(),
-}
 STAGES = ("scores", "composed_scores", "weights", "composed_weights")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Three samples of two runs, with averages over data and head diversity."""
-    net, params, image = MODELS["image"]
-    samples = [
-        pages.sample_of(i, int(name == "plain image"), name, *model) for i, (name, model) in enumerate(MODELS.items())
-    ]
-    averages = lending_facts(lending(net, params, [image]), "test")
-    path = tmp_path_factory.mktemp("page") / "explore.html"
-    curve = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
-    path.write_text(pages.page(samples, lending=averages, diversity=curve))
-    return path
-
-
-def opened(browser, file, **options):
-    browser.open(file, **options)
-    browser.value("explorer.ready.then(() => 1)")
-
-
-def change(browser, **state):
-    """Set the state of the page and wait until it is shown."""
-    words = ", ".join(
-        f"{key}: new Set({json.dumps([*value])})" if isinstance(value, set) else f"{key}: {json.dumps(value)}"
-        for key, value in state.items()
-    )
-    browser.value(f"explorer.set({{{words}}}).then(() => 1)")
 
 
 def table(browser):
@@ -104,7 +64,8 @@ SLOW = """(() => {
     return fast(id, header);
   };
 })()"""
-VIEW = """[...document.querySelectorAll('#heads canvas, #rollout canvas, #comparison canvas')].map(c => c.toDataURL()).concat(
+VIEW = """[...document.querySelectorAll('#heads canvas, #rollout canvas, #comparison canvas')].map(c => c.toDataURL())
+  .concat(
   [...document.querySelectorAll('#rollout canvas')].map(c => c.getAttribute('aria-label')),
   document.getElementById('comparison').textContent, document.getElementById('status').textContent)"""
 
@@ -255,89 +216,6 @@ def test_every_control_works_and_none_is_an_error(browser, file):
     assert len(browser.requests()) == 1
 
 
-def press(browser, key):
-    for kind in ("keyDown", "keyUp"):
-        text = key if len(key) == 1 and kind == "keyDown" else ""
-        browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=text)
-    browser.value("explorer.set({}).then(() => 1)")
-
-
-def test_keys_move_through_queries_layers_and_heads(browser, file):
-    opened(browser, file)
-    change(browser, sample=2, layer=0, query=3, key=2, head=1, off={"pre.key gate"})
-    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "]", ".", "r"):
-        press(browser, key)
-    state = browser.value("({...explorer.state, off: explorer.state.off.size})")
-    assert [state[name] for name in ("layer", "query", "key", "head", "off")] == [1, 5, 3, 2, 0]
-    dark = browser.value("document.documentElement.dataset.theme")
-    press(browser, "t")
-    assert browser.value("document.documentElement.dataset.theme") not in (None, dark)
-
-
-def follow_link(browser, link):
-    """Open a link in a page without earlier state."""
-    browser.call("Page.navigate", url="about:blank")
-    browser.events.clear()
-    browser.call("Page.navigate", url=link)
-    while not browser.value("location.href.startsWith('file') && Boolean(window.explorer)"):
-        time.sleep(0.02)
-    browser.value("explorer.ready.then(() => 1)")
-
-
-VIEW_OF_LINK = dict(sample=2, layer=1, query=5, key=3, head=3, stage=1, scale="head", follow=1, other=0)
-
-
-def view(browser):
-    """The state of the page, and the texts and pictures of all sections."""
-    state = "{...explorer.state, off: [...explorer.state.off], ablated: [...explorer.state.ablated]}"
-    theme = "document.documentElement.dataset.theme"
-    pictures = "[...document.querySelectorAll('canvas')].filter(c => c.offsetParent).map(c => c.toDataURL())"
-    return browser.value(f"[{state}, {theme}, document.querySelector('main').innerText, {pictures}]")
-
-
-def test_a_link_restores_the_state(browser, file):
-    opened(browser, file)
-    change(browser, sample=1, layer=1, query=7, key=4, head=2)
-    change(browser, **VIEW_OF_LINK, off={"post.query gate"}, ablated={1})
-    press(browser, "t")
-    link = browser.value("location.href")
-    numbers = browser.value("explorer.table()")
-    assert "layer=1" in link
-    assert "off=post.query-gate" in link
-    follow_link(browser, link)
-    assert browser.value("explorer.table()") == numbers
-    assert browser.value("document.getElementById('ablated-1').checked") is False
-    assert browser.value("document.getElementById('branches-post-query-gate').checked") is False
-    assert browser.value("document.querySelectorAll('#comparison canvas').length") >= 8
-    restored = view(browser)
-    assert {name: restored[0][name] for name in VIEW_OF_LINK} == VIEW_OF_LINK
-    browser.value("location.hash = 'sample=1&head=1&theme=light'; new Promise(r => setTimeout(r, 100)).then(() => 1)")
-    change(browser)
-    other = view(browser)
-    browser.value(f"location.hash = {json.dumps(link.split('#')[1])}; new Promise(r => setTimeout(r, 100)).then(() => 1)")
-    change(browser)
-    assert view(browser) == restored
-    follow_link(browser, f"{file.as_uri()}#sample=1&head=1&theme=light")
-    assert view(browser) == other
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "sample=3", "sample=-1", "sample=1.5", "sample=1e999", "sample=NaN", "sample=constructor", "layer=2", "layer=-1",
-        "layer=", "query=99", "query=abc", "query=0x2", "key=-1", "key=Infinity", "head=4", "stage=9", "stage=null",
-        "scale=none", "follow=2", "follow=yes", "other=3", "other=x", "other=-2", "theme=pink", "off=pre.nothing",
-        "off=,,pre", "off=__proto__", "ablated=4", "ablated=-1,1.5,x,,", "nothing=1", "%", "sample=%E0%A4%A", "=&&=",
-    ],
-)  # fmt: skip
-def test_invalid_words_of_a_link_are_ignored(browser, file, words):
-    follow_link(browser, file.as_uri())
-    expected = view(browser), browser.value("location.hash")
-    follow_link(browser, f"{file.as_uri()}#{words}")
-    assert browser.messages() == []
-    assert (view(browser), browser.value("location.hash")) == expected
-
-
 def test_switches_work_after_a_reset(browser, file):
     opened(browser, file)
     change(browser, sample=2, layer=0)
@@ -359,8 +237,8 @@ def test_marks_stay_inside_a_smaller_input(browser, tmp_path):
     file.write_text(pages.page([pages.sample_of(i, 0, f"{i}", *model) for i, model in enumerate(images)]))
     opened(browser, file)
     change(browser, query=20, key=22, other=1)
-    tops = "[...document.querySelectorAll('#comparison .mark')].map(m => parseFloat(m.style.top) + parseFloat(m.style.height))"
-    assert max(browser.value(tops)) <= 100.1
+    ends = "parseFloat(m.style.top) + parseFloat(m.style.height)"
+    assert max(browser.value(f"[...document.querySelectorAll('#comparison .mark')].map(m => {ends})")) <= 100.1
 
 
 def test_numbers_and_picture_are_saved(browser, file, tmp_path):

@@ -169,8 +169,10 @@ async function start() {
   };
   $("picture").addEventListener("pointermove", (event) => { if (state.follow) choosePatch(event); });
   $("picture").addEventListener("click", choosePatch);
+  $("picture").addEventListener("keydown", (event) => move(event, sampleOf(state.sample), {}, "query"));
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+    if (isShortcut(event) || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+    if (event.key.startsWith("Arrow") && event.target.matches(".scroll")) return; // scrolls
     if (event.key === "t") toggleTheme();
     if (!KEYS[event.key]) return;
     event.preventDefault();

@@ -66,12 +66,16 @@ async function render(mine) {
   const switches = JSON.stringify([id, [...state.off], [...state.ablated], state.scale, isDark()]);
   const isNew = shown?.switches !== switches;
   shown = { layer, query: state.query, row, plain, switches };
+  const focused = document.activeElement, stage = focused.closest("#heads") && focused.dataset.stage;
   showControls(sample);
   if (isNew) showOnce(sample, layer);
   showInput(sample, row);
   showHeads(sample, layer, row);
   showEffects(sample, row, plain);
   showPair(sample, layer, row);
+  if (focused.closest("#tokens")) $("tokens").querySelector(".query")?.focus();
+  if (focused.id) $(focused.id)?.focus(); // it may be a new one
+  if (stage) $("heads").querySelector(`[data-head="${state.head}"][data-stage="${stage}"]`).focus();
   const other = sampleOf(state.other), position = other && Math.min(state.layer, other.layers.length - 1);
   const [found, otherLayer] = await Promise.all([loadRollout(state.sample), other && loadLayer(state.other, position)]);
   if (mine !== turn) return latest;
@@ -202,6 +206,7 @@ function showInput(sample, row) {
     button.style.color = seen ? (0.3 * background[0] + 0.59 * background[1] + 0.11 * background[2] > 140 ? "#000" : "#fff") : "";
     button.setAttribute("aria-label", `token ${i}, ${sample.text[i]}: ${seen ? number(values[i]) : "not seen"}`);
     button.setAttribute("aria-pressed", i === state.query);
+    button.tabIndex = i === state.query ? 0 : -1;
   });
 }
 
@@ -219,7 +224,7 @@ function buildHeads(sample, layer) {
   const cells = STAGES.map((stage) => element("div", { class: "stage" }, stage));
   for (let h = 0; h < H; h++) {
     STAGES.forEach((stage, i) => {
-      const canvas = element("canvas", { role: "img", "data-head": h, "data-stage": i });
+      const canvas = element("canvas", { role: "application", "data-head": h, "data-stage": i });
       const holder = sample.text
         ? element("div", { class: "holder" }, canvas, element("i", { class: "across" }), element("i", { class: "down" }))
         : overlay(sample, canvas);
@@ -229,6 +234,7 @@ function buildHeads(sample, layer) {
         heat(canvas, values, T, T, { limit, signed: isSigned(i), hidden: (c) => !seen[c] });
       }
       canvas.addEventListener("click", (event) => choose(event, sample, h));
+      canvas.addEventListener("keydown", (event) => move(event, sample, sample.text ? { ArrowUp: "query", ArrowDown: "query" } : {}, "key"));
       cells.push(element("div", { class: "cell" }, element("span", {}, i ? "" : `head ${h}`), holder));
     });
   }
@@ -245,6 +251,20 @@ function choose(event, sample, head) {
   return token < 0 ? undefined : set({ key: token, head });
 }
 
+// Move the query or the key in a map by an arrow key: that of the arrow in `names`, or else `name`.
+function move(event, sample, names, name) {
+  const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!step || isShortcut(event)) return;
+  event.preventDefault();
+  event.stopPropagation(); // these arrows change query and layer elsewhere
+  if (sample.text) return set({ [names[event.key] ?? name]: state[names[event.key] ?? name] + step[0] + step[1] });
+  const { rows, cell, token } = grid(sample), at = cell(state[name]), row = at.row + step[0], column = at.column + step[1];
+  if (row < 0 || row >= rows || column < 0 || column >= sample.columns || token(row, column) < 0) return;
+  set({ [name]: token(row, column) });
+}
+
+const isShortcut = (event) => event.ctrlKey || event.altKey || event.metaKey;
+
 function showHeads(sample, layer, row) {
   const { H, T } = layer, limits = row.stages.map((stage) => limitOf(stage));
   for (const canvas of $("heads").querySelectorAll("canvas")) {
@@ -255,6 +275,7 @@ function showHeads(sample, layer, row) {
       const mark = canvas.parentElement.querySelector(`.${name}`);
       mark?.style.setProperty("--at", `${(100 * (state[at] + 0.5)) / T}%`);
     }
+    canvas.tabIndex = h === state.head ? 0 : -1;
     const best = values.findIndex((v) => Math.abs(v) === largest);
     canvas.setAttribute("aria-label",
       `${STAGES[i]} of head ${h}, query ${state.query}: largest ${number(values[best] ?? 0)} at key ${best}; key ${state.key}: ${number(values[state.key])}`);
@@ -305,6 +326,8 @@ function showLoans(sample) {
       `head ${loan.lender}`, `head ${loan.borrower}`, labelOf(sample, loan.query), labelOf(sample, loan.key), number(loan.amount)];
   });
   $("loans").closest("section").hidden = !rows.length;
+  if ($("loans").dataset.sample === String(state.sample)) return; // keeps the focus
+  $("loans").dataset.sample = state.sample;
   fillTable($("loans"), ["layer", "composition", "branch", "lender", "borrower", "query", "key", "amount"], rows);
 }
 
@@ -325,7 +348,7 @@ function showPair(sample, layer, row) {
       ...names.slice(1).map((name) => headMap(name, terms[name], H, limit)));
     const graph = rankFlows(layer, where, before);
     parts.push(element("h3", {}, `${where === "pre" ? "Pre" : "Post"}-compose: ${STAGES[stage]} to ${STAGES[stage + 1]}`),
-      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${where}-compose by term` }, table));
+      element("div", { id: `${where}-region`, class: "scroll", tabindex: 0, role: "region", "aria-label": `${where}-compose by term` }, table));
     if (names.length > 1) parts.push(maps);
     if (graph.length) {
       const label = `Flow through the ranks of ${where}-compose: ${graph.map(({ name }) => name).join(", ")}`;

@@ -1,0 +1,33 @@
+"""Pages of the explorer in a browser: the models of a page, and functions that change its state."""
+
+import json
+
+import explorer_pages as pages
+
+MODELS = {
+    "image": pages.image_model(),
+    "plain image": pages.image_model(compose=None, groups=1, static=False),
+    "text": pages.text_model(),
+}
+
+
+def opened(browser, file, **options):
+    browser.open(file, **options)
+    browser.value("explorer.ready.then(() => 1)")
+
+
+def change(browser, **state):
+    """Set the state of the page and wait until it is shown."""
+    words = ", ".join(
+        f"{key}: new Set({json.dumps([*value])})" if isinstance(value, set) else f"{key}: {json.dumps(value)}"
+        for key, value in state.items()
+    )
+    browser.value(f"explorer.set({{{words}}}).then(() => 1)")
+
+
+def press(browser, key):
+    for kind in ("keyDown", "keyUp"):
+        text = key if len(key) == 1 and kind == "keyDown" else ""
+        code = {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=text, **code)
+    browser.value("explorer.set({}).then(() => 1)")

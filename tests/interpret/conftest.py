@@ -1,0 +1,29 @@
+"""A browser, and a page of the explorer."""
+
+import explorer_pages as pages
+import pytest
+from browser import Browser
+from explorer_driver import MODELS
+
+from dcvit.interpret.explorer.page import lending_facts
+from dcvit.interpret.lending import lending
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Three samples of two runs, with averages over data and head diversity."""
+    net, params, image = MODELS["image"]
+    samples = [
+        pages.sample_of(i, int(name == "plain image"), name, *model) for i, (name, model) in enumerate(MODELS.items())
+    ]
+    averages = lending_facts(lending(net, params, [image]), "test")
+    path = tmp_path_factory.mktemp("page") / "explore.html"
+    curve = {"qk": [0.2, 0.6, 1.0], "ov": [0.3, 0.7, 1.0]}
+    path.write_text(pages.page(samples, lending=averages, diversity=curve))
+    return path
