@@ -32,6 +32,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.module import InterceptorContext
+from jax.tree_util import Partial
 
 from dcvit.dcmha.compose import ComposeWeights, compose
 from dcvit.dcmha.numerics import statistics_dtype
@@ -78,19 +79,28 @@ def run_with_cache(
       inputs: preprocessed images, or tokens.
       hooks: by name, a function from an array to the array that replaces it in the rest of the forward pass. A name may
         be a pattern, such as "block*/heads"; the first that fits counts. The returned arrays are those after the hooks.
+        Every new function, such as a lambda in a loop, compiles the model again. `jax.tree_util.Partial(function, x)`
+        is not new if only the number or array `x` is: the call is `function(x, array)`.
       names: patterns of the names of the arrays to return. Arrays that are not asked for cost no memory.
 
     Raises:
       ValueError: the model has no array of a name or a variant of heads, or a hook returns another shape.
     """
-    return _run(model, params, inputs, tuple((hooks or {}).items()), tuple(names))
+    hooks = hooks or {}
+    functions = tuple(hook if isinstance(hook, Partial) else Partial(hook) for hook in hooks.values())
+    return _run(model, params, inputs, tuple(hooks), functions, tuple(names))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 3, 5))
 def _run(
-    model: ViT | LM, params: Params, inputs: Array, hooks: tuple[tuple[str, Hook], ...], names: tuple[str, ...]
+    model: ViT | LM,
+    params: Params,
+    inputs: Array,
+    hooked: tuple[str, ...],
+    hooks: tuple[Partial, ...],
+    names: tuple[str, ...],
 ) -> Activations:
-    return forward(model, params, inputs, dict(hooks), names)
+    return forward(model, params, inputs, dict(zip(hooked, hooks, strict=True)), names)
 
 
 def forward(

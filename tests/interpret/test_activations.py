@@ -112,6 +112,29 @@ def test_hooks_see_the_arrays_of_hooks_before_them_and_returned_arrays_are_repla
     np.testing.assert_allclose(arrays["block00/weights"][0, 0], expected, rtol=1e-6)
 
 
+def test_hooks_with_other_numbers_do_not_compile_again():
+    net, params = make_lm(compose="both")
+    tokens = make_tokens()
+    traced = []
+
+    def without(head, x):
+        traced.append(head)
+        return x.at[:, :, head].set(0)
+
+    for head in range(HEADS):
+        found = run_with_cache(net, params, tokens, {"block01/heads": jax.tree_util.Partial(without, head)}).output
+        once = {"block01/heads": lambda x, head=head: x.at[:, :, head].set(0)}
+        np.testing.assert_allclose(found, run_with_cache(net, params, tokens, once).output, rtol=1e-5, atol=1e-6)
+    assert len(traced) == 1
+
+
+def test_the_first_of_two_hooks_counts():
+    net, params = make_lm()
+    hooks = {"block01/heads": jnp.zeros_like, "*/heads": jnp.ones_like}
+    arrays = run_with_cache(net, params, make_tokens(), hooks, names=["*/heads"]).arrays
+    assert [float(x.mean()) for x in arrays.values()] == [1, 0]
+
+
 def test_names_select_the_returned_arrays():
     net, params = make_lm(compose="pre")
     arrays = run_with_cache(net, params, make_tokens(), names=["block01/scores", "*/pre/q?"]).arrays
