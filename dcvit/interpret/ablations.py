@@ -72,28 +72,49 @@ def ablated_outputs(
     inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
     ablations: Sequence[Ablation],
 ) -> Float[Array, "N B *rest"]:
-    """Return the output of a model for each ablation; of a language model, for the last token."""
+    """Return the output of a model for each ablation; of a language model, for the last token.
+
+    Raises:
+      ValueError: the model has no layer, head, composition or branch of an ablation.
+    """
     heads = np.ones((len(ablations), model.depth, model.num_heads), np.float32)
     branches = np.ones((len(ablations), model.depth, 2, len(BRANCHES)), np.float32)
+    present = branches_of(model)
     for n, ablation in enumerate(ablations):
+        _check(model, present, ablation)
         at = slice(None) if ablation.layer is None else ablation.layer
         if ablation.head is not None:
             heads[n, at, ablation.head] = 0
         for i, (where, branch) in itertools.product(range(len(BRANCHES)), _pairs(ablation)):
             if branch in ("all", [*BRANCHES][i]):
                 branches[n, at, ("pre", "post").index(where), i] = 0
-    present = branches_of(model)
-
-    @jax.jit
-    def run(params: Params, inputs: Array, gates: tuple[Array, Array]) -> Array:
-        def one(gates: tuple[Array, Array]) -> Array:
-            output = forward(model, params, inputs, _hooks(model, present, *gates)).output
-            return output[:, -1] if isinstance(model, LM) else output
-
-        return jax.lax.map(one, gates)
-
-    found: Array = run(params, inputs, (jnp.asarray(heads), jnp.asarray(branches)))
+    found: Array = _outputs(model, params, inputs, jnp.asarray(heads), jnp.asarray(branches))
     return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(
+    model: ViT | LM, params: Params, inputs: Array, heads: Float[Array, "N L H"], branches: Float[Array, "N L 2 K"]
+) -> Float[Array, "N B *rest"]:
+    def one(gates: tuple[Array, Array]) -> Array:
+        output = forward(model, params, inputs, _hooks(model, branches_of(model), *gates)).output
+        return output[:, -1] if isinstance(model, LM) else output
+
+    found: Array = jax.lax.map(one, (heads, branches))
+    return found
+
+
+def _check(model: ViT | LM, present: Sequence[tuple[str, str]], ablation: Ablation) -> None:
+    """Raise ValueError if a model does not have what an ablation changes."""
+    layer, head, where, branch = ablation
+    pairs = [pair for pair in present if where in (pair[0], "both") and branch in (pair[1], "all")]
+    if (
+        not 0 <= (layer or 0) < model.depth
+        or not 0 <= (head or 0) < model.num_heads
+        or (head is None and not pairs)
+        or ((where is not None or branch is not None) and not pairs)
+    ):
+        raise ValueError(f"the model has nothing that {ablation} changes")
 
 
 def _pairs(ablation: Ablation) -> list[tuple[str, str | None]]:

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.shapes import Array, Float, Int
+from dcvit.dcmha.reference import visible
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.errors import InputError
 from dcvit.interpret.activations import compose_weights_of, forward
-from dcvit.models import Params
+from dcvit.models import Params, lm
+from dcvit.models.decoder import token_context
 from dcvit.models.lm import LM
 from dcvit.models.vit import ViT
 
@@ -42,7 +45,7 @@ class Loan(NamedTuple):
 
 
 class Lending(NamedTuple):
-    """Averages over many inputs, for each layer.
+    """Averages over many inputs, for each layer. Pairs are those of a query and a key that it attends to.
 
     Fields:
       share: for "pre" and "post", |a[h']·map[h', h]| summed over all pairs, divided by its sum over the lenders h'; the
@@ -106,9 +109,14 @@ def _branch_maps(weights: ComposeWeights, heads: int, groups: int) -> dict[str, 
 def lending(
     model: ViT | LM,
     params: Params,
-    batches: Iterable[Float[Array, "B height width channels"] | Int[Array, "B T"]],
+    batches: Iterable[Float[Array, "_ height width channels"] | Int[Array, "_ T"]],
 ) -> Lending:
-    """Return averages over batches of inputs, which all count by their number of examples."""
+    """Return averages over batches of inputs, which all count by their number of examples.
+
+    Raises:
+      InputError: there is no input.
+      FloatingPointError: the averages are not finite.
+    """
     sums: dict[str, np.ndarray] = {}
     examples = 0
     run = jax.jit(lambda params, inputs: _sums(model, params, inputs))
@@ -116,6 +124,11 @@ def lending(
         examples += len(batch)
         for name, x in run(params, batch).items():
             sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
+    if not examples:
+        raise InputError("averages over data need at least one input")
+    wrong = sorted(name for name, x in sums.items() if not np.isfinite(x).all())
+    if wrong:
+        raise FloatingPointError(f"averages over data are NaN or infinite: {', '.join(wrong)}; check the parameters")
     share, dynamic = {}, {}
     for where in (w for w in COMPOSITIONS if f"{w}/lent" in sums):
         lent, pairs = sums[f"{where}/lent"], sums["pairs"][:, None, None]
@@ -135,19 +148,32 @@ def _sums(model: ViT | LM, params: Params, inputs: Array) -> dict[str, Array]:
     layers = []
     for layer in range(model.depth):
         weights = arrays[f"block{layer:02d}/weights"]
-        seen = (weights > 0).astype(weights.dtype)
+        seen = attended(model, inputs, layer, weights.shape[2]).astype(weights.dtype)
         entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1)), axis=(0, 2, 3))
         found = {
             "entropy": entropy, "queries": jnp.asarray(weights.shape[0] * weights.shape[2], jnp.float32),
-            "pairs": jnp.sum(seen[:, 0]),
+            "pairs": jnp.sum(seen),
         }  # fmt: skip
         for where, name in COMPOSITIONS.items():
             w = compose_weights_of(arrays, layer, where)
             if w is not None:
-                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, seen[:, 0], model.groups)
+                sums = _map_sums(arrays[f"block{layer:02d}/{name}"], w, seen, model.groups)
                 found |= {f"{where}/{key}": x for key, x in sums.items()}
         layers.append(found)
     return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def attended(
+    model: ViT | LM, inputs: Float[Array, "B height width channels"] | Int[Array, "B N"], layer: int, tokens: int
+) -> Bool[Array, "B T T"]:
+    """Return which keys the queries of a layer attend to: all, or those that causality, window and documents leave."""
+    seen = None
+    if isinstance(model, LM):
+        windows = lm.layer_windows(model)
+        window = windows[layer % len(windows)] and (model.prefill_window or model.window)
+        mask = token_context(inputs, model.end_of_text).mask
+        seen = visible(tokens, tokens, causal=True, window=window, mask=mask)
+    return jnp.broadcast_to(True if seen is None else seen[:, 0], (len(inputs), tokens, tokens))
 
 
 def _map_sums(
@@ -174,9 +200,9 @@ def _map_sums(
         query, key = part(w.q1, w.q2, w.qg, h), part(w.k1, w.k2, w.kg, h)
         maps = jnp.swapaxes(query, 1, 2)[..., None] + jnp.swapaxes(key, 1, 2)[:, :, None]
         maps = maps + constant[None, :, None, None]
-        visible = maps * seen[:, None]
+        pairs = maps * seen[:, None]
         axes = (0, 2, 3)
-        return jnp.sum(jnp.abs(a * maps), axis=axes), jnp.sum(visible, axis=axes), jnp.sum(visible * maps, axis=axes)
+        return jnp.sum(jnp.abs(a * pairs), axis=axes), jnp.sum(pairs, axis=axes), jnp.sum(pairs * maps, axis=axes)
 
     sums = jax.lax.map(borrower, jnp.arange(heads))
     return {name: x.T for name, x in zip(("lent", "map", "square"), sums, strict=True)}

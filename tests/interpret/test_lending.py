@@ -7,6 +7,8 @@ import oracle
 import pytest
 from small_models import HEADS, LENGTH, logits_of, make_lm, make_tokens
 
+from dcvit.errors import InputError
+from dcvit.interpret import ablations
 from dcvit.interpret.ablations import Ablation, ablated_outputs, all_ablations, branches_of
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.lending import largest_loans, lending
@@ -28,15 +30,23 @@ def pair_map(fields, query, key, groups, example):
     return oracle.compose(unit, at, groups)[:, :, 0, 0]  # lenders first
 
 
-def test_averages_are_those_of_the_maps_of_all_pairs():
-    net, params = make_lm(**FIELDS)
-    tokens = make_tokens(batch=3, length=6)
+@pytest.mark.parametrize("scale", [1, 60], ids=["", "with weights that underflow to zero"])
+def test_averages_are_those_of_the_maps_of_all_pairs_that_are_attended_to(scale):
+    net, params = make_lm(**FIELDS, window=3, prefill_window=4, end_of_text=0)
+    for layer in range(net.depth):
+        attention = params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+        attention["query"]["kernel"] = attention["query"]["kernel"].at[:, 0].multiply(scale)
+    tokens = make_tokens(batch=3, length=6).at[1, 2].set(0)
     found = lending(net, params, [tokens[:2], tokens[2:]])
     arrays = run_with_cache(net, params, tokens).arrays
     assert found.examples == 3
+    distance = np.subtract.outer(np.arange(6), np.arange(6))
+    documents = np.cumsum(np.asarray(tokens) == 0, axis=1)
     for layer in range(net.depth):
         weights = np.asarray(arrays[f"block{layer:02d}/weights"], np.float64)
-        seen = weights[:, 0] > 0
+        seen = (distance >= 0) & (distance < (4 if layer == 0 else 6)) & (documents[:, :, None] == documents[:, None])
+        assert not (weights[:, 1] > 0)[~seen].any()
+        assert (weights[:, 0] > 0)[seen].all() == (scale == 1)
         entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(axis=-1).mean(axis=(0, 2))
         np.testing.assert_allclose(found.entropy[layer], entropy, rtol=1e-4)
         for where, name in (("pre", "scores"), ("post", "weights")):
@@ -94,6 +104,30 @@ def test_ablated_outputs_are_those_of_hooks():
 
 
 @pytest.mark.parametrize(
+    "ablation",
+    [
+        Ablation(2, 0), Ablation(-1, 0), Ablation(0, HEADS), Ablation(0), Ablation(0, None, "post", "key gates"),
+        Ablation(0, None, "middle", "all"), Ablation(0, None, "post"), Ablation(0, None, None, "all"),
+        Ablation(0, None, "pre", "static"),
+    ],
+)  # fmt: skip
+def test_ablations_of_what_a_model_does_not_have_are_refused(ablation):
+    net, params = make_lm(compose="both")
+    with pytest.raises(ValueError, match=r"the model has nothing that Ablation\(layer="):
+        ablated_outputs(net, params, make_tokens(), [ablation])
+
+
+def test_ablations_compile_once(monkeypatch):
+    net, params = make_lm(compose="both")
+    traced = []
+    forward = ablations.forward
+    monkeypatch.setattr(ablations, "forward", lambda *args: traced.append(1) or forward(*args))
+    for seed in range(3):
+        ablated_outputs(net, params, make_tokens(seed=seed), [Ablation(seed % 2, seed)])
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
     ("fields", "branches"),
     [
         (dict(compose=None), 0), (dict(compose="both"), 8), (dict(compose="pre", branches="k"), 2),
@@ -105,3 +139,12 @@ def test_every_head_and_branch_is_ablated(fields, branches):
     assert len(branches_of(net)) == branches
     listed = all_ablations(net, [1])
     assert len(set(listed)) == len(listed) == HEADS + 2 * (branches + bool(branches))
+
+
+def test_averages_of_nothing_and_of_nan_are_refused():
+    net, params = make_lm(**FIELDS)
+    with pytest.raises(InputError, match="at least one input"):
+        lending(net, params, [])
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    with pytest.raises(FloatingPointError, match="averages over data are NaN or infinite: entropy, "):
+        lending(net, broken, [make_tokens(batch=1)])
