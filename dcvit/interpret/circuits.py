@@ -114,9 +114,10 @@ def captured_variance(forms: Float[Array, "H M N"]) -> Float[Array, " N"]:
 
     The forms of all heads are concatenated along their rows, H·M×N, and the share of component i is its squared
     singular value over the sum of all. A lower curve means more diverse heads (Figure 5 of the paper; Cordonnier et
-    al., 2020).
+    al., 2020). Forms that are zero are captured completely.
     """
     flat = forms.reshape(-1, forms.shape[-1])
     values = jnp.linalg.eigvalsh(flat.T @ flat)[::-1]
     values = jnp.maximum(values, 0)
-    return jnp.cumsum(values) / jnp.sum(values)
+    total = jnp.sum(values)
+    return jnp.where(total > 0, jnp.cumsum(values) / jnp.where(total > 0, total, 1), 1)

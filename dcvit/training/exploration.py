@@ -98,6 +98,7 @@ def explore(
     Raises:
       ConfigError: inputs or options do not fit the models.
       InputError: there is no readable input.
+      FloatingPointError: a model's activations are not finite.
     """
     runs: list[Json] = []
     samples: list[Sample] = []
@@ -112,10 +113,13 @@ def explore(
         averages = _averages(explored, options) if options.data else None
         make = _text_samples if isinstance(module, LM) else _image_samples
         for facts, inputs, label in make(explored.model, files, texts, options, on_error):
-            sample = make_sample(
-                len(samples), module, explored.model.params, jnp.asarray(inputs), layers, label,
-                multilabel=explored.model.multilabel, ablate=options.ablate,
-            )  # fmt: skip
+            try:
+                sample = make_sample(
+                    len(samples), module, explored.model.params, jnp.asarray(inputs), layers, label,
+                    multilabel=explored.model.multilabel, ablate=options.ablate,
+                )  # fmt: skip
+            except FloatingPointError as e:
+                raise FloatingPointError(f"{explored.name}, {facts['name']}: {e}") from None
             sample.facts |= facts | {"run": number}
             samples.append(sample)
         run: Json = {"name": explored.name, "facts": _facts(explored), "diversity": _diversity(explored.model, layers)}

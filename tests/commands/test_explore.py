@@ -105,3 +105,22 @@ def test_an_unreadable_image_leaves_the_others_and_gives_status_1(digits_workdir
     assert run("--workdir", digits_workdir, tmp_path / "broken.png", IMAGES[0], "--out", out) == 1
     assert "broken.png" in capsys.readouterr().err
     assert [sample["name"] for sample in facts_of(out.read_text())["samples"]] == ["seven.png"]
+
+
+def test_activations_that_overflow_are_refused_in_one_line(digits_workdir, tmp_path, capsys):
+    import jax
+
+    params = dcvit.load(digits_workdir).params
+    leaves = {name_of(path): np.full_like(x, 1e30) for path, x in jax.tree.leaves_with_path(params)}
+    np.savez(tmp_path / "w.npz", **leaves)
+    (tmp_path / "config.py").write_text(
+        "from dcvit import config as configs\n\n\ndef get_config():\n"
+        "    config = configs.load('vit_digits', [])\n"
+        f"    config.model = {json.loads((digits_workdir / 'config.json').read_text())['model']!r}\n    return config\n"
+    )
+    words = ["--workdir", tmp_path / "w.npz", "--config", tmp_path / "config.py", "--out", tmp_path / "page.html"]
+    assert run(*words, IMAGES[0]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: w.npz, seven.png: block00/")
+    assert line.endswith("is NaN or infinite; check the parameters and the input")
+    assert not (tmp_path / "page.html").exists()

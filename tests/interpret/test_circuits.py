@@ -89,3 +89,7 @@ def test_a_layer_or_a_branch_that_does_not_exist_is_refused():
         interpret.circuits(net, params, 2)
     with pytest.raises(ValueError, match="without a branch"):
         interpret.pair_terms(ComposeWeights(), 0, 0)
+
+
+def test_zero_circuits_are_captured_completely():
+    np.testing.assert_array_equal(interpret.captured_variance(jnp.zeros((2, 3, 3))), 1)

@@ -96,3 +96,12 @@ def test_an_image_in_a_small_vision_transformer_needs_less_than_8_megabytes():
     params = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(0, 0.05, x.shape), jnp.float32), shapes)
     text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
     assert 4e6 < len(text) < 8e6
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_activations_that_are_not_finite_are_refused_with_their_name(value):
+    net, params, tokens = pages.text_model()
+    block = params["Transformer"]["decoderblock_1"]["MultiHeadDotProductAttention_0"]
+    block["post"]["w_q1"] = block["post"]["w_q1"].at[0].set(value)
+    with pytest.raises(FloatingPointError, match=r"block01/\w+ is NaN or infinite"):
+        pages.sample_of(0, 0, "text", net, params, tokens)

@@ -90,10 +90,15 @@ def make_sample(
       label: returns the name of an output; None if the model has no head.
       multilabel: probabilities are sigmoids of the logits, instead of their softmax.
       ablate: also compute predictions after ablations.
+
+    Raises:
+      FloatingPointError: an array or an output is not finite; JSON data and colors cannot show it.
     """
     names = ["*/q", "*/k", "*/v", "*/scores", "*/weights", "*/composed_weights"]
     names += [f"*/{where}/*" for where in ("pre", "post") if model.compose in (where, "both")]
     output, arrays = run_with_cache(model, params, inputs, names=names)
+    for name, x in {**arrays, "output": output}.items():
+        _check_finite(name, x)
     tokens = arrays["block00/q"].shape[1]
     key_heads = arrays["block00/k"].shape[2]
     groups = model.groups if model.compose else 1
@@ -128,6 +133,12 @@ def make_sample(
     if label:
         facts |= _predictions(model, params, inputs, output, layers, label, multilabel, ablate)
     return Sample(facts, blocks)
+
+
+def _check_finite(name: str, x: Float[Array, "..."]) -> None:
+    """Raise FloatingPointError if an array has numbers that are not finite."""
+    if not jnp.isfinite(x).all():
+        raise FloatingPointError(f"{name} is NaN or infinite; check the parameters and the input")
 
 
 def _listed(loans: Sequence[Loan]) -> list[Json]:
@@ -177,8 +188,9 @@ def _predictions(
     changed: list[Json] = []
     if ablate:
         ablations = all_ablations(model, layers)
-        outputs = np.asarray(ablated_outputs(model, params, jnp.asarray(inputs), ablations))[:, 0]
-        for ablation, row in zip(ablations, outputs, strict=True):
+        outputs = ablated_outputs(model, params, jnp.asarray(inputs), ablations)[:, 0]
+        _check_finite("output after an ablation", outputs)
+        for ablation, row in zip(ablations, np.asarray(outputs), strict=True):
             p = _probabilities(row, multilabel)
             change = round(float(p[base] - plain[base]), 5)
             changed.append({**_described(ablation), "change": change, "predictions": _best(p, label)})
