@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from dcvit.inference.texts import read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.explorer.page import DIGITS, lending_facts, render
-from dcvit.interpret.explorer.samples import Json, Sample, make_sample
+from dcvit.interpret.explorer.samples import Json, Sample, make_sample, packed_size
 from dcvit.interpret.lending import lending
 from dcvit.models.head_settings import VARIANTS
 from dcvit.models.lm import LM
@@ -32,6 +34,8 @@ from dcvit.training.trained import TrainedModel, open_trained
 LOG = logging.getLogger(__name__)
 BATCH = 16  # examples of the averages over data that are computed at once
 CURVE_POINTS = 65  # of a curve of captured variance
+MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
+MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
 
 
 class Explored(NamedTuple):
@@ -96,23 +100,24 @@ def explore(
       on_error: called with one line for each file that cannot be read.
 
     Raises:
-      ConfigError: inputs or options do not fit the models.
+      ConfigError: inputs or options do not fit the models, or the page would be too large.
       InputError: there is no readable input.
       FloatingPointError: a model's activations are not finite.
     """
     runs: list[Json] = []
     samples: list[Sample] = []
-    for number, explored in enumerate(models):
+    chosen = [_layers(explored, options) for explored in models]
+    given = [
+        (_text_samples if isinstance(explored.model.module, LM) else _image_samples)(
+            explored.model, files, texts, options, on_error
+        )
+        for explored in models
+    ]
+    _check_size(models, [lengths for lengths, _ in given], chosen)
+    for number, (explored, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
         module = explored.model.module
-        if module.heads in VARIANTS:
-            raise ConfigError(f"{explored.name} has heads={module.heads!r}: expected plain attention or compositions")
-        try:
-            layers = layer_numbers(module, options.layers)
-        except ValueError as e:
-            raise ConfigError(f"--layers: {e}") from None
         averages = _averages(explored, options) if options.data else None
-        make = _text_samples if isinstance(module, LM) else _image_samples
-        for facts, inputs, label in make(explored.model, files, texts, options, on_error):
+        for facts, inputs, label in inputs_of:
             try:
                 sample = make_sample(
                     len(samples), module, explored.model.params, jnp.asarray(inputs), layers, label,
@@ -130,12 +135,44 @@ def explore(
 
 
 Input = tuple[Json, np.ndarray, Callable[[int], str] | None]
+Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any is computed, and the inputs
+
+
+def _layers(explored: Explored, options: Options) -> list[int]:
+    """Return the layers of a model that are shown. Raise ConfigError if there are none."""
+    module = explored.model.module
+    if module.heads in VARIANTS:
+        raise ConfigError(f"{explored.name} has heads={module.heads!r}: expected plain attention or compositions")
+    try:
+        return layer_numbers(module, options.layers)
+    except ValueError as e:
+        raise ConfigError(f"--layers: {e}") from None
+
+
+def _check_size(models: Sequence[Explored], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError if the page of inputs with these numbers of tokens would be too large."""
+    size = 0
+    for explored, tokens, shown in zip(models, lengths, layers, strict=True):
+        module, longest = explored.model.module, max(tokens, default=0)
+        if module.num_heads * longest**2 > MAX_MATRIX:
+            most = math.isqrt(MAX_MATRIX // module.num_heads)
+            raise ConfigError(
+                f"an input of {longest} tokens is too long for a page of {explored.name}: give at most {most}, with a "
+                "smaller --length or image"
+            )
+        size += sum(packed_size(module, length, len(shown)) for length in tokens)
+    if size > MAX_BYTES:
+        inputs = sum(map(len, lengths))
+        raise ConfigError(
+            f"a page of {inputs} inputs would have about {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give "
+            "fewer inputs, or --layers for fewer layers"
+        )
 
 
 def _image_samples(
     model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
-) -> Iterator[Input]:
-    """Yield the facts, the preprocessed image and the names of classes for each image file."""
+) -> Inputs:
+    """Return the facts, the preprocessed image and the names of classes for each image file."""
     if texts:
         raise ConfigError("--prompt needs a language model: give image files")
     if not files:
@@ -144,7 +181,19 @@ def _image_samples(
     assert not isinstance(module, LM)
     extra = module.registers + (module.pool_type in ("tok", "tok+gap"))
     found = classifier.find_images(files, on_error)
-    for names, images in map(model.checked, classifier.read_images(found, model.pp, on_error)):
+    batches = map(model.checked, classifier.read_images(found, model.pp, on_error))
+    first = next(batches, None)
+    if first is None:
+        return [], iter(())
+    sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
+    tokens = extra + math.prod(size // patch for size, patch in sizes)
+    return [tokens] * len(found), _images(model, itertools.chain([first], batches), extra)
+
+
+def _images(model: LoadedModel, batches: Iterable[tuple[Sequence[str], np.ndarray]], extra: int) -> Iterator[Input]:
+    """Yield the inputs of batches of images; `extra` is the number of tokens before the patches."""
+    module = model.module
+    for names, images in batches:
         for name, image in zip(names, images, strict=True):
             rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
             source = picture(image, name).get("src")
@@ -154,11 +203,12 @@ def _image_samples(
 
 def _text_samples(
     model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
-) -> Iterator[Input]:
-    """Yield the facts, the tokens and the names of tokens for each text, cut to the length of the options."""
+) -> Inputs:
+    """Return the facts, the tokens and the names of tokens for each text, cut to the length of the options."""
     if not files and not texts:
         raise ConfigError("no text: give text files, or --prompt TEXT")
     decode = model.tokenizer.decode
+    found: list[Input] = []
     for i, text in enumerate(read_prompts(texts, files)):
         name = f"text {i + 1}" if i < len(texts) else files[i - len(texts)].name
         tokens = [*model.tokenizer.encode(text)]
@@ -170,7 +220,8 @@ def _text_samples(
             LOG.info("%s: the first %d of %d tokens are shown", name, longest, len(tokens))
         tokens = tokens[:longest]
         facts: Json = {"name": name, "text": [decode([token]) for token in tokens]}
-        yield facts, np.asarray([tokens], np.int32), lambda i: decode([i])
+        found.append((facts, np.asarray([tokens], np.int32), lambda i: decode([i])))
+    return [inputs.shape[1] for _, inputs, _ in found], iter(found)
 
 
 def _facts(explored: Explored) -> str:

@@ -11,6 +11,7 @@ from small_models import name_of
 
 import dcvit
 from dcvit import cli, explore
+from dcvit.training import exploration
 
 IMAGES = [str(ROOT / "tests" / "data" / name) for name in ("seven.png", "four.png")]
 
@@ -123,4 +124,19 @@ def test_activations_that_overflow_are_refused_in_one_line(digits_workdir, tmp_p
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: w.npz, seven.png: block00/")
     assert line.endswith("is NaN or infinite; check the parameters and the input")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_is_too_large_is_refused_before_work(digits_workdir, lm_workdir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(exploration, "make_sample", None)
+    out = ["--out", tmp_path / "page.html"]
+    monkeypatch.setattr(exploration, "MAX_BYTES", 5000)
+    assert run("--workdir", digits_workdir, *IMAGES * 50, "--data", "test", *out) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"error: a page of 100 inputs would have about \d+ MB, more than 0: give fewer .*", line)
+    monkeypatch.setattr(exploration, "MAX_MATRIX", 2 * 5**2)
+    assert run("--workdir", lm_workdir, "--prompt", "import", *out) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: an input of 6 tokens is too long for a page of ")
+    assert "give at most 5," in line
     assert not (tmp_path / "page.html").exists()

@@ -68,6 +68,24 @@ def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[Header], str]:
     return header, base64.b64encode(zlib.compress(b"".join(planes), 9)).decode()
 
 
+def packed_size(model: ViT | LM, tokens: int, layers: int) -> int:
+    """Return about how many bytes the arrays of an input have in a page, at most.
+
+    Args:
+      model: the model.
+      tokens: the number of tokens of the input.
+      layers: the number of layers that are shown.
+    """
+    heads, groups = model.num_heads, model.groups if model.compose else 1
+    keys = (model.num_key_heads or heads) if isinstance(model, LM) else heads
+    columns = (heads + 2 * keys) * (model.width // heads)
+    factors = len(model.branches) * heads * (2 * model.rank * model.projection + model.gate)
+    static = heads * heads // groups * bool(model.static)
+    compositions = {"both": 2, None: 0}.get(model.compose, 1)
+    layer = 2 * tokens * columns + 3 * compositions * (tokens * factors + static)
+    return (layers * layer + 2 * 2 * tokens * tokens) * 4 // 3 + layers * 12 * columns
+
+
 def make_sample(
     number: int,
     model: ViT | LM,
@@ -92,26 +110,22 @@ def make_sample(
       ablate: also compute predictions after ablations.
 
     Raises:
-      FloatingPointError: an array or an output is not finite; JSON data and colors cannot show it.
+      FloatingPointError: an array or an output is not finite.
     """
     names = ["*/q", "*/k", "*/v", "*/scores", "*/weights", "*/composed_weights"]
     names += [f"*/{where}/*" for where in ("pre", "post") if model.compose in (where, "both")]
     output, arrays = run_with_cache(model, params, inputs, names=names)
-    for name, x in {**arrays, "output": output}.items():
-        _check_finite(name, x)
-    tokens = arrays["block00/q"].shape[1]
-    key_heads = arrays["block00/k"].shape[2]
+    _check_finite({**arrays, "output": output})
+    _, tokens, _, width = arrays["block00/q"].shape
     groups = model.groups if model.compose else 1
     facts: Json = {
-        "tokens": tokens, "heads": model.num_heads, "keyHeads": key_heads, "width": arrays["block00/q"].shape[-1],
+        "tokens": tokens, "heads": model.num_heads, "keyHeads": arrays["block00/k"].shape[2], "width": width,
         "groups": groups, "causal": isinstance(model, LM), "oldest": None,
     }  # fmt: skip
     windows: Sequence[int | None] = [None]
     if isinstance(model, LM):
         windows = [window and (model.prefill_window or window) for window in lm.layer_windows(model)]
-        if model.end_of_text is not None:
-            at = np.arange(tokens) - np.asarray(token_context(inputs, model.end_of_text).positions[0])
-            facts["oldest"] = at.tolist()
+        facts["oldest"] = _oldest(model, inputs)
     blocks: dict[str, str] = {}
     listed: list[Json] = []
     loans: list[Loan] = []
@@ -122,23 +136,33 @@ def make_sample(
             for factor in FACTORS:
                 if (x := arrays.get(f"{prefix}{where}/{factor}")) is not None:
                     kept[f"{where}.{factor}"] = np.asarray(x if factor == "static" else x[0])
-        block = f"sample{number}-layer{layer}"
-        header, blocks[block] = pack(kept)
+        header, blocks[block := f"sample{number}-layer{layer}"] = pack(kept)
         listed.append({"number": layer, "window": windows[layer % len(windows)], "block": block, "arrays": header})
         loans += largest_loans(arrays, layer, groups)
     facts |= {"layers": listed, "loans": _listed(loans)}
-    block = f"sample{number}-rollout"
-    header, blocks[block] = pack({kind: rollout(arrays, model.depth, kind) for kind in ("composed_weights", "weights")})
+    block, kinds = f"sample{number}-rollout", ("composed_weights", "weights")
+    header, blocks[block] = pack({kind: rollout(arrays, model.depth, kind) for kind in kinds})
     facts["rollout"] = {"block": block, "arrays": header}
     if label:
         facts |= _predictions(model, params, inputs, output, layers, label, multilabel, ablate)
     return Sample(facts, blocks)
 
 
-def _check_finite(name: str, x: Float[Array, "..."]) -> None:
-    """Raise FloatingPointError if an array has numbers that are not finite."""
-    if not jnp.isfinite(x).all():
-        raise FloatingPointError(f"{name} is NaN or infinite; check the parameters and the input")
+def _oldest(model: LM, tokens: Int[Array, "1 T"]) -> list[int] | None:
+    """Return the first token of each token's document; None if texts have one document."""
+    if model.end_of_text is None:
+        return None
+    found: list[int] = (
+        np.arange(tokens.shape[1]) - np.asarray(token_context(tokens, model.end_of_text).positions[0])
+    ).tolist()
+    return found
+
+
+def _check_finite(arrays: Mapping[str, Array]) -> None:
+    """Raise FloatingPointError if one of the named arrays has numbers that are not finite."""
+    for name, x in arrays.items():
+        if not jnp.isfinite(x).all():
+            raise FloatingPointError(f"{name} is NaN or infinite; check the parameters and the input")
 
 
 def _listed(loans: Sequence[Loan]) -> list[Json]:
@@ -189,7 +213,7 @@ def _predictions(
     if ablate:
         ablations = all_ablations(model, layers)
         outputs = ablated_outputs(model, params, jnp.asarray(inputs), ablations)[:, 0]
-        _check_finite("output after an ablation", outputs)
+        _check_finite({"output after an ablation": outputs})
         for ablation, row in zip(ablations, np.asarray(outputs), strict=True):
             p = _probabilities(row, multilabel)
             change = round(float(p[base] - plain[base]), 5)
