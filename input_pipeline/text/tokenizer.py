@@ -84,8 +84,8 @@ class WordTokenizer:
         return [np.array(self.encode(text), np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the words of tokens, each with a space before it."""
-        return "".join(f" {self.words[i]}" for i in ids)
+        """Return the words of tokens, each with a space before it; nothing for tokens beyond the vocabulary."""
+        return "".join(f" {self.words[i]}" for i in ids if i < self.vocab_size)
 
 
 class FileTokenizer:

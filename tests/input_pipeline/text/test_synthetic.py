@@ -192,5 +192,6 @@ def test_invalid_options_are_named(options, message):
 def test_words_outside_of_the_vocabulary_are_errors_with_the_nearest_word():
     tokenizer = Source().tokenizer
     assert tokenizer.decode(tokenizer.encode("Ruth apple .")) == " Ruth apple ."
+    assert tokenizer.decode([tokenizer.vocab_size, 10**6]) == ""  # tokens of a larger model
     with pytest.raises(ip.InputError, match="no word 'aple' in the vocabulary; did you mean 'apple'"):
         tokenizer.encode("Ruth aple .")
