@@ -34,24 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("desk", "full"), default="desk", help="here, or the runs of the paper")
     parser.add_argument("--out", type=cli.path, default=Path("runs/reproduction"), help="folder of tables and runs")
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="seeds, or their number (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of a training run at desk scale (default 600)")
+    parser.add_argument("--steps", type=int, help="steps of a training run, of the largest if they differ")
     args = parser.parse_without_config(argv)
 
     from dcvit import train
     from dcvit.parallel import runtime
-    from dcvit.reproduction import arms, catalog, tables
+    from dcvit.reproduction import catalog, tables
 
     if args.list:
         print("\n".join(catalog.listing()))
         return 0
     if args.name is None:
         raise ConfigError("give the name of a table or figure, or --list")
-    steps = arms.STEPS if args.steps is None else args.steps
-    if steps < 1:
-        raise ConfigError(f"--steps {steps}: expected 1 or more")
+    if args.steps is not None and args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: expected 1 or more")
     runtime.configure()
     status, table = catalog.reproduce(
-        args.name, args.scale, args.out, args.seeds, steps, functools.partial(cli.run, train.main)
+        args.name, args.scale, args.out, args.seeds, args.steps, functools.partial(cli.run, train.main)
     )
     if table is not None:
         for line in tables.markdown(table).splitlines():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dcvit.errors import ConfigError, nearest
-from dcvit.reproduction import arms, full, heads, table2, table6, table9, table10, tables
-from dcvit.reproduction.arms import Arm
+from dcvit.reproduction import arms, full, heads, scaling, table2, table6, table9, table10, tables
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Table
 
@@ -18,14 +18,21 @@ SCALES = ("desk", "full")
 
 
 class Trained(NamedTuple):
-    """A desk computation that trains models first."""
+    """A desk computation that trains models first: with a folder of runs, seeds, `dcvit train`, and steps."""
 
-    arms: Mapping[str, Arm]
+    train: Callable[[Path, Sequence[int], Train, int], int]
     table: Callable[[Path, Sequence[int], int], Table]
+    steps: int  # by default
 
 
 STATIC: dict[str, Callable[[], Table]] = {"table2": table2.table, "table6": table6.table, "table10": table10.table}
-TRAINED = {"table9": Trained(table9.ARMS, table9.table), "heads": Trained(heads.ARMS, heads.table)}
+TRAINED = {
+    "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS),
+    "heads": Trained(functools.partial(arms.train_arms, heads.ARMS), heads.table, arms.STEPS),
+} | {
+    name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS)
+    for name in scaling.FIGURES
+}
 
 
 class Entry(NamedTuple):
@@ -37,6 +44,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS = "commands, slices and hours of the runs"
+SCALED = "4 small language models"
 ENTRIES = {
     "table1": Entry("comparison of head composition approaches", NOTHING),
     "table2": Entry("ratios of extra parameters and computation", "by formula, and counted in models and programs"),
@@ -51,8 +59,8 @@ ENTRIES = {
     "table11": Entry("examples of the synthetic dataset", MISSING),
     "figure1": Entry("prototypical composition maps", NOTHING),
     "figure2": Entry("illustration of DCMHA", NOTHING),
-    "figure3": Entry("scaling curves of Transformers and DCFormers", MISSING, COMMANDS),
-    "figure4": Entry("scaling curves of Pythia and DCPythia", MISSING, COMMANDS),
+    "figure3": Entry("scaling curves of Transformers and DCFormers", f"4 families of {SCALED}", COMMANDS),
+    "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS),
     "figure5": Entry("captured variance of QK and OV heads", MISSING, "the models of table4"),
     "figure6": Entry("few-shot evaluation on the synthetic dataset", MISSING, "the models of table4"),
     "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
@@ -81,7 +89,7 @@ def check(name: str, scale: str) -> None:
 
 
 def reproduce(
-    name: str, scale: str, out: Path, seeds: Sequence[int], steps: int, train: Train
+    name: str, scale: str, out: Path, seeds: Sequence[int], steps: int | None, train: Train
 ) -> tuple[int, Table | None]:
     """Compute an entry, and write its files to a folder.
 
@@ -90,7 +98,7 @@ def reproduce(
       scale: "desk" or "full".
       out: the folder; the runs of training are in its folder `runs/NAME`.
       seeds: seeds of the runs.
-      steps: steps of a run.
+      steps: steps of a run, of the largest model if they differ; None means those of the entry.
       train: trains a model.
 
     Returns:
@@ -106,7 +114,8 @@ def reproduce(
         table = STATIC[name]()
     else:
         trained, runs = TRAINED[name], out / "runs" / name
-        if status := arms.train_arms(trained.arms, runs, seeds, train, steps):
+        steps = trained.steps if steps is None else steps
+        if status := trained.train(runs, seeds, train, steps):
             return status, None
         table = trained.table(runs, seeds, steps)
     tables.write(table, out)

@@ -23,6 +23,15 @@ class Chart(NamedTuple):
     paper: str | None = None
 
 
+class Curves(NamedTuple):
+    """The columns of a picture with one curve for each value of `label`, on logarithmic axes."""
+
+    label: str
+    x: str
+    y: str
+    interval: str | None = None  # half the width of an interval of y
+
+
 class Table(NamedTuple):
     """A table. All rows have the same keys, the columns."""
 
@@ -30,7 +39,7 @@ class Table(NamedTuple):
     title: str
     rows: Sequence[Row]
     notes: Sequence[str] = ()
-    chart: Chart | None = None
+    chart: Chart | Curves | None = None
 
 
 def write(table: Table, out: Path) -> list[Path]:
@@ -45,7 +54,10 @@ def write(table: Table, out: Path) -> list[Path]:
     files = [out / f"{table.name}.md", out / f"{table.name}.csv"]
     if table.chart is not None:
         files.append(out / f"{table.name}.png")
-        draw(table, table.chart, files[-1])
+        if isinstance(table.chart, Chart):
+            draw(table, table.chart, files[-1])
+        else:
+            draw_curves(table, table.chart, files[-1])
     return files
 
 
@@ -80,7 +92,7 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
     figure, axes = plt.subplots(1, len(sides), figsize=size, layout="constrained", sharey=True, squeeze=False)
     for axis, (title, column, interval) in zip(axes[0], sides, strict=True):
         places = range(len(table.rows))  # names may look like dates, which matplotlib converts
-        values, errors = _numbers(table, column), None if interval is None else _numbers(table, interval)
+        values, errors = _numbers(table.rows, column), None if interval is None else _numbers(table.rows, interval)
         axis.barh(places, values, xerr=errors)
         axis.set(title=f"{title}: {column}")
         if min(values) > 0.5 * max(values):  # the differences would not show from 0
@@ -92,6 +104,28 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
     plt.close(figure)
 
 
-def _numbers(table: Table, column: str) -> list[float]:
+def draw_curves(table: Table, chart: Curves, path: Path) -> None:
+    """Draw one curve for each value of a column, with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    for number, label in enumerate(dict.fromkeys(row[chart.label] for row in table.rows)):
+        rows = [row for row in table.rows if row[chart.label] == label]
+        x, y = (_numbers(rows, column) for column in (chart.x, chart.y))
+        errors = None if chart.interval is None else _numbers(rows, chart.interval)
+        axis.errorbar(x, y, errors, marker="os^vD<>"[number % 7], capsize=2, label=f"{label}")
+    axis.set(xscale="log", yscale="log", xlabel=chart.x, ylabel=chart.y)
+    axis.yaxis.set_major_formatter("{x:.2f}")
+    axis.yaxis.set_minor_formatter("{x:.2f}")
+    axis.grid(which="both", alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _numbers(rows: Sequence[Row], column: str) -> list[float]:
     """Return the numbers of a column, 0 for a missing one."""
-    return [value if isinstance(value := row[column], int | float) else 0.0 for row in table.rows]
+    return [value if isinstance(value := row[column], int | float) else 0.0 for row in rows]

@@ -1,0 +1,229 @@
+"""Figures 3 and 4: scaling curves of small language models, with and without DCMHA, on embedded text.
+
+A model of N parameters trains for a number of tokens proportional to N, as those of Table 3 do. The validation loss L
+and the operations C of the training give each family a line log L = log a - b·log C. A composed model has the loss that
+the line of its plain family reaches with (a/L)^(1/b) operations, the compute equivalent that Section 4.1 reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from dcvit.errors import ConfigError
+from dcvit.models import lm
+from dcvit.models.presets import COMPOSED, GPT3, LLAMA, PYTHIA
+from dcvit.reproduction import costs, seeded
+from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of
+from dcvit.reproduction.seeded import Train
+from dcvit.reproduction.tables import Cell, Curves, Row, Table
+from dcvit.training.seeds import summarize, workdir_of
+
+STEPS = 1200  # of the largest models
+BATCH, VOCABULARY, WINDOW = 16, 257, CONTEXT // 8  # the paper's windows are an eighth of the context, too
+SIZES = ((32, 2, 4), (48, 2, 6), (64, 3, 8), (80, 3, 10))  # width, depth, heads
+QK_NORM = {"qk_norm": "rmsnorm"}
+DC = {**COMPOSED, **QK_NORM, "window": WINDOW}
+PLAIN = {"compose": None, "qk_norm": None}
+FAMILIES: dict[str, dict[str, object]] = {
+    "Transformer": GPT3 | PLAIN, "DCFormer": GPT3 | DC, "Transformer++": LLAMA | PLAIN, "DCFormer++": LLAMA | DC,
+    "Pythia": PYTHIA | PLAIN, "DCPythia": PYTHIA | DC,
+}  # fmt: skip
+RESAMPLES = 2000  # of the bootstrap
+
+
+class Figure(NamedTuple):
+    """A figure: its families in pairs (plain, composed), with the compute equivalent that the paper reports."""
+
+    title: str
+    pairs: Mapping[tuple[str, str], str]
+
+
+FIGURES = {
+    "figure3": Figure(
+        "Figure 3: scaling curves of Transformers and DCFormers",
+        {("Transformer", "DCFormer"): "1.87 at 834M", ("Transformer++", "DCFormer++"): "1.67 at 834M"},
+    ),
+    "figure4": Figure("Figure 4: scaling curves of Pythia and DCPythia", {("Pythia", "DCPythia"): "–"}),
+}
+
+
+class Point(NamedTuple):
+    """A model of a family: its fields, its parameters, its steps, and the operations of its training."""
+
+    fields: Mapping[str, object]
+    parameters: int
+    steps: int
+    operations: float
+
+
+def points(name: str, steps: int) -> dict[str, list[Point]]:
+    """Return the models of each family of a figure, from the smallest to the largest.
+
+    All families have the same steps, those of plain Transformer++, as in Table 3. The largest size has `steps`.
+    """
+    sizes = [costs.parameters(_model("Transformer++", size)) for size in SIZES]
+    found: dict[str, list[Point]] = {}
+    for family in (family for pair in FIGURES[name].pairs for family in pair):
+        found[family] = []
+        for shape, size in zip(SIZES, sizes, strict=True):
+            count, net = max(1, round(steps * size / sizes[-1])), _model(family, shape)
+            operations = float(costs.training_operations(net, CONTEXT)) * BATCH * count
+            found[family].append(Point(fields_of(family, shape), costs.parameters(net), count, operations))
+    return found
+
+
+def fields_of(family: str, size: tuple[int, int, int]) -> dict[str, object]:
+    """Return the fields of a model. Learned positions need a length; rotary embeddings need even dimensions."""
+    width, depth, heads = size
+    shape = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": None}
+    if FAMILIES[family].get("mlp") == "swiglu":
+        shape["mlp_dim"] = math.ceil(8 / 3 * width / 8) * 8
+    return {**FAMILIES[family], **shape}
+
+
+def _model(family: str, size: tuple[int, int, int]) -> lm.LM:
+    fields: dict[str, Any] = {**fields_of(family, size), "context": CONTEXT}
+    return lm.Model(VOCABULARY, **fields)
+
+
+def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
+    """Train all models of a figure, seed by seed, and return the exit status of the first run that fails, or 0.
+
+    Raises:
+      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
+    """
+    for seed in seeds:
+        for family, each in points(name, steps).items():
+            for point in each:
+                path = workdir_of(folder(runs, family, point), seed)
+                words = words_of(point, seed)
+                if status := seeded.run(train, f"lm_stdlib:steps={point.steps}", path, words, METRIC):
+                    return status
+    return 0
+
+
+def folder(runs: Path, family: str, point: Point) -> Path:
+    """Return the folder of a model's runs."""
+    return folder_of(runs, f"{family}-{point.fields['width']}x{point.fields['depth']}")
+
+
+def words_of(point: Point, seed: int) -> list[str]:
+    """Return the overrides of a model's config."""
+    values: dict[str, object] = {f"model.{key}": value for key, value in point.fields.items()}
+    values |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
+    values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 100}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+class Line(NamedTuple):
+    """The line log L = log a - b·log C."""
+
+    log_a: float
+    b: float
+
+    def operations(self, loss: float) -> float:
+        """Return the operations with which the line reaches a loss."""
+        return math.exp((self.log_a - math.log(loss)) / self.b)
+
+
+def fit(operations: Sequence[float], losses: Float64[np.ndarray, "sizes"]) -> Line:
+    """Return the line of least squares."""
+    slope, start = np.polyfit(np.log(operations), np.log(losses), 1)
+    return Line(float(start), -float(slope))
+
+
+def equivalents(
+    plain: Sequence[Point], composed: Sequence[Point], losses: Float64[np.ndarray, "2 sizes"]
+) -> list[float]:
+    """Return for each composed model the operations of a plain one with its loss, divided by its own.
+
+    Args:
+      plain, composed: the models of two families by size.
+      losses: their mean losses.
+    """
+    line = fit([point.operations for point in plain], losses[0])
+    return [line.operations(loss) / point.operations for loss, point in zip(losses[1], composed, strict=True)]
+
+
+def bootstrapped(
+    plain: Sequence[Point], composed: Sequence[Point], losses: Float64[np.ndarray, "seeds 2 sizes"]
+) -> Float64[np.ndarray, "sizes 2"]:
+    """Return the 95 % intervals of `equivalents` from resampled seeds."""
+    draw = np.random.default_rng(0)
+    chosen = draw.integers(len(losses), size=(RESAMPLES, len(losses)))
+    found = [equivalents(plain, composed, losses[some].mean(axis=0)) for some in chosen]
+    return np.percentile(found, [2.5, 97.5], axis=0).T
+
+
+def table(name: str, runs: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the table of complete runs.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
+    """
+    found = points(name, steps)
+    folders = {f"{family} {i}": folder(runs, family, p) for family, each in found.items() for i, p in enumerate(each)}
+    values = seeded.finals(folders, seeds, METRIC)
+    if missing := [seed for seed in seeds if seed not in values]:
+        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+    summary = {str(row["metric"]): row for row in summarize(values)}
+    losses = {
+        family: np.array([[values[seed][f"{family} {i}"] for i in range(len(SIZES))] for seed in seeds])
+        for family in found
+    }
+    rows = []
+    for (plain, composed), paper in FIGURES[name].pairs.items():
+        pair = np.stack([losses[plain], losses[composed]], axis=1)
+        ratios = equivalents(found[plain], found[composed], pair.mean(axis=0))
+        intervals = bootstrapped(found[plain], found[composed], pair)
+        for family in (plain, composed):
+            for i, point in enumerate(found[family]):
+                row = summary[f"{family} {i}"]
+                more: dict[str, Cell] = {"compute equivalent": None, "95 % interval": None, "paper": None}
+                if family == composed:
+                    low, high = intervals[i]
+                    more = {"compute equivalent": ratios[i], "95 % interval": f"{low:.2f}–{high:.2f}", "paper": paper}
+                rows.append(_row(family, point, row, more))
+    return Table(name, FIGURES[name].title, rows, _notes(name, found, losses, seeds, steps),
+                 Curves("family", "training FLOPs", "bits per byte", "± 95 %"))  # fmt: skip
+
+
+def _row(family: str, point: Point, summary: Mapping[str, Any], more: Mapping[str, Cell]) -> Row:
+    return {
+        "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
+        "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
+        "bits per byte": summary["mean"], "± 95 %": summary["± 95 %"], **more,
+    }  # fmt: skip
+
+
+def _notes(
+    name: str, found: Mapping[str, Sequence[Point]], losses: Mapping[str, np.ndarray], seeds: Sequence[int], steps: int
+) -> tuple[str, ...]:
+    """Return the settings of the runs and the fitted lines."""
+    lines = []
+    for family, each in found.items():
+        line = fit([point.operations for point in each], losses[family].mean(axis=0))
+        lines.append(f"- {family}: L = {math.exp(line.log_a):.3g} · C^-{line.b:.4f}")
+    lower = []
+    for plain, composed in FIGURES[name].pairs:
+        difference = losses[composed] - losses[plain]
+        sizes = [i for i in range(len(SIZES)) if (difference[:, i] < 0).all()]
+        lower.append(
+            f"- {composed} has a lower loss than {plain} with every seed at {len(sizes)} of {len(SIZES)} sizes"
+        )
+    return (
+        f"Models of configs/lm_stdlib.py with the architectures of the paper, {BATCH}×{CONTEXT} bytes a step of "
+        f"Python's standard library, windows of {WINDOW} in every other layer of composed models. The largest train "
+        f"for {steps} steps, the others for as many fewer as plain models of their size have fewer parameters. Seeds "
+        f"{', '.join(map(str, seeds))}. FLOPs by dcvit.models.flops. The compute equivalent is how many times the "
+        "operations a plain model needs for the same loss, on the fitted line of the plain family; its interval is "
+        f"that of {RESAMPLES} resamples of the seeds. The paper's models have 405M parameters and more.",
+        "Fitted lines of the mean loss in bits per byte:\n\n" + "\n".join(lines),
+        "\n".join(lower),
+    )
