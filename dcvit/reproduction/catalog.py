@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcvit.errors import ConfigError, nearest
-from dcvit.reproduction import arms, full, heads, scaling, table2, table6, table9, table10, tables
+from dcvit.reproduction import arms, full, heads, in_context, scaling, table2, table6, table9, table10, tables
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Table
 
@@ -23,14 +23,19 @@ class Trained(NamedTuple):
     train: Callable[[Path, Sequence[int], Train, int], int]
     table: Callable[[Path, Sequence[int], int], Table]
     steps: int  # by default
+    runs: str  # name of the folder of runs, which entries may share
 
 
-STATIC: dict[str, Callable[[], Table]] = {"table2": table2.table, "table6": table6.table, "table10": table10.table}
+STATIC: dict[str, Callable[[], Table]] = {
+    "table2": table2.table, "table6": table6.table, "table10": table10.table, "table11": in_context.table11,
+}  # fmt: skip
 TRAINED = {
-    "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS),
-    "heads": Trained(functools.partial(arms.train_arms, heads.ARMS), heads.table, arms.STEPS),
+    "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS, "table9"),
+    "heads": Trained(functools.partial(arms.train_arms, heads.ARMS), heads.table, arms.STEPS, "heads"),
+    "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
+    "figure6": Trained(in_context.train, in_context.figure6, in_context.STEPS, "in_context"),
 } | {
-    name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS)
+    name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS, name)
     for name in scaling.FIGURES
 }
 
@@ -44,25 +49,25 @@ class Entry(NamedTuple):
 
 
 COMMANDS = "commands, slices and hours of the runs"
-SCALED = "4 small language models"
+SCALED, GENERATED = "4 small language models", "2 small language models on generated tasks"
 ENTRIES = {
     "table1": Entry("comparison of head composition approaches", NOTHING),
     "table2": Entry("ratios of extra parameters and computation", "by formula, and counted in models and programs"),
     "table3": Entry("model sizes of the scaling experiments", NOTHING, "the runs of figure3"),
     "table4": Entry("downstream tasks of Pythia and DCPythia", MISSING, COMMANDS),
-    "table5": Entry("synthetic dataset", MISSING, "the models of table4"),
+    "table5": Entry("synthetic dataset", GENERATED, "the models of table4"),
     "table6": Entry("training and inference speed", "FLOPs and cache, which bound the speed", COMMANDS),
     "table7": Entry("ViT architectures", NOTHING, "the runs of table8"),
     "table8": Entry("ImageNet-1k accuracy", MISSING, COMMANDS),
     "table9": Entry("ablations of DCMHA's components", "12 small language models, trained twice per seed", COMMANDS),
     "table10": Entry("local:global attention and query-wise composition", "FLOPs and cache", COMMANDS),
-    "table11": Entry("examples of the synthetic dataset", MISSING),
+    "table11": Entry("examples of the synthetic dataset", "examples of the generated tasks"),
     "figure1": Entry("prototypical composition maps", NOTHING),
     "figure2": Entry("illustration of DCMHA", NOTHING),
     "figure3": Entry("scaling curves of Transformers and DCFormers", f"4 families of {SCALED}", COMMANDS),
     "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS),
     "figure5": Entry("captured variance of QK and OV heads", MISSING, "the models of table4"),
-    "figure6": Entry("few-shot evaluation on the synthetic dataset", MISSING, "the models of table4"),
+    "figure6": Entry("few-shot evaluation on the synthetic dataset", GENERATED, "the models of table4"),
     "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
     "figure8": Entry("attention distributions in the case study", MISSING, "the models of table4"),
     "heads": Entry(
@@ -96,7 +101,7 @@ def reproduce(
     Args:
       name: a name in `ENTRIES`.
       scale: "desk" or "full".
-      out: the folder; the runs of training are in its folder `runs/NAME`.
+      out: the folder; the runs of training are in its folder `runs`.
       seeds: seeds of the runs.
       steps: steps of a run, of the largest model if they differ; None means those of the entry.
       train: trains a model.
@@ -113,7 +118,8 @@ def reproduce(
     elif name in STATIC:
         table = STATIC[name]()
     else:
-        trained, runs = TRAINED[name], out / "runs" / name
+        trained = TRAINED[name]
+        runs = out / "runs" / trained.runs
         steps = trained.steps if steps is None else steps
         if status := trained.train(runs, seeds, train, steps):
             return status, None

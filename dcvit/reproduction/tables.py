@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dcvit.checkpoint.files import replace
 
@@ -24,12 +24,13 @@ class Chart(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """The columns of a picture with one curve for each value of `label`, on logarithmic axes."""
+    """The columns of a picture with one curve for each value of `label`."""
 
     label: str
     x: str
     y: str
     interval: str | None = None  # half the width of an interval of y
+    scale: Literal["log", "linear"] = "log"  # of both axes
 
 
 class Table(NamedTuple):
@@ -117,9 +118,10 @@ def draw_curves(table: Table, chart: Curves, path: Path) -> None:
         x, y = (_numbers(rows, column) for column in (chart.x, chart.y))
         errors = None if chart.interval is None else _numbers(rows, chart.interval)
         axis.errorbar(x, y, errors, marker="os^vD<>"[number % 7], capsize=2, label=f"{label}")
-    axis.set(xscale="log", yscale="log", xlabel=chart.x, ylabel=chart.y)
-    axis.yaxis.set_major_formatter("{x:.2f}")
-    axis.yaxis.set_minor_formatter("{x:.2f}")
+    axis.set(xscale=chart.scale, yscale=chart.scale, xlabel=chart.x, ylabel=chart.y)
+    if chart.scale == "log":
+        axis.yaxis.set_major_formatter("{x:.2f}")
+        axis.yaxis.set_minor_formatter("{x:.2f}")
     axis.grid(which="both", alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=120)
