@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.numerics import LOG2_E, cdiv
@@ -116,18 +117,28 @@ def _pack_side(
 
     If examples are interleaved, the kernels make rows and words of them; see `dcvit.dcmha.pallas_tpu.weights`.
     """
-    columns = [x.astype(jnp.float32).reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
+    columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
         return None
+    dtype = common_dtype(columns)
     missing = -sum(x.shape[2] for x in columns) % LANES
     if config.examples > 1:
-        columns.append(jnp.zeros((*columns[-1].shape[:2], missing), jnp.float32))
-        return interleave(jnp.concatenate(columns, axis=-1))
-    x = scaled(config, jnp.concatenate(columns, axis=-1), side)
+        columns.append(jnp.zeros((*columns[-1].shape[:2], missing), dtype))
+    # Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
+    x = jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
+    if config.examples > 1:
+        return interleave(x)
+    x = scaled(config, x, side)
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
     if side == "q":
         return x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
     return words(config, x) if config.rounded else x
+
+
+def common_dtype(some: Sequence[Array]) -> DTypeLike:
+    """Return the dtype of arrays, float32 if they have several."""
+    dtypes = {x.dtype for x in some}
+    return dtypes.pop() if len(dtypes) == 1 else jnp.float32
 
 
 def unpack(
@@ -149,7 +160,8 @@ def unpack(
             by_token = jax.lax.optimization_barrier(by_token.swapaxes(0, 1))
         elif side == "q":
             by_token = by_token.swapaxes(1, 2)
-        by_token = corrected(config, by_token, side)
+        dtype = common_dtype([x for *_, x in packed_order(pre, post, side)])
+        by_token = corrected(config, by_token, side).astype(dtype)
         for c, _, name, x in packed_order(pre, post, side):
             size = math.prod(x.shape[2:])
             grad = by_token[:, : x.shape[1], column : column + size]
