@@ -21,7 +21,7 @@ PHASES = ["images", "text", "training", "loading weights", "compilation cache"]
 # to the local address ::1. Nothing is sent. Numba unpickles its own machine code from the folder of the package, or the
 # user's cache folder. Event -> arguments and caller.
 KNOWN = {
-    "pickle.find_class": ("numba", "numba/core/caching.py"),
+    "pickle.find_class": ("", "numba/core/caching.py"),
     "subprocess.Popen": ("['uname', '-p']", "h5py/__init__.py"),
     "socket.bind": ("('::1', 0)", "urllib3/util/connection.py"),
 }
