@@ -186,3 +186,14 @@ def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch
         words = re.sub(r"^(python -m dcvit\.|dcvit )", "", command)
         assert cli.run(entry.dispatch, shlex.split(words)) == 0, command
     assert Path("runs/both.png").exists()
+
+
+def test_the_tables_of_training_steps_on_tpus_are_what_the_compiler_estimated():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import tpu_step
+
+    results = json.loads((ROOT / "docs" / "tpu_step.json").read_text())
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for topology in dict.fromkeys(result["topology"] for result in results):
+        some = [result for result in results if result["topology"] == topology]
+        assert "\n".join(tpu_step.comparison(some)) in page, topology
