@@ -7,9 +7,8 @@ The tasks are those of `input_pipeline.text.synthetic_tasks`, not the authors' f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dcvit.checkpoint.files import replace
 from dcvit.errors import ConfigError
@@ -54,7 +53,7 @@ def measured(workdir: Path) -> dict[str, dict[str, float]]:
     return stored
 
 
-def summaries(runs: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Mapping[str, Any]]:
+def summaries(runs: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Row]:
     """Return mean and interval of accuracy (in percent) and perplexity of both models, by "MODEL METRIC"."""
     values = {
         seed: {

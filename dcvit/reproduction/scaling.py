@@ -194,7 +194,7 @@ def table(name: str, runs: Path, seeds: Sequence[int], steps: int) -> Table:
                  Curves("family", "training FLOPs", "bits per byte", "± 95 %"))  # fmt: skip
 
 
-def _row(family: str, point: Point, summary: Mapping[str, Any], more: Mapping[str, Cell]) -> Row:
+def _row(family: str, point: Point, summary: Row, more: Mapping[str, Cell]) -> Row:
     return {
         "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
         "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
