@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcvit.errors import ConfigError
+from dcvit.models import lm
 from dcvit.reproduction import seeded, step_times
 from dcvit.reproduction.seeded import Train
 from dcvit.training.seeds import summarize, workdir_of
 
 METRIC = "validation/bits_per_byte"
-CONTEXT, STEPS = 64, 600
+CONTEXT, STEPS, VOCABULARY = 64, 600, 257
 MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
 
 
@@ -109,6 +110,11 @@ def steps_at_equal_time(times: step_times.StepTimes, steps: int) -> dict[str, in
 def spec_of(steps: int) -> str:
     """Return the config of a run."""
     return f"lm_stdlib:steps={steps}"
+
+
+def model_of(fields: Mapping[str, Any]) -> lm.LM:
+    """Return the language model of bytes with these fields."""
+    return lm.Model(VOCABULARY, **{**fields, "context": CONTEXT})
 
 
 def words_of(arm: Arm, seed: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dcvit.models import flops, head_settings, lm
 from dcvit.reproduction import arms, costs
@@ -12,7 +11,7 @@ from dcvit.reproduction.arms import Arm
 from dcvit.reproduction.table9 import about, row
 from dcvit.reproduction.tables import Cell, Chart, Table
 
-KEY_HEADS, VOCABULARY = 4, 257  # two heads share a key head, so that all names are possible
+KEY_HEADS = 4  # two heads share a key head, so that all names are possible
 ARMS = {name: Arm({"heads": name, "num_key_heads": KEY_HEADS}) for name in head_settings.NAMES}
 
 
@@ -34,8 +33,7 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 def model_of(arm: Arm) -> lm.LM:
     """Return the model of an arm."""
-    fields: dict[str, Any] = {**arms.MODEL, **arm.fields, "context": arms.CONTEXT}
-    return lm.Model(VOCABULARY, **fields)
+    return arms.model_of({**arms.MODEL, **arm.fields})
 
 
 def is_flash(net: lm.LM) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -19,13 +19,13 @@ from dcvit.errors import ConfigError
 from dcvit.models import lm
 from dcvit.models.presets import COMPOSED, GPT3, LLAMA, PYTHIA
 from dcvit.reproduction import costs, seeded
-from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of
+from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of, model_of
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Cell, Curves, Row, Table
 from dcvit.training.seeds import summarize, workdir_of
 
 STEPS = 1200  # of the largest models
-BATCH, VOCABULARY, WINDOW = 16, 257, CONTEXT // 8  # the paper's windows are an eighth of the context, too
+BATCH, WINDOW = 16, CONTEXT // 8  # the paper's windows are an eighth of the context, too
 SIZES = ((32, 2, 4), (48, 2, 6), (64, 3, 8), (80, 3, 10))  # width, depth, heads
 QK_NORM = {"qk_norm": "rmsnorm"}
 DC = {**COMPOSED, **QK_NORM, "window": WINDOW}
@@ -88,8 +88,7 @@ def fields_of(family: str, size: tuple[int, int, int]) -> dict[str, object]:
 
 
 def _model(family: str, size: tuple[int, int, int]) -> lm.LM:
-    fields: dict[str, Any] = {**fields_of(family, size), "context": CONTEXT}
-    return lm.Model(VOCABULARY, **fields)
+    return model_of(fields_of(family, size))
 
 
 def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
