@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcvit.errors import ConfigError
 from dcvit.models import lm
 from dcvit.reproduction import seeded, step_times
 from dcvit.reproduction.seeded import Train
@@ -119,7 +118,12 @@ def model_of(fields: Mapping[str, Any]) -> lm.LM:
 
 def words_of(arm: Arm, seed: int) -> list[str]:
     """Return the overrides of an arm's config."""
-    values: dict[str, object] = {f"model.{key}": value for key, value in {**MODEL, **arm.fields}.items()}
+    return overrides({**MODEL, **arm.fields}, seed)
+
+
+def overrides(fields: Mapping[str, object], seed: int) -> list[str]:
+    """Return the overrides of the config of a model with these fields."""
+    values: dict[str, object] = {f"model.{key}": value for key, value in fields.items()}
     values |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
     values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 100}
     return [f"{key}={value}" for key, value in values.items()]
@@ -135,9 +139,7 @@ def compare(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], steps: in
     equal_steps = steps_at_equal_time(times, steps)
     folders = {name: folder_of(runs, name) for name in arms}
     timed = {name: folders[name] if equal_steps[name] == steps else timed_folder_of(runs, name) for name in arms}
-    values, at_equal_time = (seeded.finals(found, seeds, METRIC) for found in (folders, timed))
-    if missing := [seed for seed in seeds if seed not in values or seed not in at_equal_time]:
-        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+    values, at_equal_time = (seeded.all_finals(runs, found, seeds, METRIC) for found in (folders, timed))
     differences = {seed: {name: x - each[first] for name, x in each.items()} for seed, each in values.items()}
     sizes = {name: seeded.parameters(workdir_of(folder, seeds[0])) for name, folder in folders.items()}
     return Comparison(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dcvit.checkpoint.files import replace
-from dcvit.errors import ConfigError
 from dcvit.reproduction import seeded
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
@@ -66,16 +65,14 @@ def summaries(runs: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Ro
     return {str(row["metric"]): row for row in summarize(values)}
 
 
-def check(runs: Path, seeds: Sequence[int]) -> None:
+def check_complete(runs: Path, seeds: Sequence[int]) -> None:
     """Raise ConfigError if a run is not complete, or the runs of a model differ in more than their seed."""
-    complete = seeded.finals({name: runs / name for name in ARMS}, seeds, METRIC)
-    if missing := [seed for seed in seeds if seed not in complete]:
-        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+    seeded.all_finals(runs, {name: runs / name for name in ARMS}, seeds, METRIC)
 
 
 def table5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
     """Return the accuracy of both models over all shots."""
-    check(runs, seeds)
+    check_complete(runs, seeds)
     found = summaries(runs, seeds, "validation")
     rows: list[Row] = [
         {
@@ -91,7 +88,7 @@ def table5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
 
 def figure6(runs: Path, seeds: Sequence[int], steps: int) -> Table:
     """Return the accuracy of both models by the number of examples before the answer's."""
-    check(runs, seeds)
+    check_complete(runs, seeds)
     by_shots = {shots: summaries(runs, seeds, f"validation/{shots}-shot") for shots in range(SHOTS + 1)}
     rows: list[Row] = [
         {

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from dcvit.errors import ConfigError
 from dcvit.models import lm
 from dcvit.models.presets import COMPOSED, GPT3, LLAMA, PYTHIA
 from dcvit.reproduction import costs, seeded
-from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of, model_of
+from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of, model_of, overrides, spec_of
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Cell, Curves, Row, Table
 from dcvit.training.seeds import summarize, workdir_of
@@ -101,8 +100,7 @@ def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int)
         for family, each in points(name, steps).items():
             for point in each:
                 path = workdir_of(folder(runs, family, point), seed)
-                words = words_of(point, seed)
-                if status := seeded.run(train, f"lm_stdlib:steps={point.steps}", path, words, METRIC):
+                if status := seeded.run(train, spec_of(point.steps), path, overrides(point.fields, seed), METRIC):
                     return status
     return 0
 
@@ -110,14 +108,6 @@ def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int)
 def folder(runs: Path, family: str, point: Point) -> Path:
     """Return the folder of a model's runs."""
     return folder_of(runs, f"{family}-{point.fields['width']}x{point.fields['depth']}")
-
-
-def words_of(point: Point, seed: int) -> list[str]:
-    """Return the overrides of a model's config."""
-    values: dict[str, object] = {f"model.{key}": value for key, value in point.fields.items()}
-    values |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
-    values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 100}
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 class Line(NamedTuple):
@@ -168,9 +158,7 @@ def table(name: str, runs: Path, seeds: Sequence[int], steps: int) -> Table:
     """
     found = points(name, steps)
     folders = {f"{family} {i}": folder(runs, family, p) for family, each in found.items() for i, p in enumerate(each)}
-    values = seeded.finals(folders, seeds, METRIC)
-    if missing := [seed for seed in seeds if seed not in values]:
-        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+    values = seeded.all_finals(runs, folders, seeds, METRIC)
     summary = {str(row["metric"]): row for row in summarize(values)}
     losses = {
         family: np.array([[values[seed][f"{family} {i}"] for i in range(len(SIZES))] for seed in seeds])

@@ -82,6 +82,20 @@ def finals(folders: Mapping[str, Path], seeds: Iterable[int], metric: str) -> di
     return complete
 
 
+def all_finals(
+    runs: Path, folders: Mapping[str, Path], seeds: Sequence[int], metric: str
+) -> dict[int, dict[str, float]]:
+    """Return `finals` of all seeds; `runs` names the runs in errors.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
+    """
+    values = finals(folders, seeds, metric)
+    if missing := [seed for seed in seeds if seed not in values]:
+        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+    return values
+
+
 def check_config(path: Path, config: configs.ConfigDict) -> None:
     """Raise ConfigError if a workdir holds a run of another config than `config`; the data may complete a config."""
     if (path / "config.json").is_file():

@@ -8,7 +8,7 @@ import pytest
 
 from dcvit import cli, config, reproduce
 from dcvit.models import presets
-from dcvit.reproduction import costs, scaling
+from dcvit.reproduction import arms, costs, scaling
 from dcvit.training.model import make_model
 
 
@@ -27,7 +27,7 @@ def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_th
 def test_words_of_a_run_make_the_model_of_the_paper_in_small(family):
     """All fields but the shape are those of a preset of the family, windows of an eighth of the context."""
     point = scaling.points("figure4" if "Pythia" in family else "figure3", 1200)[family][0]
-    words = [*scaling.words_of(point, 3), f"model.context={scaling.CONTEXT}"]  # as the data sets it
+    words = [*arms.overrides(point.fields, 3), f"model.context={scaling.CONTEXT}"]  # as the data sets it
     net = make_model(config.load(f"lm_stdlib:steps={point.steps}", words))
     assert costs.parameters(net) == point.parameters
     preset = presets.PRESETS[f"{family}-{'2.8B' if 'Pythia' in family else '405M'}"]
