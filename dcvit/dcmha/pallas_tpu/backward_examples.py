@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ from dcvit.dcmha.pallas_tpu.config import (
     block_specs,
 )
 from dcvit.dcmha.pallas_tpu.mixing_gradients import matrix_gradients
-from dcvit.dcmha.pallas_tpu.stages import Work, operand_scratch, ring, run_stage
+from dcvit.dcmha.pallas_tpu.stages import Work, operand_scratch, perform, ring, run_stage
 from dcvit.dcmha.pallas_tpu.tile import broadcast_rows, dot, total
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
 from dcvit.dcmha.shapes import Array, Ref, existing
@@ -117,11 +116,6 @@ def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
         [*value_gradients(config, refs, e), *prepare_next(config, refs, following)],
         functools.partial(on_block.logit_sums, config, refs),
     )
-
-
-def perform(work: Sequence[Work]) -> None:
-    for some in work:
-        some()
 
 
 def initialize(config: KernelConfig, refs: GradientRefs) -> None:

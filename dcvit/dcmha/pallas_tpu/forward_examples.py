@@ -28,6 +28,7 @@ from dcvit.dcmha.pallas_tpu.stages import (
     keys_of,
     mix,
     operand_scratch,
+    perform,
     planes,
     queries_of,
     query_compose,
@@ -73,14 +74,9 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
     for rows in (refs.mix_pre, refs.mix_post):
         if rows is not None:
             mixing.initialize(config, rows)
-    run_all(score_work(config, refs, 0))
+    perform(score_work(config, refs, 0))
     jax.lax.fori_loop(0, config.examples, lambda e, _: attend(config, refs, e), None)
-    run_all(output_work(config, refs, config.examples - 1))
-
-
-def run_all(work: list[Work]) -> None:
-    for some in work:
-        some()
+    perform(output_work(config, refs, config.examples - 1))
 
 
 def attend(config: KernelConfig, refs: ExampleRefs, e: Index) -> None:

@@ -27,6 +27,12 @@ AHEAD = 2  # blocks of keys between a matrix product and the vector operations t
 GROUP = 4  # blocks of keys whose sums are computed together
 
 
+def perform(work: Sequence[Work]) -> None:
+    """Perform all work, one after the other."""
+    for some in work:
+        some()
+
+
 def run_stage(
     config: KernelConfig, products: OnBlock, vectors: OnBlock, work: Sequence[Work] = (),
     sums: Callable[[int, int], None] | None = None,
@@ -48,8 +54,7 @@ def run_stage(
         if b < 0:
             continue
         due = len(work) * min(b + 1, spread) // spread
-        for some in work[done:due]:
-            some()
+        perform(work[done:due])
         done = due
         vectors(b)
         if sums and (b % GROUP == GROUP - 1 or b == blocks - 1):
