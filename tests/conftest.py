@@ -85,3 +85,12 @@ def digits_workdir(tmp_path_factory):
 def lm_workdir(tmp_path_factory):
     """The workdir of one trained language model of bytes, shared by all tests: a test that writes copies it first."""
     return train_once(tmp_path_factory, "lm_stdlib", TEXT)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A headless Chromium."""
+    from browser import Browser
+
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found

@@ -1,18 +1,11 @@
-"""A browser, and a page of the explorer."""
+"""A page of the explorer."""
 
 import explorer_pages as pages
 import pytest
-from browser import Browser
 from explorer_driver import MODELS
 
 from dcvit.interpret.explorer.page import lending_facts
 from dcvit.interpret.lending import lending
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,13 @@
 """The page in a real browser: no errors and requests, all parts shown, nothing cut at the width of a telephone."""
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM
 from report_examples import HOSTILE, evaluation, page
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
