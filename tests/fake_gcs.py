@@ -81,11 +81,13 @@ class Store:
 
     def generation(self, address: str) -> str:
         """Return the generation of an object, a number that changes with its content."""
-        return str(self.generations.setdefault(address, 1))
+        if address not in self.generations:  # written by a test
+            self.generations[address] = next(self.numbers)
+        return str(self.generations[address])
 
     def check(self, address: str, query: Query, unchanged: int = 412) -> None:
         """Raise RefusedError if a precondition does not hold. An object that does not exist has generation 0."""
-        generation = self.generations.setdefault(address, 1) if address in self.objects else 0
+        generation = int(self.generation(address)) if address in self.objects else 0
         if int(query.get("ifGenerationMatch", generation)) != generation:
             raise RefusedError(412, f"{address} has another generation")
         if int(query.get("ifGenerationNotMatch", -1)) == generation:
