@@ -110,7 +110,7 @@ class ViT(TransformerFields):
           ValueError: a field is invalid, the patch size does not divide the image, or the heads do not divide the
             width.
         """
-        check_fields(self, image.shape)
+        check_fields(self, image.shape[1:3])
         dtype = jnp.dtype(self.dtype_mm)
         out: Outputs = {}
         patch = tuple(self.patch_size)
@@ -195,8 +195,8 @@ def _pool(first: Array, patches: Array, pool_type: str) -> Array:
     return mean if pool_type == "gap" else jnp.concatenate([first, mean], axis=-1)
 
 
-def check_fields(net: ViT, shape: Sequence[int]) -> None:
-    """Raise ValueError if the fields of a model are invalid or do not fit images of shape B height width channels."""
+def check_fields(net: ViT, sides: Sequence[int]) -> None:
+    """Raise ValueError if the fields of a model are invalid or do not fit images of these sides, height and width."""
     check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS)
     check_not_negative(net, "rep_size", "registers", "layer_scale")
     if net.norm_epsilon <= 0:
@@ -205,8 +205,8 @@ def check_fields(net: ViT, shape: Sequence[int]) -> None:
         if not 0 <= getattr(net, name) < 1:
             raise ValueError(f"{name}={getattr(net, name)} should be in [0, 1)")
     check_transformer(net)
-    if len(net.patch_size) != 2 or any(p < 1 or size % p for p, size in zip(net.patch_size, shape[1:3], strict=True)):
-        raise ValueError(f"patch_size={tuple(net.patch_size)} does not divide the image, {shape[1]}x{shape[2]}")
+    if len(net.patch_size) != 2 or any(p < 1 or size % p for p, size in zip(net.patch_size, sides, strict=True)):
+        raise ValueError(f"patch_size={tuple(net.patch_size)} does not divide the image, {sides[0]}x{sides[1]}")
     if net.posemb == "sincos2d" and (net.width % 4 or net.width < 8):
         raise ValueError(f"posemb='sincos2d' needs a width of at least 8 that is a multiple of 4, found {net.width}")
 
