@@ -134,6 +134,12 @@ def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them():
         assert [getattr(net, f) for f in ("heads", "compose", "groups", "static")] == [
             getattr(expected, f) for f in ("heads", "compose", "groups", "static")
         ], name
+        config = load("lm_synthetic:steps=7", heads.task_words(name, 3))
+        assert (config.total_steps, config.seed) == (7, 3)
+        net = make_model(config)
+        assert [getattr(net, f) for f in ("heads", "compose", "branches", "static")] == [
+            getattr(expected, f) for f in ("heads", "compose", "branches", "static")
+        ], name
     flash = {name for name, arm in heads.ARMS.items() if heads.is_flash(heads.model_of(arm))}
     assert flash == {"mha", "gated", "folded", "moh", "moh_topk", "diff2"}
 
@@ -164,6 +170,7 @@ class FakeTraining:
         (workdir / "config.json").write_text(json.dumps(record))
         value = self.values[workdir.parent.name]
         last = {"step": config.total_steps, arms.METRIC: None if value is None else value + config.seed}
+        last[heads.ACCURACY] = 0.25 * (1 + config.seed)
         rows = [{"step": 0, "num_params": 5, arms.METRIC: 8.0}, last]
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 0
@@ -205,6 +212,20 @@ def test_comparison_pairs_seeds_and_takes_equal_time_from_its_own_runs(tmp_path)
     assert arms.ordered_pairs(ARMS, found) == (1, 2)
     assert arms.verdict(arms.Claim("", "good", "plain"), found) == "holds (-1.0000 ± 0.0000)"
     assert arms.verdict(arms.Claim("", "plain", "good"), found).startswith("does not hold")
+
+
+def test_the_leaderboard_trains_on_generated_tasks_and_has_their_accuracy_over_seeds(tmp_path, monkeypatch):
+    few = {name: heads.ARMS[name] for name in ("mha", "dcmha")}
+    times = step_times.StepTimes(dict.fromkeys(few, 1.0), "a machine")
+    monkeypatch.setattr(arms.step_times, "step_times", lambda configs, folder: times)
+    monkeypatch.setattr(heads, "ARMS", few)
+    folders = ("mha", "dcmha", "mha=synthetic", "dcmha=synthetic")
+    train = FakeTraining(dict.fromkeys(folders, 2.0))
+    assert heads.train(tmp_path, [0, 1], train, 60) == 0
+    assert {(folder, steps) for folder, _, steps in train.calls} == set(zip(folders, (60, 60, 200, 200), strict=True))
+    for row in heads.table(tmp_path, [0, 1], 60).rows:
+        assert row["accuracy on tasks %"] == 37.5
+        assert row["accuracy on tasks ± 95 %"] == pytest.approx(12.706 * 12.5, rel=1e-3)  # t of one degree of freedom
 
 
 @pytest.mark.usefixtures("measured")
@@ -300,9 +321,10 @@ def test_two_steps_of_several_arms_train_and_the_same_command_repeats_the_table(
     monkeypatch.setattr(table9, "CLAIMS", table9.CLAIMS[:1])
     words_of = arms.words_of
     limit = "evals.validation.data.limit=16"
-    train = functools.partial(arms.train_arms, few)
     monkeypatch.setattr(arms, "words_of", lambda *args: [*words_of(*args), limit])
-    monkeypatch.setitem(catalog.TRAINED, name, catalog.TRAINED[name]._replace(train=train))
+    if name == "table9":
+        train = functools.partial(arms.train_arms, few)
+        monkeypatch.setitem(catalog.TRAINED, name, catalog.TRAINED[name]._replace(train=train))
     words = [name, "--seeds", "1" if name == "heads" else "0,1", "--steps", "2", "--out", str(tmp_path)]
     assert cli.run(reproduce.main, words) == 0
     first = (tmp_path / f"{name}.csv").read_text()
