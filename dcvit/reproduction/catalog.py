@@ -56,7 +56,7 @@ ENTRIES = {
     "table3": Entry("model sizes of the scaling experiments", NOTHING, "the runs of figure3"),
     "table4": Entry("downstream tasks of Pythia and DCPythia", MISSING, COMMANDS),
     "table5": Entry("synthetic dataset", GENERATED, "the models of table4"),
-    "table6": Entry("training and inference speed", "FLOPs and cache, which bound the speed", COMMANDS),
+    "table6": Entry("training and inference speed", "bounds by FLOPs and cache, and speed of small models", COMMANDS),
     "table7": Entry("ViT architectures", NOTHING, "the runs of table8"),
     "table8": Entry("ImageNet-1k accuracy", MISSING, COMMANDS),
     "table9": Entry("ablations of DCMHA's components", "12 small language models, trained twice per seed", COMMANDS),
