@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcvit.errors import ConfigError, nearest
-from dcvit.reproduction import arms, full, heads, in_context, scaling, table2, table6, table9, table10, tables
+from dcvit.reproduction import arms, full, heads, in_context, scaling, table2, table4, table6, table9, table10, tables
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Table
 
@@ -30,6 +30,7 @@ STATIC: dict[str, Callable[[], Table]] = {
     "table2": table2.table, "table6": table6.table, "table10": table10.table, "table11": in_context.table11,
 }  # fmt: skip
 TRAINED = {
+    "table4": Trained(table4.train, table4.table, scaling.STEPS, "figure4"),  # the largest models of figure4
     "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS, "table9"),
     "heads": Trained(heads.train, heads.table, arms.STEPS, "heads"),
     "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
@@ -54,7 +55,7 @@ ENTRIES = {
     "table1": Entry("comparison of head composition approaches", NOTHING),
     "table2": Entry("ratios of extra parameters and computation", "by formula, and counted in models and programs"),
     "table3": Entry("model sizes of the scaling experiments", NOTHING, "the runs of figure3"),
-    "table4": Entry("downstream tasks of Pythia and DCPythia", MISSING, COMMANDS),
+    "table4": Entry("downstream tasks of Pythia and DCPythia", "2 models of figure4 on local tasks", COMMANDS),
     "table5": Entry("synthetic dataset", GENERATED, "the models of table4"),
     "table6": Entry("training and inference speed", "bounds by FLOPs and cache, and speed of small models", COMMANDS),
     "table7": Entry("ViT architectures", NOTHING, "the runs of table8"),

@@ -96,8 +96,13 @@ def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int)
     Raises:
       ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
     """
+    return train_points(points(name, steps), runs, seeds, train)
+
+
+def train_points(found: Mapping[str, Sequence[Point]], runs: Path, seeds: Sequence[int], train: Train) -> int:
+    """Train models of several families, seed by seed; see `train`."""
     for seed in seeds:
-        for family, each in points(name, steps).items():
+        for family, each in found.items():
             for point in each:
                 path = workdir_of(folder(runs, family, point), seed)
                 if status := seeded.run(train, spec_of(point.steps), path, overrides(point.fields, seed), METRIC):
