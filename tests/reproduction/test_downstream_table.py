@@ -81,6 +81,12 @@ def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
         table4.table(runs, [0, 1, 2], 8)
 
 
+def test_a_statement_holds_only_outside_of_the_interval():
+    for mean, interval, expected in ((2.0, 1.0, "holds (+"), (-2.0, 1.0, "does not hold"), (2.0, 3.0, "undecided")):
+        assert f": {expected}" in table4.verdict({"mean": mean, "± 95 %": interval})
+    assert "undecided" in table4.verdict({"mean": 2.0, "± 95 %": None})
+
+
 def test_without_the_library_nothing_is_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness_tasks.importlib.util, "find_spec", lambda name: None)
     assert cli.run(reproduce.main, ["table4", "--out", str(tmp_path)]) == 2
