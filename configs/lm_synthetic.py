@@ -12,7 +12,7 @@ downloaded. `dcvit evaluate` prints the accuracy of each task, and `scripts/benc
 from ml_collections import ConfigDict
 
 
-def get_config(attention: str = "dcmha", steps: int = 400, shots: int = 0, persons: bool = False) -> ConfigDict:
+def get_config(attention: str = "dcmha", steps: int = 2000, shots: int = 0, persons: bool = False) -> ConfigDict:
     """Return the config.
 
     `attention` is "dcmha" (both compositions) or "mha", `steps` the length of training, and `shots` the number of
@@ -39,7 +39,7 @@ def get_config(attention: str = "dcmha", steps: int = 400, shots: int = 0, perso
     config.optax_name = "scale_by_adam"
     config.optax = {"b1": 0.9, "b2": 0.95}
     config.grad_clip_norm = 1.0
-    config.lr = 6e-3
+    config.lr = 3e-3
     config.wd = 0.1
     config.wd_times_lr = True
     config.wd_mults = (("(.*/)?(kernel|embedding|w_q.|w_k.|w_b)", 1.0), (".*", 0.0))

@@ -11,7 +11,7 @@ digits. Nothing is downloaded. `scripts/bench_scenes.py` compares the two models
 from ml_collections import ConfigDict
 
 
-def get_config(attention: str = "dcmha", steps: int = 2000) -> ConfigDict:
+def get_config(attention: str = "dcmha", steps: int = 6000) -> ConfigDict:
     """`attention` is "dcmha" or "mha", `steps` the length of training; all other settings are the same for both."""
     composes = {"dcmha": "both", "mha": None}
     if attention not in composes:

@@ -35,7 +35,7 @@ from dcvit.training.setup import load_setup
 
 METRIC = "test/top1"
 CONFIG = ROOT / "configs/vit_scenes.py"
-STEPS = 1500
+STEPS = 6000
 LONGER = 1.7  # time of a step of DCViT divided by that of ViT
 TRIED = (1e-3, 2e-3, 4e-3)
 PLAIN, COMPOSED, LONG = "ViT", "DCViT", "ViT, equal time"

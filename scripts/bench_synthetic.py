@@ -4,7 +4,8 @@
     python scripts/bench_synthetic.py --tune
 
 Trains models of configs/lm_synthetic.py: with plain attention, complete DCMHA, one of its branches or one of its
-compositions. The difference is that to the plain model of the same seed. The learning rate of the plain model, and that
+compositions, and with plain attention for `LONGER` times the steps, which takes about the time of complete DCMHA. The
+difference is that to the plain model of equal steps and the same seed. The learning rate of the plain model, and that
 of the composed ones, is the best of `TRIED`: `--tune` trains with each, with seed 100 and other validation data.
 
 In the trained models with complete DCMHA, compositions are then ablated: a branch in all layers, or all branches into
@@ -33,17 +34,21 @@ from dcvit.models import Params
 from dcvit.parallel import runtime
 from dcvit.parallel.sharding import shardings
 from dcvit.reproduction.seeded import machine, parameters
+from dcvit.reproduction.step_times import step_times
 from dcvit.training.seeds import summarize
 from dcvit.training.trained import open_trained
 
 METRIC = "validation/accuracy"
 CONFIG = ROOT / "configs/lm_synthetic.py"
-PLAIN, COMPLETE = "plain", "complete"
+STEPS = 2000
+LONGER = 1.7  # time of a step of the complete model divided by that of the plain one
+PLAIN, LONG, COMPLETE = "plain", "plain, equal time", "complete"
 TRIED = (1.5e-3, 3e-3, 6e-3)
 LR = {PLAIN: 3e-3, COMPLETE: 3e-3}  # all composed models have that of the complete one
 # Fields of the model.
 ARMS = {
     PLAIN: {"compose": "None"},
+    LONG: {"compose": "None"},
     COMPLETE: {"compose": "both"},
     "query-wise": {"compose": "both", "branches": "q"},
     "key-wise": {"compose": "both", "branches": "k"},
@@ -59,10 +64,12 @@ class Row(TypedDict):
     """An arm: accuracy in percent with half the width of the 95 % interval, over all seeds."""
 
     arm: str
+    steps: int
+    step_ms: float  # median time of a step, measured in turn with the other arms
     parameters: int
     mean: float
     interval: float
-    difference: float  # to the plain model
+    difference: float  # to the plain model of equal steps
     difference_interval: float
 
 
@@ -86,20 +93,30 @@ class Result(TypedDict):
     ablations: list[Part]
 
 
+def steps(arm: str) -> int:
+    """Return the number of steps of an arm."""
+    return round(STEPS * LONGER) if arm == LONG else STEPS
+
+
+def overrides(arm: str) -> list[str]:
+    """Return the words for the model's fields of an arm."""
+    return [f"model.{key}={value}" for key, value in ARMS[arm].items()]
+
+
 def train_seed(out: Path, seed: int) -> None:
     """Train all arms with a seed."""
-    for arm, fields in ARMS.items():
-        lr = LR[PLAIN if arm == PLAIN else COMPLETE]
-        words = [f"model.{key}={value}" for key, value in fields.items()]
-        run(str(CONFIG), out / arm / f"seed{seed}", *words, f"lr={lr}", f"seed={seed}")
+    for arm in ARMS:
+        lr = LR[PLAIN if arm in (PLAIN, LONG) else COMPLETE]
+        words = [*overrides(arm), f"lr={lr}", f"seed={seed}"]
+        run(f"{CONFIG}:steps={steps(arm)}", out / arm / f"seed{seed}", *words)
 
 
 def tune(out: Path) -> None:
     """Train the plain and the complete model with every learning rate that is tried."""
     for lr in TRIED:
         for arm in LR:
-            words = [f"model.{key}={value}" for key, value in ARMS[arm].items()]
-            run(str(CONFIG), out / f"{arm} {lr}", *words, f"lr={lr}", "seed=100", "evals.validation.data.seed=1")
+            words = [*overrides(arm), f"lr={lr}", "seed=100", "evals.validation.data.seed=1"]
+            run(f"{CONFIG}:steps={STEPS}", out / f"{arm} {lr}", *words)
 
 
 def ablated(params: Params, branches: Sequence[str], layers: Sequence[int], heads: Sequence[int]) -> Params:
@@ -174,10 +191,12 @@ def collect(out: Path) -> Result:
     values = complete_seeds({arm: out / arm for arm in ARMS}, METRIC)
     complete = {seed: {arm: 100 * value for arm, value in each.items()} for seed, each in values.items()}
     paired = summarize(differences(complete, lambda arm: PLAIN))
+    times = step_times({arm: (str(CONFIG), overrides(arm)) for arm in ARMS}, out).ms
     rows = [
         Row(
-            arm=arm, parameters=parameters(out / arm / f"seed{min(complete)}"), mean=one["mean"],
-            interval=one["± 95 %"], difference=difference["mean"], difference_interval=difference["± 95 %"],
+            arm=arm, steps=steps(arm), step_ms=times[arm],
+            parameters=parameters(out / arm / f"seed{min(complete)}"), mean=one["mean"], interval=one["± 95 %"],
+            difference=difference["mean"], difference_interval=difference["± 95 %"],
         )
         for arm, one, difference in zip(ARMS, summarize(complete), paired, strict=True)
     ]  # fmt: skip
@@ -206,11 +225,15 @@ def _parts(
 
 def lines(result: Result) -> list[str]:
     """Return the tables of the documentation, with an empty line between them."""
-    table = ["| heads compose | parameters | accuracy (%) | difference |", "|---|---|---|---|"]
+    table = [
+        "| heads compose | steps | ms per step | parameters | accuracy (%) | difference |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in result["rows"]:
         difference = "–" if row["arm"] == PLAIN else signed(row["difference"], row["difference_interval"], 1)
         accuracy = f"{row['mean']:.1f} ± {row['interval']:.1f}"
-        table.append(f"| {row['arm']} | {row['parameters']:,} | {accuracy} | {difference} |")
+        cost = f"{row['steps']:,} | {row['step_ms']:.1f} | {row['parameters']:,}"
+        table.append(f"| {row['arm']} | {cost} | {accuracy} | {difference} |")
     table += ["", "| pattern | plain | complete |", "|---|---|---|"]
     for part in result["patterns"]:
         plain = f"{part['other']:.1f} ± {part['other_interval']:.1f}"

@@ -17,6 +17,7 @@ from dcvit.dcmha.reference import compose
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import lm
 from dcvit.reproduction import seeded
+from dcvit.reproduction.step_times import StepTimes
 from dcvit.training.model import make_model
 
 
@@ -28,7 +29,8 @@ def write_run(workdir, accuracy, drops, total=400):
     (workdir / "parts.json").write_text(json.dumps({"patterns": {"in": 100 * accuracy}, "drops": drops}))
 
 
-def test_table_pairs_the_complete_runs_of_each_seed_with_the_plain_model(tmp_path):
+def test_table_pairs_the_complete_runs_of_each_seed_with_the_plain_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "step_times", lambda arms, _: StepTimes(dict.fromkeys(arms, 12.5), "a machine"))
     for seed in range(3):
         for i, arm in enumerate(bench.ARMS):
             interrupted = seed == 2 and arm == "pre only"
@@ -43,9 +45,10 @@ def test_table_pairs_the_complete_runs_of_each_seed_with_the_plain_model(tmp_pat
         assert row["difference"] == pytest.approx(2 * i)
         assert row["difference_interval"] == pytest.approx(0, abs=1e-9)
     table = bench.lines(result)
-    assert table[2] == "| plain | 12,345 | 50.5 ± 6.4 | – |"
-    assert table[3] == "| complete | 12,345 | 52.5 ± 6.4 | +2.0 ± 0.0 |"
-    assert "| in | 50.5 ± 6.4 | 52.5 ± 6.4 |" in table
+    assert table[2] == f"| plain | {bench.STEPS:,} | 12.5 | 12,345 | 50.5 ± 6.4 | – |"
+    longer = f"{round(bench.STEPS * bench.LONGER):,}"
+    assert table[3] == f"| plain, equal time | {longer} | 12.5 | 12,345 | 52.5 ± 6.4 | +2.0 ± 0.0 |"
+    assert "| in | 50.5 ± 6.4 | 54.5 ± 6.4 |" in table
     assert table[-1] == "| all branches | 10.5 ± 6.4 |"
 
 
@@ -58,11 +61,13 @@ def test_arms_have_the_composition_that_they_are_named_for(arm, monkeypatch, tmp
     config = load(spec, words)
     model = make_model(config)
     expected = {
-        "plain": (None, "qk"), "complete": ("both", "qk"), "query-wise": ("both", "q"), "key-wise": ("both", "k"),
+        "plain": (None, "qk"), "plain, equal time": (None, "qk"),
+        "complete": ("both", "qk"), "query-wise": ("both", "q"), "key-wise": ("both", "k"),
         "pre only": ("pre", "qk"), "post only": ("post", "qk"),
     }[arm]  # fmt: skip
     assert (model.compose, model.branches) == expected
-    assert (config.seed, config.lr) == (3, bench.LR["plain" if arm == "plain" else "complete"])
+    assert (config.seed, config.lr) == (3, bench.LR["plain" if arm.startswith("plain") else "complete"])
+    assert config.total_steps == round(bench.STEPS * (bench.LONGER if arm == bench.LONG else 1))
 
 
 def test_tuning_tries_every_learning_rate_on_other_data_than_the_table(monkeypatch, tmp_path):
