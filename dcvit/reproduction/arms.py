@@ -143,12 +143,12 @@ def compare(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], steps: in
     differences = {seed: {name: x - each[first] for name, x in each.items()} for seed, each in values.items()}
     sizes = {name: seeded.parameters(workdir_of(folder, seeds[0])) for name, folder in folders.items()}
     return Comparison(
-        seeds, *_summary(values), *_summary(differences), *_summary(at_equal_time), equal_steps, times.ms,
+        seeds, *summary(values), *summary(differences), *summary(at_equal_time), equal_steps, times.ms,
         times.machine, sizes, values,
     )  # fmt: skip
 
 
-def _summary(values: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float | None]]:
+def summary(values: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float | None]]:
     """Return the mean over seeds and half the width of the 95 % interval of each arm."""
     rows = {str(row["metric"]): row for row in summarize(values)}
     means = {name: float(row["mean"] or 0) for name, row in rows.items()}
@@ -162,9 +162,22 @@ def verdict(claim: Claim, found: Comparison) -> str:
         for row in summarize({s: {"d": v[claim.better] - v[claim.worse]} for s, v in found.values.items()})
     ]
     assert isinstance(mean, float)
-    if not isinstance(interval, float) or abs(mean) <= interval:
-        return f"undecided ({mean:+.4f})"
-    return f"{'holds' if mean < 0 else 'does not hold'} ({mean:+.4f} ± {interval:.4f})"
+    return decision(mean, interval if isinstance(interval, float) else None)
+
+
+def decision(mean: float, interval: float | None, *, lower: bool = True, decimals: int = 4) -> str:
+    """Return "holds", "does not hold" or "undecided" for the statement that a difference is below (or above) 0.
+
+    Args:
+      mean: the mean difference.
+      interval: half the width of its 95 % interval; None for a single seed, which decides nothing.
+      lower: the statement is that the difference is below 0, not above.
+      decimals: of the numbers in the text.
+    """
+    if interval is None or abs(mean) <= interval:
+        width = "" if interval is None else f" ± {interval:.{decimals}f}"
+        return f"undecided ({mean:+.{decimals}f}{width})"
+    return f"{'holds' if (mean < 0) == lower else 'does not hold'} ({mean:+.{decimals}f} ± {interval:.{decimals}f})"
 
 
 def ordered_pairs(arms: Mapping[str, Arm], found: Comparison) -> tuple[int, int]:

@@ -64,10 +64,14 @@ def write(table: Table, out: Path) -> list[Path]:
 
 def markdown(table: Table) -> str:
     """Return the table with its title above and its notes below."""
-    columns = list(table.rows[0])
-    lines = [columns, ["---"] * len(columns), *([shown(row[name]) for name in columns] for row in table.rows)]
-    parts = [f"# {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), *table.notes]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([f"# {table.title}", grid(table.rows), *table.notes]) + "\n"
+
+
+def grid(rows: Sequence[Row]) -> str:
+    """Return rows as a Markdown table."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([shown(row[name]) for name in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def shown(value: Cell) -> str:
@@ -96,8 +100,9 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
         values, errors = _numbers(table.rows, column), None if interval is None else _numbers(table.rows, interval)
         axis.barh(places, values, xerr=errors)
         axis.set(title=f"{title}: {column}")
-        if min(values) > 0.5 * max(values):  # the differences would not show from 0
-            axis.set_xlim(min(values) - 0.5 * (max(values) - min(values)) - 1e-9, None)
+        known = [value for value, row in zip(values, table.rows, strict=True) if row[column] is not None]
+        if min(known) > 0.5 * max(known):  # the differences would not show from 0
+            axis.set_xlim(min(known) - 0.5 * (max(known) - min(known)) - 1e-9, None)
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
     axes[0][0].invert_yaxis()

@@ -37,7 +37,7 @@ def test_entries_say_what_can_be_computed():
     ("words", "message"),
     [
         (["table99"], "unknown table or figure 'table99'"),
-        (["table8"], "table8 at scale desk: not available yet; see --list"),
+        (["table1"], "table1 at scale desk: nothing to compute; see --list"),
         (["table2", "--scale", "full"], "table2 at scale full: nothing to compute; see --list"),
         (["table9", "--steps", "0"], "--steps 0: expected 1 or more"),
         ([], "give the name of a table or figure, or --list"),
