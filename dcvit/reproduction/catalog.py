@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dcvit.errors import ConfigError, nearest
 from dcvit.reproduction import (
     arms,
+    diversity,
     full,
     heads,
     in_context,
@@ -49,6 +50,7 @@ TRAINED = {
     "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS, "table9"),
     "heads": Trained(heads.train, heads.table, arms.STEPS, "heads"),
     "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
+    "figure5": Trained(in_context.train, diversity.figure5, in_context.STEPS, "in_context"),
     "figure6": Trained(in_context.train, in_context.figure6, in_context.STEPS, "in_context"),
 } | {
     name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS, name)
@@ -82,7 +84,7 @@ ENTRIES = {
     "figure2": Entry("illustration of DCMHA", NOTHING),
     "figure3": Entry("scaling curves of Transformers and DCFormers", f"4 families of {SCALED}", COMMANDS),
     "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS),
-    "figure5": Entry("captured variance of QK and OV heads", MISSING, "the models of table4"),
+    "figure5": Entry("captured variance of QK and OV heads", "the models of table5", "the models of table4"),
     "figure6": Entry("few-shot evaluation on the synthetic dataset", GENERATED, "the models of table4"),
     "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
     "figure8": Entry("attention distributions in the case study", MISSING, "the models of table4"),
