@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dcvit.errors import ConfigError, nearest
 from dcvit.reproduction import (
     arms,
+    case_study,
     diversity,
     full,
     heads,
@@ -52,6 +53,8 @@ TRAINED = {
     "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
     "figure5": Trained(in_context.train, diversity.figure5, in_context.STEPS, "in_context"),
     "figure6": Trained(in_context.train, in_context.figure6, in_context.STEPS, "in_context"),
+    "figure7": Trained(in_context.train, case_study.figure7, in_context.STEPS, "in_context"),
+    "figure8": Trained(in_context.train, case_study.figure8, in_context.STEPS, "in_context"),
 } | {
     name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS, name)
     for name in scaling.FIGURES
@@ -67,6 +70,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS = "commands, slices and hours of the runs"
+CASE = "an answer of the models of table5"
 SCALED, GENERATED = "4 small language models", "2 small language models on generated tasks"
 ENTRIES = {
     "table1": Entry("comparison of head composition approaches", NOTHING),
@@ -86,8 +90,8 @@ ENTRIES = {
     "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS),
     "figure5": Entry("captured variance of QK and OV heads", "the models of table5", "the models of table4"),
     "figure6": Entry("few-shot evaluation on the synthetic dataset", GENERATED, "the models of table4"),
-    "figure7": Entry("composition of weights in a case study", MISSING, "the models of table4"),
-    "figure8": Entry("attention distributions in the case study", MISSING, "the models of table4"),
+    "figure7": Entry("composition of weights in a case study", CASE, "the models of table4"),
+    "figure8": Entry("attention distributions in the case study", CASE, "the models of table4"),
     "heads": Entry(
         "leaderboard of cross-head attention, not in the paper",
         "11 small language models, trained twice per seed, and on generated tasks",

@@ -33,6 +33,21 @@ class Curves(NamedTuple):
     scale: Literal["log", "linear"] = "log"  # of both axes
 
 
+class Maps(NamedTuple):
+    """The columns of a grid of matrices. Panels in one row of the grid share the scale of colors.
+
+    Fields:
+      down, across: columns whose values are the rows and columns of the grid.
+      label: the column whose values are the rows of each matrix.
+      columns: the columns of the table that are the columns of each matrix.
+    """
+
+    down: str
+    across: str
+    label: str
+    columns: Sequence[str]
+
+
 class Table(NamedTuple):
     """A table. All rows have the same keys, the columns."""
 
@@ -40,7 +55,7 @@ class Table(NamedTuple):
     title: str
     rows: Sequence[Row]
     notes: Sequence[str] = ()
-    chart: Chart | Curves | None = None
+    chart: Chart | Curves | Maps | None = None
 
 
 def write(table: Table, out: Path) -> list[Path]:
@@ -57,8 +72,10 @@ def write(table: Table, out: Path) -> list[Path]:
         files.append(out / f"{table.name}.png")
         if isinstance(table.chart, Chart):
             draw(table, table.chart, files[-1])
-        else:
+        elif isinstance(table.chart, Curves):
             draw_curves(table, table.chart, files[-1])
+        else:
+            draw_maps(table, table.chart, files[-1])
     return files
 
 
@@ -129,6 +146,38 @@ def draw_curves(table: Table, chart: Curves, path: Path) -> None:
         axis.yaxis.set_minor_formatter("{x:.2f}")
     axis.grid(which="both", alpha=0.3)
     axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_maps(table: Table, chart: Maps, path: Path) -> None:
+    """Draw a matrix for each pair of values of two columns."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    down, across = ([*dict.fromkeys(row[column] for row in table.rows)] for column in (chart.down, chart.across))
+    panels = {
+        (i, j): [row for row in table.rows if (row[chart.down], row[chart.across]) == (a, b)]
+        for i, a in enumerate(down)
+        for j, b in enumerate(across)
+    }
+    heights = [0.8 + 0.2 * len(panels[i, 0]) for i in range(len(down))]
+    figure, axes = plt.subplots(
+        len(down), len(across), figsize=(1.2 + 1.6 * len(across), sum(heights)), layout="constrained", squeeze=False,
+        height_ratios=heights,
+    )  # fmt: skip
+    for i, a in enumerate(down):
+        matrices = [[_numbers(panels[i, j], column) for column in chart.columns] for j in range(len(across))]
+        most = max(abs(x) for matrix in matrices for column in matrix for x in column) or 1.0
+        for j, (axis, matrix) in enumerate(zip(axes[i], matrices, strict=True)):
+            image = axis.imshow([*zip(*matrix, strict=True)], cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+            axis.set_title(f"{a}: {across[j]}", fontsize=8)
+            axis.set_xticks(range(len(chart.columns)), chart.columns, fontsize=6)
+            labels = [f"{row[chart.label]}" for row in panels[i, j]] if j == 0 else []
+            axis.set_yticks(range(len(labels)), labels, fontsize=6)
+        figure.colorbar(image, ax=axes[i].tolist())
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -1,0 +1,234 @@
+"""Figures 7 and 8: the compositions of a small DCFormer at an answer that the plain model does not find.
+
+The models are those that the in-context tasks have trained (`dcvit.reproduction.in_context`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from dcvit.checkpoint.checkpointer import load_params
+from dcvit.errors import ConfigError
+from dcvit.evaluators.in_context import Evaluator
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.interpret.circuits import pair_terms
+from dcvit.models.lm import LM
+from dcvit.parallel.sharding import shardings
+from dcvit.reproduction import in_context
+from dcvit.reproduction.tables import Maps, Row, Table, grid
+from dcvit.training.seeds import workdir_of
+from dcvit.training.trained import TrainedModel, open_trained
+from input_pipeline.source import Example
+
+COMPOSITIONS = {"pre": ("scores", "composed_scores"), "post": ("weights", "composed_weights")}
+PLAIN, COMPOSED = in_context.ARMS
+ALL = "all"  # the sum of the terms of a map
+
+
+class Case(NamedTuple):
+    """A validation example with the composed model's arrays.
+
+    Fields:
+      seed: the seed of both models.
+      words: the words of the row up to the query, whose next word is the answer.
+      answer: the answer, which the composed model gives.
+      plain_answer: the word that the plain model gives.
+      shots: the number of examples before the answer's.
+      model: the composed model.
+      arrays: its arrays for this row up to the query, see `dcvit.interpret.activations`.
+    """
+
+    seed: int
+    words: Sequence[str]
+    answer: str
+    plain_answer: str
+    shots: int
+    model: LM
+    arrays: dict[str, jnp.ndarray]
+
+
+def first_case(plain: Bool[np.ndarray, " N"], composed: Bool[np.ndarray, " N"]) -> int | None:
+    """Return the first answer that only the composed model gives correctly, None if there is none."""
+    found = np.flatnonzero(composed & ~plain)
+    return int(found[0]) if len(found) else None
+
+
+def find_case(runs: Path, seeds: Sequence[int]) -> Case:
+    """Return the case of the smallest seed that has one.
+
+    Raises:
+      ConfigError: a run is not complete, or no seed has a case.
+    """
+    in_context.check_complete(runs, seeds)
+    for seed in sorted(seeds):
+        trained = {name: open_trained(workdir_of(runs / name, seed), None, None) for name in in_context.ARMS}
+        evaluators = {name: evaluated(each) for name, each in trained.items()}
+        correct = {name: each.answers.correct for name, each in evaluators.items() if each.answers is not None}
+        number = first_case(correct[PLAIN], correct[COMPOSED])
+        if number is not None:
+            row, shots = divmod(number, in_context.SHOTS + 1)
+            return _case(seed, shots, evaluators[COMPOSED].source[row], trained)
+    raise ConfigError(
+        f"{runs}: no validation example is answered by the composed model only; give more --steps or other --seeds"
+    )
+
+
+def evaluated(trained: TrainedModel) -> Evaluator:
+    """Return the evaluator of the validation data after its run, whose answers are in the order of the data."""
+    mesh, strategy, evaluators = trained.evaluators()
+    evaluator: Evaluator = evaluators["validation"]
+    evaluator.run(load_params(trained.checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy)))
+    return evaluator
+
+
+def _case(seed: int, shots: int, example: Example, trained: dict[str, TrainedModel]) -> Case:
+    """Run both models on a row up to the token before the answer."""
+    target = int(np.flatnonzero(example["is_target"])[shots])
+    tokens, decode = example["tokens"][: target + 1].tolist(), trained[COMPOSED].tokenizer().decode
+    models = {name: each.language_model() for name, each in trained.items()}
+    plain, composed = (
+        run_with_cache(*models[name], jnp.asarray([tokens[:-1]], jnp.int32), names=names)
+        for name, names in ((PLAIN, []), (COMPOSED, ["block*"]))
+    )
+    words = [decode([token]).strip() for token in tokens]
+    plain_answer = decode([int(jnp.argmax(plain.output[0, -1]))]).strip()
+    return Case(seed, words[:-1], words[-1], plain_answer, shots, models[COMPOSED][0], composed.arrays)
+
+
+def largest_key(case: Case, layer: int) -> tuple[int, int]:
+    """Return the head and the key with the largest composed weight of the query in a layer."""
+    weights = np.asarray(case.arrays[f"block{layer:02d}/composed_weights"][0, :, -1])
+    head, key = np.unravel_index(np.argmax(weights), weights.shape)
+    return int(head), int(key)
+
+
+def terms_of(case: Case, layer: int, where: str, key: int) -> dict[str, np.ndarray]:
+    """Return the map of the query and a key, split into the terms of Eqn 7, with their sum as "all"."""
+    weights = compose_weights_of(case.arrays, layer, where)
+    assert weights is not None
+    terms = pair_terms(weights, len(case.words) - 1, key, groups=case.model.groups)
+    found = {name: np.asarray(term, np.float64) + 0.0 for name, term in terms.items()}
+    return {**found, ALL: sum(found.values(), np.zeros_like(next(iter(found.values()))))}
+
+
+def head_columns(case: Case) -> list[str]:
+    """Return the columns of the heads."""
+    return [f"head {head}" for head in range(case.model.num_heads)]
+
+
+def by_head(case: Case, values: Float[np.ndarray, " H"]) -> dict[str, float]:
+    """Return a number for each head by its column."""
+    return dict(zip(head_columns(case), map(float, values), strict=True))
+
+
+def figure7(runs: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the composition maps of the case, split into terms.
+
+    Raises:
+      ConfigError: see `find_case`.
+    """
+    case = find_case(runs, seeds)
+    rows: list[Row] = []
+    shares: list[Row] = []
+    statements = []
+    for layer in range(case.model.depth):
+        head, key = largest_key(case, layer)
+        for where, (before, after) in COMPOSITIONS.items():
+            place, terms = f"layer {layer} {where}", terms_of(case, layer, where, key)
+            for name, term in terms.items():
+                rows += [
+                    {"composition": place, "term": name, "from head": lender, **by_head(case, line)}
+                    for lender, line in enumerate(term)
+                ]
+            lent = _at(case, layer, before, key)
+            parts = {name: lent @ term for name, term in terms.items() if name != ALL}
+            composed = _at(case, layer, after, key)
+            shares += [
+                {
+                    "composition": place, "key": label(case, key), "head": borrower,
+                    **{name: float(part[borrower]) for name, part in parts.items()}, "after": float(composed[borrower]),
+                }
+                for borrower in range(case.model.num_heads)
+            ]  # fmt: skip
+            if where == "post":
+                most = max((name for name in parts if name != "skip"), key=lambda name: abs(parts[name][head]))
+                statements.append(f"- layer {layer}, head {head}: the {most} ({parts[most][head]:+.3f})")
+    notes = (
+        about(case, steps),
+        "A map multiplies the scores (pre) or weights (post) of all heads, as a row vector: rows are the heads that "
+        "lend, columns those that borrow. The key of a layer is the one with the largest composed weight of any head.",
+        "What each term adds to a head's score or weight for this pair (“skip” is its value before the "
+        f"composition):\n\n{grid(shares)}",
+        "In the paper's case, the key-wise projection contributes most to the weight of the head that answers, and "
+        "query-wise gates inhibit another head. Here one example illustrates the maps and tests no statement. The term "
+        "that changes the largest composed weight of a layer most is:\n\n" + "\n".join(statements),
+    )
+    return Table("figure7", "Figure 7: composition of scores and weights in a case study", rows, notes,
+                 Maps("composition", "term", "from head", head_columns(case)))  # fmt: skip
+
+
+def figure8(runs: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the scores and weights of the query of the case, before and after each composition.
+
+    Raises:
+      ConfigError: see `find_case`.
+    """
+    case = find_case(runs, seeds)
+    rows: list[Row] = [
+        {
+            "composition": f"layer {layer} {where}", "when": when, "key": label(case, key),
+            **by_head(case, _at(case, layer, name, key)),
+        }
+        for layer in range(case.model.depth)
+        for where, names in COMPOSITIONS.items()
+        for when, name in zip(("before", "after"), names, strict=True)
+        for key in range(len(case.words))
+    ]  # fmt: skip
+    moved = []
+    for layer in range(case.model.depth):
+        before, after = (
+            np.asarray(case.arrays[f"block{layer:02d}/{name}"][0, :, -1]).argmax(axis=-1)
+            for name in COMPOSITIONS["post"]
+        )
+        changes = [
+            f"head {head} from “{label(case, a)}” to “{label(case, b)}”"
+            for head, (a, b) in enumerate(zip(before.tolist(), after.tolist(), strict=True)) if a != b
+        ]  # fmt: skip
+        moved.append(f"- layer {layer}: {', '.join(changes) or 'no head'}")
+    notes = (
+        about(case, steps),
+        "Pre-compose changes scores, the inputs of the softmax, and post-compose changes weights, its results. A key "
+        "is given by its position and its word; the last is the query's own.",
+        "In the paper's case, post-compose moves the most attended token of the head that answers to the right one. "
+        "One example tests no statement. Here post-compose changes the key with the largest weight of:\n\n"
+        + "\n".join(moved),
+    )
+    return Table("figure8", "Figure 8: attention before and after composition in a case study", rows, notes,
+                 Maps("composition", "when", "key", head_columns(case)))  # fmt: skip
+
+
+def label(case: Case, key: int) -> str:
+    """Return the position and the word of a key."""
+    return f"{key} {case.words[key]}"
+
+
+def _at(case: Case, layer: int, name: str, key: int) -> np.ndarray:
+    """Return an array of a layer for the query and a key, one number per head."""
+    return np.asarray(case.arrays[f"block{layer:02d}/{name}"][0, :, -1, key], np.float64)
+
+
+def about(case: Case, steps: int) -> str:
+    """Return the case and the settings of its models as a note."""
+    return (
+        f"“{' '.join(case.words)} ____”: DCMHA answers “{case.answer}”, which is correct, and the plain model "
+        f"“{case.plain_answer}”. It is the first validation answer, in the order of the data, that only DCMHA gives "
+        f"correctly, with seed {case.seed}, the smallest that has one; {case.shots} examples precede it. The query is "
+        f"the last word. Models of configs/lm_synthetic.py after {steps} steps; the paper's case is of DCPythia-6.9B."
+    )

@@ -1,0 +1,110 @@
+"""Figures 7 and 8: the rule that selects the example, the terms of its compositions, and its attention."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from small_models import HEADS, make_lm, make_tokens
+
+from dcvit import cli, reproduce
+from dcvit.interpret.activations import compose_weights_of, run_with_cache
+from dcvit.reproduction import case_study, catalog, tables
+from dcvit.training.trained import open_trained
+
+LENGTH = 9
+
+
+@pytest.fixture
+def case(monkeypatch):
+    """The case of a small random model with all terms."""
+    net, params = make_lm(position="learned", compose="both", static=True, groups=2)
+    arrays = run_with_cache(net, params, make_tokens(1, LENGTH)).arrays
+    found = case_study.Case(0, [f"w{i}" for i in range(LENGTH)], "right", "wrong", 0, net, arrays)
+    monkeypatch.setattr(case_study, "find_case", lambda runs, seeds: found)
+    return found
+
+
+def heads_of(rows):
+    return np.array([[row[f"head {head}"] for head in range(HEADS)] for row in rows])
+
+
+def test_the_first_answer_that_only_the_composed_model_gives_is_selected():
+    plain, composed = np.array([True, False, True, False, False]), np.array([True, False, False, True, True])
+    assert case_study.first_case(plain, composed) == 3
+    assert case_study.first_case(composed, plain) == 2
+    assert case_study.first_case(plain, plain) is None
+
+
+def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_path):
+    """Lenders times the sum of the terms are the composed numbers that the model computes."""
+    table = case_study.figure7(tmp_path, [0], 5)
+    assert len(table.rows) == 2 * 2 * 7 * HEADS
+    for layer in range(2):
+        weights = np.asarray(case.arrays[f"block0{layer}/composed_weights"])[0, :, LENGTH - 1]
+        head, key = case_study.largest_key(case, layer)
+        assert weights[head, key] == weights.max()
+        for where, (before, after) in case_study.COMPOSITIONS.items():
+            rows = [row for row in table.rows if row["composition"] == f"layer {layer} {where}"]
+            parts = {term: heads_of(r for r in rows if r["term"] == term) for term in {row["term"] for row in rows}}
+            whole = parts.pop("all")
+            np.testing.assert_allclose(sum(parts.values()), whole, atol=1e-6)
+            lent, composed = (
+                np.asarray(case.arrays[f"block0{layer}/{name}"])[0, :, LENGTH - 1, key] for name in (before, after)
+            )
+            np.testing.assert_allclose(lent @ whole, composed, rtol=1e-4, atol=1e-5)
+
+
+def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, tmp_path):
+    table = case_study.figure8(tmp_path, [0], 5)
+    for layer in range(2):
+        for where in ("pre", "post"):
+            before, after = (
+                heads_of(
+                    row for row in table.rows if (row["composition"], row["when"]) == (f"layer {layer} {where}", when)
+                )
+                for when in ("before", "after")
+            )
+            assert before.shape == after.shape == (LENGTH, HEADS)
+            if where == "post":
+                np.testing.assert_allclose(before.sum(axis=0), 1, rtol=1e-5)
+            found = compose_weights_of(case.arrays, layer, where)._asdict()
+            factors = {name: None if x is None else np.asarray(x, np.float64) for name, x in found.items()}
+            a = np.zeros((1, HEADS, LENGTH, LENGTH))
+            a[0, :, -1] = before.T
+            np.testing.assert_allclose(oracle.compose(a, factors, 2)[0, :, -1].T, after, rtol=1e-4, atol=1e-5)
+
+
+def test_a_grid_of_matrices_is_drawn(case, tmp_path):
+    files = tables.write(case_study.figure8(tmp_path, [0], 5), tmp_path)
+    assert [file.name for file in files] == ["figure8.md", "figure8.csv", "figure8.png"]
+    assert files[-1].read_bytes().startswith(b"\x89PNG")
+    assert "“w0 w1 w2 w3 w4 w5 w6 w7 w8 ____”: DCMHA answers “right”" in files[0].read_text()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("library_promotion")
+def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_path):
+    words = ["--steps", "20", "--seeds", "1", "--out", str(tmp_path)]
+    for name in ("figure7", "figure8", "figure5"):
+        assert cli.run(reproduce.main, [name, *words]) == 0
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    runs = tmp_path / "runs" / catalog.TRAINED["figure7"].runs
+    case = case_study.find_case(runs, [0])
+    trained = [open_trained(runs / name / "seed0", None, None) for name in ("plain", "DCMHA")]
+    models = [each.language_model() for each in trained]
+    source = trained[0].evaluators()[2]["validation"].source
+    for i in range(len(source)):
+        row = source[i]
+        tokens = row["tokens"]
+        plain, composed = (
+            np.asarray(net.apply({"params": params}, jnp.asarray(tokens[None, :-1]))[0].argmax(axis=-1))[0]
+            for net, params in models
+        )
+        for at in np.flatnonzero(row["is_target"]):
+            if composed[at - 1] == tokens[at] != plain[at - 1]:
+                decode = trained[0].tokenizer().decode
+                assert decode(tokens[:at].tolist()).split() == list(case.words)
+                assert decode([int(tokens[at])]).split() == [case.answer]
+                assert decode([int(plain[at - 1])]).split() == [case.plain_answer]
+                return
+    pytest.fail("no answer is the composed model's only")
