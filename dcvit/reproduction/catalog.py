@@ -27,7 +27,6 @@ from dcvit.reproduction import (
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Table
 
-MISSING = "not available yet"
 NOTHING = "nothing to compute"
 SCALES = ("desk", "full")
 
@@ -62,7 +61,7 @@ TRAINED = {
 
 
 class Entry(NamedTuple):
-    """A table or figure. `desk` and `full` say what is computed, `MISSING` or `NOTHING`."""
+    """A table or figure. `desk` and `full` say what is computed, or `NOTHING`."""
 
     title: str
     desk: str
