@@ -2,46 +2,36 @@
 
     python scripts/bench_scenes.py [--out runs/bench_scenes] [--seeds 5] [--json docs/scenes.json]
     python scripts/bench_scenes.py --tune
-    python scripts/bench_scenes.py --time
 
 Trains models of configs/vit_scenes.py. DCViT and ViT have the same fields except the composition, and each has the
 best learning rate of `TRIED`: `--tune` trains with each, with seed 100, and reports the accuracy on the validation
-split. The arm "ViT, equal time" trains the ViT for `LONGER` times the steps. The accuracy of the table is that on the
-test split, whose handwritten digits no training or tuning has seen. The difference is that to the ViT of equal steps
-and the same seed.
-
-`--time` trains nothing. It times steps of both models in turn, in one process, and prints the medians and their ratio,
-which `LONGER` should be. Run it while nothing else runs on the machine.
+split. The arm "ViT, equal time" trains the ViT for `LONGER` times the steps, which should be the ratio of the times of
+a step in the table; they are measured in turn. The accuracy is that on the test split, whose handwritten digits no
+training or tuning has seen. The difference is that to the ViT of equal steps and the same seed.
 
 Runs are those of `dcvit train`: the same command resumes an interrupted benchmark and skips complete runs, and
 `--seeds 0,1` trains only some. The table has all seeds that are complete in the folder.
 """
 
 import functools
-import statistics
-import sys
 from pathlib import Path
 from typing import TypedDict
 
-import bench_train
-import jax
 import seeded_runs
 from seeded_runs import ROOT, complete_seeds, differences, signed
 
-from dcvit.parallel import runtime
 from dcvit.reproduction.seeded import machine, parameters
+from dcvit.reproduction.step_times import step_times
 from dcvit.training.seeds import summarize
-from dcvit.training.setup import load_setup
 
 METRIC = "test/top1"
 CONFIG = ROOT / "configs/vit_scenes.py"
 STEPS = 6000
-LONGER = 1.7  # time of a step of DCViT divided by that of ViT
+LONGER = 2.0  # time of a step of DCViT divided by that of ViT
 TRIED = (1e-3, 2e-3, 4e-3)
 PLAIN, COMPOSED, LONG = "ViT", "DCViT", "ViT, equal time"
 ATTENTION = {PLAIN: "mha", COMPOSED: "dcmha", LONG: "mha"}
 LR = {"mha": 2e-3, "dcmha": 2e-3}
-ROUNDS = 30  # of `--time`
 
 run = functools.partial(seeded_runs.run, metric=METRIC)
 
@@ -51,6 +41,7 @@ class Row(TypedDict):
 
     arm: str
     steps: int
+    step_ms: float  # median time of a step, measured in turn with the other arms
     parameters: int
     mean: float
     interval: float
@@ -91,10 +82,12 @@ def collect(out: Path) -> Result:
     complete = complete_seeds({arm: out / arm for arm in ATTENTION}, METRIC)
     percent = {seed: {arm: 100 * value for arm, value in each.items()} for seed, each in complete.items()}
     paired = summarize(differences(percent, lambda arm: PLAIN))
+    times = step_times({arm: (f"{CONFIG}:attention={ATTENTION[arm]}", ()) for arm in ATTENTION}, out).ms
     rows = [
         Row(
-            arm=arm, steps=steps(arm), parameters=parameters(out / arm / f"seed{min(complete)}"), mean=one["mean"],
-            interval=one["± 95 %"], difference=difference["mean"], difference_interval=difference["± 95 %"],
+            arm=arm, steps=steps(arm), step_ms=times[arm], parameters=parameters(out / arm / f"seed{min(complete)}"),
+            mean=one["mean"], interval=one["± 95 %"], difference=difference["mean"],
+            difference_interval=difference["± 95 %"],
         )
         for arm, one, difference in zip(ATTENTION, summarize(percent), paired, strict=True)
     ]  # fmt: skip
@@ -103,11 +96,12 @@ def collect(out: Path) -> Result:
 
 def lines(result: Result) -> list[str]:
     """Return the table of the documentation."""
-    table = ["| model | steps | parameters | accuracy (%) | difference |", "|---|---|---|---|---|"]
+    table = ["| model | steps | ms per step | parameters | accuracy (%) | difference |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
         difference = "–" if row["arm"] == PLAIN else signed(row["difference"], row["difference_interval"], 1)
         accuracy = f"{row['mean']:.1f} ± {row['interval']:.1f}"
-        table.append(f"| {row['arm']} | {row['steps']:,} | {row['parameters']:,} | {accuracy} | {difference} |")
+        cost = f"{row['steps']:,} | {row['step_ms']:.1f} | {row['parameters']:,}"
+        table.append(f"| {row['arm']} | {cost} | {accuracy} | {difference} |")
     return table
 
 
@@ -116,28 +110,5 @@ def about(result: Result) -> str:
     return f"{result['machine']}; {METRIC}"
 
 
-def step_times() -> dict[str, float]:
-    """Return the median time of a training step of both models in milliseconds, in interleaved rounds."""
-    runtime.skip_absent_tpu()
-    steppers = {}
-    for arm in (PLAIN, COMPOSED):
-        setup = load_setup(f"{CONFIG}:attention={ATTENTION[arm]}")
-        shape = (setup.data.batch_size, *setup.task.example.shape[1:])
-        images = jax.random.uniform(jax.random.key(1), shape, minval=-1)
-        labels = jax.random.randint(jax.random.key(2), shape[:1], 0, 10)
-        steppers[arm] = bench_train.stepper(setup.model, images, labels)
-    seconds = bench_train.measure(steppers, ROUNDS)
-    return {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}
-
-
-def main() -> None:
-    if sys.argv[1:] == ["--time"]:
-        found = step_times()
-        times = ", ".join(f"{arm} {ms:.1f} ms" for arm, ms in found.items())
-        print(f"{machine()}; {times}; ratio {found[COMPOSED] / found[PLAIN]:.2f}, LONGER={LONGER}")
-    else:
-        seeded_runs.main(__doc__, "bench_scenes", train_seed, collect, lines, about, tune)
-
-
 if __name__ == "__main__":
-    main()
+    seeded_runs.main(__doc__, "bench_scenes", train_seed, collect, lines, about, tune)

@@ -157,6 +157,17 @@ def test_the_table_of_upcycling_is_what_the_benchmark_measured():
     assert len(result["seeds"]) == 5
 
 
+@pytest.mark.parametrize(("script", "name"), [("bench_synthetic", "synthetic"), ("bench_scenes", "scenes")])
+def test_the_tables_of_composed_tasks_are_what_the_benchmarks_measured(script, name):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    bench = importlib.import_module(script)
+    result = json.loads((ROOT / "docs" / f"{name}.json").read_text())
+    page = (ROOT / "docs" / "composed_tasks.md").read_text()
+    assert "\n".join(bench.lines(result)) in page
+    assert result["machine"] in page
+    assert len(result["seeds"]) == 5
+
+
 def test_the_table_of_tpu_slices_is_what_the_compiler_reported():
     """The table has every slice that a config recommends, and each fits."""
     from dcvit import aot

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_scenes as bench
 
 from dcvit.config import load
+from dcvit.reproduction.step_times import StepTimes
 from dcvit.training.model import make_model
 
 
@@ -20,7 +21,8 @@ def write_run(workdir, accuracy, complete=True):
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_table_pairs_the_complete_runs_of_each_seed_with_the_vit_of_equal_steps(tmp_path):
+def test_table_pairs_the_complete_runs_of_each_seed_with_the_vit_of_equal_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "step_times", lambda arms, _: StepTimes(dict.fromkeys(arms, 12.5), "a machine"))
     for seed in range(3):
         for i, arm in enumerate(bench.ATTENTION):
             write_run(tmp_path / arm / f"seed{seed}", 0.5 + 0.01 * seed + 0.02 * i, seed < 2 or arm != bench.LONG)
@@ -28,9 +30,9 @@ def test_table_pairs_the_complete_runs_of_each_seed_with_the_vit_of_equal_steps(
     assert result["seeds"] == [0, 1]
     assert [row["difference"] for row in result["rows"]] == pytest.approx([0, 2, 4])
     table = bench.lines(result)
-    assert table[2] == f"| ViT | {bench.STEPS:,} | 12,345 | 50.5 ± 6.4 | – |"
+    assert table[2] == f"| ViT | {bench.STEPS:,} | 12.5 | 12,345 | 50.5 ± 6.4 | – |"
     longer = f"{round(bench.STEPS * bench.LONGER):,}"
-    assert table[4] == f"| ViT, equal time | {longer} | 12,345 | 54.5 ± 6.4 | +4.0 ± 0.0 |"
+    assert table[4] == f"| ViT, equal time | {longer} | 12.5 | 12,345 | 54.5 ± 6.4 | +4.0 ± 0.0 |"
 
 
 def test_arms_differ_in_composition_learning_rate_and_steps_only(monkeypatch, tmp_path):
