@@ -40,7 +40,9 @@ COLUMNS = ("first paint", "complete", "query")
 
 def times(page: Path, changes: int) -> dict[str, list[float]]:
     """Open a page in a new browser and return its times in milliseconds by column."""
-    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+    # Processes of the browser may write to the profile for a moment after it has been stopped.
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with folder as profile, Browser(Path(profile)) as browser:
         browser.open(page, width=1280)
         complete = browser.value(READY)
         steps = browser.value(CHANGES.replace("TOKENS", TOKENS).replace("COUNT", str(changes)))
