@@ -31,7 +31,6 @@ from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.files import replace
 from dcvit.evaluators.in_context import Evaluator
 from dcvit.models import Params
-from dcvit.parallel import runtime
 from dcvit.parallel.sharding import shardings
 from dcvit.reproduction.seeded import machine, parameters
 from dcvit.reproduction.step_times import step_times
@@ -162,7 +161,6 @@ def measure(workdir: Path) -> dict[str, dict[str, float]]:
     if file.exists():
         stored: dict[str, dict[str, float]] = json.loads(file.read_text())
         return stored
-    runtime.skip_absent_tpu()
     trained = open_trained(workdir, None, None)
     mesh, strategy, evaluators = trained.evaluators()
     (evaluator,) = evaluators.values()

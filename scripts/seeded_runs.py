@@ -16,6 +16,7 @@ from typing import TypeVar
 from dcvit import cli, train
 from dcvit.checkpoint.files import replace
 from dcvit.errors import ConfigError, MetricsError
+from dcvit.parallel import runtime
 from dcvit.reproduction import seeded
 from dcvit.runs import metrics
 from dcvit.training.seeds import parse_seeds
@@ -94,6 +95,7 @@ def main(
     if tune:
         parser.add_argument("--tune", action="store_true", help="only train with every learning rate that is tried")
     args = parser.parse_args()
+    runtime.skip_absent_tpu()  # complete runs are not trained, but their steps may be timed
     try:
         if tune and args.tune:
             tune(args.out.resolve() / "tuning")
