@@ -6,7 +6,8 @@
 The compilation runs in a child process, because libtpu reads the folder for its dump from the environment at start-up.
 The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
 each multiplied by the iterations of the inner loops whose length the compiler knows. Conditional regions count as if
-they ran in every step, so that the count of a kernel with several tiles is an upper bound. Copies between HBM and VMEM
+they ran in every step, so that the count of a kernel with several tiles is an upper bound; scripts/tpu_step.py weights
+them by the steps in which they run. Copies between HBM and VMEM
 run in parallel and are not counted; neither are stalls. A batch of at least 4 gives each core of a chip with two cores
 a loop. With a batch that eight divides, a step is eight images, as in training; --batch 64 keeps the arrays in HBM.
 """
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,20 @@ LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{
 DELAY = 4  # bundles after a branch that the processor still executes
 
 
-def count(text: str) -> int:
-    """Return the bundles of one step of the grid from the text of a kernel's final schedule."""
+def count(text: str, shares: Sequence[float] | None = None) -> float:
+    """Return the bundles of one step of the grid from the text of a kernel's final schedule.
+
+    Args:
+      text: the schedule.
+      shares: the share of the steps in which each condition (`pl.when`) of the kernel holds; all, if None. The compiler
+        may leave out conditions that always hold.
+
+    Raises:
+      ValueError: the schedule has another number of conditional regions.
+    """
     lines = [(m[2], len(m[3]), m[4]) for m in map(LINE.match, text.splitlines()) if m]
     tests = {m[1]: int(m[2]) for m in re.finditer(r"%(p\w+) = scmp\.ge\S* (?:\(%\w+\), )?[^,]*, (\d+)", text)}
-    weights, loops = [int(depth >= 1) for _, depth, _ in lines], []
+    weights, loops = [float(depth >= 1) for _, depth, _ in lines], []
     for n, (tag, depth, line) in enumerate(lines):
         if tag == "LB" and depth >= 2:  # the outermost loop is the grid
             loops.append(n)
@@ -39,7 +50,34 @@ def count(text: str) -> int:
         if back and loops:  # the end of the innermost loop
             for inside in range(loops.pop(), n + DELAY + 1):
                 weights[inside] *= tests[back[1]]
+    regions = [] if shares is None else conditional_regions(text)
+    if shares is not None and len(regions) != len(shares):
+        shares = [share for share in shares if share < 1]
+        if len(regions) != len(shares):
+            raise ValueError(f"{len(regions)} conditional regions, but {len(shares)} conditions of the kernel")
+    for region, share in zip(regions, shares or (), strict=True):
+        for inside in region:
+            weights[inside] *= share
     return sum(weights)
+
+
+def conditional_regions(text: str) -> list[range]:
+    """Return the bundles of each region that a condition (`pl.when`) of the kernel skips, from its final schedule.
+
+    One branch skips the kernel in the steps of the pipeline without a block. The branches directly inside of it are
+    those of conditions, which skip if their predicate is true, and those of the pipeline, which skip if it is false.
+    """
+    starts: dict[str, int] = {}
+    branches, n = [], -1
+    for line in text.splitlines():
+        n += LINE.match(line) is not None  # a bundle may continue on other lines
+        starts |= {m[1]: n for m in re.finditer(r"(?:Start|Start/End empty) region (\d+)", line)}
+        branches += [(n, m[1], m[2]) for m in re.finditer(r"sbr\.rel \((!?)%p\w+\) target = \$region(\d+)", line)]
+    forward = [(range(n + 1, starts[target]), negated) for n, negated, target in branches if starts[target] > n]
+    kernel, _ = max(forward, key=lambda one: len(one[0]))
+    inside = [(x, negated) for x, negated in forward if x.start > kernel.start and x.stop <= kernel.stop]
+    outer = [one for one in inside if not any(one[0].start > x.start and one[0].stop <= x.stop for x, _ in inside)]
+    return [x for x, negated in outer if not negated]
 
 
 def steps(text: str) -> int:
@@ -147,7 +185,7 @@ def bundles(
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        return {name.partition(".")[0]: count(text) for name, text in schedules(folder).items()}
+        return {name.partition(".")[0]: round(count(text)) for name, text in schedules(folder).items()}
 
 
 def main() -> int:

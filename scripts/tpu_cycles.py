@@ -8,6 +8,7 @@ nothing: collectives, copies between HBM and VMEM that run beside the computatio
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -124,6 +125,22 @@ def costs(text: str, kernels: Mapping[str, float]) -> list[Cost]:
 def is_kernel(x: Instruction) -> bool:
     """Return True for the call of a Pallas kernel."""
     return x.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.rest
+
+
+def conditions(text: str) -> dict[str, list[float]]:
+    """Return the share of the steps of the grid in which each condition of a kernel holds, by the kernel's instruction.
+
+    Kernels without conditions have none. The kernels state them (`dcvit.dcmha.pallas_tpu.config.conditions`).
+    """
+    found = {}
+    for instructions in hlo.computations(text)[0].values():
+        for x in filter(is_kernel, instructions):
+            stated = hlo.KERNEL_METADATA.search(x.rest)
+            metadata = json.loads(stated[1]) if stated else {}
+            if "conditions" in metadata:
+                steps = int(metadata["steps"])
+                found[x.name] = [int(times) / steps for times in metadata["conditions"].split()]
+    return found
 
 
 def _body(x: Instruction) -> str:

@@ -6,9 +6,10 @@
 
 Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
 (scripts/tpu_cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
-schedule times the steps of their grid. Collectives have no estimate and are listed with their bytes. Several configs
-are compared with the first one. A word after a config overrides a key of this config, --config.KEY=VALUE that of all
-configs. The compilation of a ViT takes about six minutes on two cores.
+schedule times the steps of their grid, where a conditional part counts in the steps that execute it. Collectives have
+no estimate and are listed with their bytes. Several configs are compared with the first one. A word after a config
+overrides a key of this config, --config.KEY=VALUE that of all configs. The compilation of a ViT takes about six minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ MEGA = 1e6
 
 
 class Kernel(TypedDict):
-    """A Pallas kernel: bundles of a step of its grid, steps of the grid on a core, and calls in a training step."""
+    """A Pallas kernel: mean bundles of a step of its grid, steps of the grid on a core, calls in a training step."""
 
-    bundles: int
+    bundles: float
     steps: int
     calls: int
 
@@ -92,8 +93,12 @@ def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: i
       chip: the chip that it was compiled for.
       top: the number of instructions to list.
     """
-    bundles = {name: (tpu_bundles.count(schedule), tpu_bundles.steps(schedule)) for name, schedule in schedules.items()}
-    costs = tpu_cycles.costs(text, {name: float(n * steps) for name, (n, steps) in bundles.items()})
+    shares = tpu_cycles.conditions(text)
+    bundles = {
+        name: (tpu_bundles.count(schedule, shares.get(name)), tpu_bundles.steps(schedule))
+        for name, schedule in schedules.items()
+    }
+    costs = tpu_cycles.costs(text, {name: n * steps for name, (n, steps) in bundles.items()})
     table = {name: dict.fromkeys(KINDS, 0.0) for name in (*PARTS, OTHER)}
     for cost in costs:
         table[cost.part][cost.kind] += cost.cycles
@@ -160,7 +165,7 @@ def notes(result: Estimate) -> list[str]:
         f"relayouts: HBM needs {result['relayout_bound']:.0%} of their cycles for the bytes",
     ]
     for name, kernel in result["kernels"].items():
-        lines.append(f"{name}: {kernel['bundles']:,} bundles × {kernel['steps']} steps × {kernel['calls']} calls")
+        lines.append(f"{name}: {kernel['bundles']:,.0f} bundles × {kernel['steps']} steps × {kernel['calls']} calls")
     for kind, (count, size) in result["collectives"].items():
         lines.append(f"{kind}: {count} times, {size:.3f} GiB, not in the cycles")
     for cost in map(Cost._make, (c.values() for c in result["costs"])):

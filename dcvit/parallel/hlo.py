@@ -24,6 +24,9 @@ CALLED = re.compile(
 )
 
 
+KERNEL_METADATA = re.compile(r"kernel_metadata=(\{[^{}]*\})")  # JSON, which XLA writes on several lines
+
+
 class Instruction(NamedTuple):
     """One line of a computation: `name = shape op(rest`, where `rest` holds operands and attributes."""
 
@@ -105,6 +108,7 @@ def computations(text: str) -> tuple[Computations, str]:
     """Return the instructions of each computation of a program, and the name of the entry computation."""
     found: Computations = {}
     entry, lines = "", []
+    text = KERNEL_METADATA.sub(lambda m: m[0].replace("\n", " "), text)
     for line in text.splitlines():
         if header := COMPUTATION.match(line):
             lines = found[header[1]] = []

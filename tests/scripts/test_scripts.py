@@ -53,6 +53,41 @@ def test_bundles_of_nested_loops_count_once_per_iteration_of_both():
     assert tpu_bundles.count(around) == 1 + 8 * (1 + 3 * 6 + 1 + 4)
 
 
+# The pipeline skips the kernel in the steps before the first block (region 8). It has two conditions, of two bundles and
+# of four with an inner loop that runs three times; a branch of the pipeline (region 7) writes a block.
+CONDITIONAL = """
+     0x1   :  { %s4 = sld [smem:[#allocation0]] }
+     0x2 LB: > { %s9 = smov 0 } /* Start region 9 */
+     0x3   : > { %10 = sbr.rel (%p1_p0) target = $region8 }
+     0x4   : > { %11 = sbr.rel (%p2_p0) target = $region5 }
+     0x5   : > { %v1 = vld [vmem:[#allocation2]]
+second_minor_factor: 1 */ }
+     0x6   : > { %v2 = vadd.f32 %v1, %v1 }
+     0x7 PF: > { %s3 = smov 0 } /* Start/End empty region 5 :: Start region 50 */
+     0x8   : > { %12 = sbr.rel (%p3_p0) target = $region6 }
+     0x9 LB: >> { %p9_p1 = scmp.ge.s32.totalorder %s3_s2, 3 /* loop exit test */ } /* Start region 4 */
+     0xa   : >> { %13 = sbr.rel (!%p9_p1) target = $region4 }
+     0xb   : >> { %v2 = vadd.f32 %v1, %v1 }
+     0xc   : >> { %v3 = vadd.f32 %v2, %v1 }
+     0xd   : >> { %v4 = vadd.f32 %v3, %v1 }
+     0xe   : >> { %v5 = vadd.f32 %v4, %v1 }
+     0xf PF: > { %14 = sbr.rel (!%p4_p0) target = $region7 } /* Start/End empty region 6 */
+     0x10   : > { %v6 = vst [vmem:[#allocation3]] %v5 }
+     0x11 PF: > { %s3 = smov 1 } /* Start/End empty region 7 :: Start/End empty region 8 */
+     0x12   : > { %p7_p0 = scmp.ge.s32.totalorder %s2_s1, 6 /* loop exit test */ }
+     0x13   : > { %15 = sbr.rel (!%p7_p0) target = $region9 }
+"""
+
+
+def test_conditional_parts_count_in_the_steps_that_execute_them():
+    always, first, second = 10, 2, 3 * 6
+    assert tpu_bundles.count(CONDITIONAL) == always + first + second
+    assert tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2]) == always + first / 8 + second / 2
+    assert tpu_bundles.count(CONDITIONAL, [1, 1 / 8, 1 / 2]) == tpu_bundles.count(CONDITIONAL, [1 / 8, 1 / 2])
+    with pytest.raises(ValueError, match="2 conditional regions, but 1 conditions"):
+        tpu_bundles.count(CONDITIONAL, [1 / 8])
+
+
 @pytest.mark.slow
 def test_compiled_kernels_cover_every_named_model():
     models = {name for names in compile_kernels.shapes().values() for name in names}

@@ -235,5 +235,31 @@ def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_prom
     assert "| of the first | 1.00 |" in done.stdout
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_conditions_of_compiled_kernels_are_counted(library_promotion, tmp_path):
+    """Kernels with several tiles skip those that no query attends to; the script fails unless it finds every part."""
+    config = "lm_stdlib model.compose=both model.depth=1 model.num_heads=2 model.width=128 model.window=256"
+    words = ["--config", config, "--topology", "v5e:2x2", "--json", tmp_path / "rows.json"]
+    words += [f"--config.{data}.context=1024" for data in ("input.data", "evals.validation.data")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/tpu_step.py", *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "rows.json").read_text())
+    assert {name.partition(".")[0] for name in result["kernels"]} == {
+        "dcmha_forward", "dcmha_delta", "dcmha_gradients",
+    }  # fmt: skip
+
+
+def test_shares_of_conditions_are_read_from_metadata_on_several_lines():
+    stated = 'frontend_attributes={kernel_metadata={\n"conditions":"4 20 4",\n"steps":"64"\n}}, backend_config'
+    text = TEXT.replace("backend_config", stated, 1)
+    assert tpu_cycles.conditions(text) == {"dcmha_forward.3": [4 / 64, 20 / 64, 4 / 64]}
+    kernels = {"dcmha_forward.1": 1000.0, "dcmha_forward.3": 10.0}
+    assert tpu_cycles.costs(text, kernels) == tpu_cycles.costs(TEXT, kernels)
+
+
 def test_steps_of_the_grid_do_not_count_the_stages_of_the_pipeline():
     assert tpu_bundles.steps(SCHEDULE) == 3

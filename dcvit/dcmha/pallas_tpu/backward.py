@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from dcvit.dcmha.pallas_tpu.config import (
     Interpret,
     KernelConfig,
     block_specs,
+    conditions,
     token_shape,
     token_spec,
 )
@@ -71,6 +72,7 @@ def delta(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) 
     specs = block_specs(config, inputs, lambda i, step: i, key_block)
     scratch = tile_scratch(config)
     names = (*inputs, "delta", *scratch)
+    blocks = config.blocks_q
     out: Array = pl.pallas_call(
         lambda *refs: delta_kernel(config, names, *refs),
         grid=(batch, config.blocks_q, config.max_key_blocks),
@@ -83,6 +85,7 @@ def delta(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) 
         ),
         interpret=interpret,
         name="dcmha_delta",
+        metadata=conditions(blocks * config.max_key_blocks, blocks, config.attended_tiles, blocks),
     )(*inputs.values())
     return out
 
@@ -105,8 +108,16 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
         ),
         interpret=interpret,
         name="dcmha_gradients",
+        metadata=None if config.is_single_tile else gradient_conditions(config, outputs),
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
+
+
+def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Output]) -> dict[str, str]:
+    """Return the metadata of the gradient kernel; a condition for gradients of static weights is empty without them."""
+    once = [1] if any(name.startswith("dstatic") for name in outputs) else []
+    blocks = config.blocks_k, config.blocks_q  # in which the first, or the last, block of the other side is visited
+    return conditions(config.blocks_q * config.blocks_k, *blocks, *once, config.attended_tiles, *blocks, *once)
 
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, Output]:

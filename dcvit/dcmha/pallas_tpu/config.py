@@ -152,6 +152,11 @@ class KernelConfig(NamedTuple):
         spans = [self.last_key_block(i) - self.first_key_block(i) for i in range(self.blocks_q)]
         return max(int(span) for span in spans) + 1
 
+    @property
+    def attended_tiles(self) -> int:
+        """The number of tiles of an example with keys that a query attends to."""
+        return sum(int(self.last_key_block(i) - self.first_key_block(i)) + 1 for i in range(self.blocks_q))
+
     def key_lanes(self, head: int) -> slice:
         """Return the lanes of the keys and values that query head `head` uses."""
         start = head // (self.heads // self.key_heads) * self.head_dim
@@ -203,6 +208,16 @@ def _maximum(a: Index, b: int) -> Index:
 def _quotient(a: Index, b: int) -> Index:
     """Return a // b for a >= 0. Mosaic lowers the operator // of arrays only where a TPU is present."""
     return a // b if isinstance(a, int) else jax.lax.div(a, jnp.int32(b))
+
+
+def conditions(steps: int, *times: int) -> dict[str, str]:
+    """Return metadata of a kernel, with which scripts/tpu_step.py weights the conditional parts of its schedule.
+
+    Args:
+      steps: the steps of the grid for one example.
+      times: in how many of them the condition of each `pl.when` holds, in the kernel's order.
+    """
+    return {"steps": str(steps), "conditions": " ".join(map(str, times))}
 
 
 def token_shape(

@@ -16,6 +16,7 @@ from dcvit.dcmha.pallas_tpu.config import (
     Interpret,
     KernelConfig,
     block_specs,
+    conditions,
     token_shape,
     token_spec,
 )
@@ -190,6 +191,8 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
     scratch |= broadcast_scratch(config)
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
+    blocks, tiles = config.blocks_q, config.attended_tiles
+    metadata = conditions(blocks * phases * steps, blocks, tiles, blocks, tiles, blocks) if steps > 1 else None
     out, lse = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
         grid=(batch, config.blocks_q, phases, steps),
@@ -208,6 +211,7 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         ),
         interpret=interpret,
         name="dcmha_forward",
+        metadata=metadata,
     )(*inputs.values())
     return out, lse
 

@@ -1,0 +1,72 @@
+"""The TPU kernels state how often their conditions hold, as the mask of attention says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from dcvit.dcmha.pallas_tpu import api
+
+BLOCK_Q, BLOCK_K = 256, 128
+
+
+def stated(monkeypatch, **options):
+    """The metadata of each kernel of a gradient by name, as numbers; heads and batch have no influence."""
+    found, call = {}, pl.pallas_call
+
+    def record(kernel, *, name, metadata=None, **others):
+        if metadata is not None:
+            found.setdefault(name, []).append({key: [int(n) for n in text.split()] for key, text in metadata.items()})
+        return call(kernel, name=name, metadata=metadata, **others)
+
+    monkeypatch.setattr(pl, "pallas_call", record)
+    q = jax.ShapeDtypeStruct((1, options.pop("queries"), 2, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, options.pop("keys"), 2, 64), jnp.bfloat16)
+
+    def gradient(q, k, v, do):
+        attend = lambda *x: api.attention(*x, None, None, mask=None, groups=1, scale=1.0, interpret=False, **options)
+        return jax.vjp(attend, q, k, v)[1](do)
+
+    jax.eval_shape(gradient, q, k, k, q)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "window"),
+    [(1024, 1024, True, None), (1024, 1024, True, 256), (700, 700, True, 100), (512, 640, False, None)],
+)
+def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, queries, keys, causal, window):
+    distance = np.arange(queries)[:, None] - np.arange(keys)
+    attended = np.ones((queries, keys), bool)
+    if causal:
+        attended = (distance >= 0) & (distance < (window or keys))
+    blocks = np.array(
+        [
+            [attended[i : i + BLOCK_Q, j : j + BLOCK_K].any() for j in range(0, keys, BLOCK_K)]
+            for i in range(0, queries, BLOCK_Q)
+        ]
+    )
+    tiles, (blocks_q, blocks_k), longest = int(blocks.sum()), blocks.shape, int(blocks.sum(axis=1).max())
+    found = stated(monkeypatch, queries=queries, keys=keys, causal=causal, window=window)
+    assert found == {
+        "dcmha_forward": [
+            {"steps": [2 * blocks_q * longest], "conditions": [blocks_q, tiles, blocks_q, tiles, blocks_q]}
+        ],
+        "dcmha_delta": [{"steps": [blocks_q * longest], "conditions": [blocks_q, tiles, blocks_q]}],
+        "dcmha_gradients": [
+            {"steps": [blocks_q * blocks_k], "conditions": [blocks_k, blocks_q, tiles, blocks_k, blocks_q]}
+        ],
+    }
+
+
+def test_passes_of_the_queries_state_all_tiles_together(monkeypatch):
+    """A causal example of 8,192 queries is differentiated in several passes."""
+    found = stated(monkeypatch, queries=8192, keys=8192, causal=True, window=None)
+    tiles = sum(2 * (i + 1) for i in range(8192 // BLOCK_Q))
+    assert found["dcmha_delta"][0]["conditions"][1] == tiles
+    assert sum(one["conditions"][2] for one in found["dcmha_gradients"]) == tiles
+
+
+def test_a_kernel_of_one_tile_has_no_conditions(monkeypatch):
+    assert stated(monkeypatch, queries=196, keys=196, causal=False, window=None) == {}
