@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -23,6 +24,7 @@ from dcvit.dcmha.shapes import Array
 Static = TypeVar("Static", bound=Hashable)
 Inputs = TypeVar("Inputs")
 Residuals = TypeVar("Residuals")
+RESULTS = "dcmha_results"  # the name under which a policy of `jax.checkpoint` keeps the output and the residuals
 Value: TypeAlias = object  # what JAX passes to the rules of a primitive: arrays, their types, symbolic zeros
 Linear: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (known arrays, linear ones) -> results
 
@@ -52,7 +54,8 @@ def differentiable(
     def with_tangent(
         static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]
     ) -> tuple[tuple[Array, Residuals], tuple[Array, Residuals]]:
-        out, residuals = with_residuals(static, *primals)
+        results = with_residuals(static, *primals)
+        out, residuals = jax.tree.map(lambda x: checkpoint_name(x, RESULTS), results)
         known, tree = jax.tree.flatten((*primals, residuals))
         given = [t for t in jax.tree.leaves(tangents) if t.dtype != jax.dtypes.float0]
 

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from dcvit.dcmha import derivatives
 from dcvit.models.head_settings import VARIANTS
 
 COMPOSE = ("both", "pre", "post", None)
@@ -29,6 +30,7 @@ JAX_POLICIES = (
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "full_but_attention": jax.checkpoint_policies.save_only_these_names(derivatives.RESULTS),
     **{name: getattr(jax.checkpoint_policies, name) for name in JAX_POLICIES},
 }
 REMATS = ("none", "attention", *REMAT_POLICIES)
@@ -94,7 +96,8 @@ class TransformerFields(AttentionFields, kw_only=True):
         settings by the fields that they stand for; in a model it is one of `VARIANTS`, or None.
       scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
-        matrix products), "full" (whole layers), or what a policy of `jax.checkpoint_policies` does not keep, by name.
+        matrix products), "full" (whole layers), "full_but_attention" (whole layers except the fused attention, of which
+        the output and the rows' statistics are kept), or what a policy of `jax.checkpoint_policies` does not keep.
       dtype_mm: dtype of the computation, "float32" or "bfloat16"; parameters and logits are float32.
     """
 

@@ -179,6 +179,8 @@ def dropped(params):
         exhaustive("attention", False),
         exhaustive("dots", False),
         exhaustive("full", False),
+        exhaustive("full_but_attention", True),
+        exhaustive("full_but_attention", False),
     ],
 )
 def test_rematerialization_changes_no_result_even_with_dropout(params, dropped, remat, scan):

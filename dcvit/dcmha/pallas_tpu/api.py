@@ -2,9 +2,9 @@
 
 A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VMEM; `dcvit.dcmha.pallas_tpu.tile`
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
-row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into half of it, as those
-of a window do; otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both
-phases are one step. Blocks that no query attends to are neither fetched nor computed.
+row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into two thirds of it;
+otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
+step. Blocks that no query attends to are neither fetched nor computed.
 
 Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
 (`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit
@@ -91,7 +91,10 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
         return from_token_array(config, out, x[0]), lse
 
     config, interpret = static
-    return by_platform(attend, config, x, interpret)
+    out, lse = by_platform(attend, config, x, interpret)
+    # Without the barrier, XLA fuses the kernel with the copy of `lse` into the stack of a scan that keeps it. The
+    # fusion loses the kernel's limit of VMEM and does not compile.
+    return out, jax.lax.optimization_barrier(lse)
 
 
 def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
