@@ -164,7 +164,7 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
     batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
     steps = config.max_key_blocks
-    slots = steps if keeps_scores(config, steps) else 1
+    slots = steps if keeps_scores(config) else 1
     phases = 1 if steps == 1 else 2
 
     def key_block(i: Index, phase: Index, step: Index) -> Index:
@@ -216,6 +216,7 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
     return out, lse
 
 
-def keeps_scores(config: KernelConfig, steps: int) -> bool:
-    """Return True if the scores of `steps` key blocks fit into half of VMEM, so that they are computed only once."""
-    return steps * config.heads * config.block_k * config.block_q * 4 <= config.vmem_bytes // 2
+def keeps_scores(config: KernelConfig) -> bool:
+    """Return True if the scores of a query block fit into two thirds of VMEM, so that they are computed only once."""
+    plane = config.heads * config.block_k * config.block_q * 4
+    return config.max_key_blocks * plane <= config.vmem_bytes * 2 // 3
