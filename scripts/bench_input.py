@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-import numpy as np
-from PIL import Image
+from recipe_data import photo
 
 import input_pipeline as ip
 from input_pipeline import shuffle
@@ -80,17 +79,6 @@ class RepeatedSource:
 
     def nbytes(self) -> int:
         return self.source.nbytes() * self.length // len(self.source)
-
-
-def photo(seed: int) -> bytes:
-    """Return a JPEG of noise with the 1/f spectrum of photographs."""
-    rng = np.random.default_rng(seed)
-    frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)) + 1 / 500
-    gray, *colors = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, 375, 500))) / frequency, s=(375, 500))
-    pixels = np.stack([gray + color / 2 for color in colors], axis=-1)
-    file = io.BytesIO()
-    Image.fromarray(np.clip(120 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
-    return file.getvalue()
 
 
 def prepare(folder: str, count: int) -> ip.Source:
@@ -222,7 +210,7 @@ def measure(source: ip.Source, rounds: int, batches: int) -> Result:
     )
     shares = {k: [one / most for one, most in zip(v, speed[DECODER], strict=True)] for k, v in speed.items()}
     return {
-        "machine": f"{CORES} cores ({_cpu()})",
+        "machine": f"{CORES} cores ({cpu()})",
         "rounds": rounds,
         "images_per_second": {k: summary(v) for k, v in speed.items()},
         "share_of_ceiling": {k: summary(v) for k, v in shares.items()},
@@ -246,7 +234,7 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """Return the name of the processor from Linux, or its architecture on other systems."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
