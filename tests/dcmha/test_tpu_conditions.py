@@ -25,7 +25,9 @@ def stated(monkeypatch, **options):
     k = jax.ShapeDtypeStruct((1, options.pop("keys"), 2, 64), jnp.bfloat16)
 
     def gradient(q, k, v, do):
-        attend = lambda *x: api.attention(*x, None, None, mask=None, groups=1, scale=1.0, interpret=False, **options)
+        def attend(*x):
+            return api.attention(*x, None, None, mask=None, groups=1, scale=1.0, interpret=False, **options)
+
         return jax.vjp(attend, q, k, v)[1](do)
 
     jax.eval_shape(gradient, q, k, k, q)

@@ -53,8 +53,8 @@ def test_bundles_of_nested_loops_count_once_per_iteration_of_both():
     assert tpu_bundles.count(around) == 1 + 8 * (1 + 3 * 6 + 1 + 4)
 
 
-# The pipeline skips the kernel in the steps before the first block (region 8). It has two conditions, of two bundles and
-# of four with an inner loop that runs three times; a branch of the pipeline (region 7) writes a block.
+# The pipeline skips the kernel in the steps before the first block (region 8). It has conditions of two
+# bundles and of six in an inner loop that runs three times; a branch of the pipeline (region 7) writes a block.
 CONDITIONAL = """
      0x1   :  { %s4 = sld [smem:[#allocation0]] }
      0x2 LB: > { %s9 = smov 0 } /* Start region 9 */
