@@ -32,6 +32,8 @@ from bench_input import cpu, resident_megabytes
 
 import input_pipeline
 from dcvit import config as configs
+from dcvit.models import flops
+from dcvit.training.model import make_model
 from dcvit.training.optim import Schedule
 from dcvit.training.setup import Setup, make_optimizer, make_setup
 
@@ -104,8 +106,8 @@ def check_order(setup: Setup, steps: Sequence[int]) -> int:
     expected_labels, checked = recipe_data.labels(), 0
     orders = functools.lru_cache(2)(functools.partial(order, size, seed))
     for step in steps:
-        first = np.random.default_rng(step).integers(batch - ROWS + 1)
-        rows = range(int(first), int(first) + ROWS)
+        first = int(np.random.default_rng(step).integers(max(1, batch - ROWS + 1)))
+        rows = range(first, min(batch, first + ROWS))
         places = [divmod(step * batch + row, size) for row in rows]
         records = [int(orders(epoch)[place]) for epoch, place in places]
         listed = input_pipeline.batch_ids(setup.data.source, batch, seed, step)
@@ -138,7 +140,7 @@ def gradients(total_steps: int) -> np.ndarray:
     """Return a gradient for each step and parameter, some of which are clipped, float32 of shape (total_steps, 8)."""
     step, parameter = np.arange(total_steps)[:, None], np.arange(8)
     noise = np.random.default_rng(0).normal(size=(total_steps, 8))
-    return np.float32(0.3 * np.cos(step * (parameter + 1) / 3000) + 0.3 * noise * (1 + parameter % 3))
+    return np.float32(0.15 * np.cos(step * (parameter + 1) / 3000) + 0.15 * noise * (1 + parameter % 3))
 
 
 def optimized(optimizer: optax.GradientTransformation, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -256,50 +258,58 @@ def measure_input(setup: Setup, steps: Sequence[int]) -> list[Input]:
     return found
 
 
-def hours(images: int) -> list[dict[str, object]]:
-    """Return the hours of training by slice, from the estimates of docs/tpu_step.json and the FLOPs of the models."""
+def speeds(variant: str) -> dict[str, float]:
+    """Return the images/s of a model on each slice, without collectives and input.
+
+    Those of TPUs follow from the compiler's estimates in docs/tpu_step.json for 256 images a chip, those of GPUs from
+    the FLOPs of the model and `UTILIZATION`.
+    """
+    spec, found = f"vit_i1k:variant={variant}", {}
     estimates = json.loads((ROOT / "docs/tpu_step.json").read_text())
+    for name, (topology, chips) in SLICES.items():
+        (one,) = [x for x in estimates if (x["config"], x["topology"]) == (spec, topology)]
+        found[name] = chips * one["examples"] / one["seconds"]
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32)
+    each = flops.training_flops(make_model(configs.load(spec)), image)
+    assert each is not None
+    found[f"{H100S} × H100"] = H100S * H100_PEAK * UTILIZATION / each
+    return found
+
+
+def hours(images: int) -> list[dict[str, object]]:
+    """Return the hours of training on each slice: epochs · images / (images/s · 3600)."""
     rows = []
     for variant in ("ViT-S/16", "DCViT-S/16"):
-        spec = f"vit_i1k:variant={variant}"
-        for epochs in EPOCHS:
-            row: dict[str, object] = {"model": variant, "epochs": epochs}
-            for name, (topology, chips) in SLICES.items():
-                (one,) = [x for x in estimates if (x["config"], x["topology"]) == (spec, topology)]
-                row[name] = epochs * images * one["seconds"] / (one["examples"] * chips * 3600)
-            setup_flops = _flops_of_an_image(spec)
-            row[f"{H100S} × H100"] = epochs * images * setup_flops / (H100S * H100_PEAK * UTILIZATION * 3600)
-            rows.append(row)
+        for name, speed in speeds(variant).items():
+            row: dict[str, object] = {"model": variant, "slice": name, "images/s": round(speed)}
+            rows.append(row | {f"{epochs} epochs, h": epochs * images / speed / 3600 for epochs in EPOCHS})
     return rows
 
 
-def _flops_of_an_image(spec: str) -> float:
-    from dcvit.models import flops
-    from dcvit.training.model import make_model
-
-    each = flops.training_flops(make_model(configs.load(spec)), jax.ShapeDtypeStruct((1, 224, 224, 3), np.float32))
-    assert each is not None
-    return float(each)
-
-
-def check(out: Path, data: Path | None) -> Result:
+def check(out: Path, data: Path | None = None, words: Sequence[str] = ()) -> Result:
     """Run all checks and measurements; see the module's docstring.
+
+    Args:
+      out: the folder of the generated dataset.
+      data: a folder of prepared datasets whose classes are checked.
+      words: overrides of the config.
 
     Raises:
       FailedError: a check has failed.
     """
     recipe_data.prepare(out)
-    config = configs.load(CONFIG, [f"input.data.data_dir={out}"])
+    config = configs.load(CONFIG, [f"input.data.data_dir={out}", *words])
     setup = make_setup(config, evaluate=False)
     size, total = len(setup.data.source), setup.total_steps
     per_epoch = size / setup.data.batch_size
-    steps = sorted({0, 1, *(int(k * per_epoch) for k in (1, 2, 45, 89)), total // 2, total - 1})
+    borders = (int(k * per_epoch) for k in (1, 2, config.total_epochs // 2, config.total_epochs - 1))
+    steps = sorted({0, 1, *borders, total // 2, total - 1})
     rows = check_order(setup, steps)
     check_epochs(setup, (0, config.total_epochs - 1))
     return Result(
         machine=f"{os.cpu_count()} cores ({cpu()})", records=size, total_steps=total, checked_steps=steps,
         checked_rows=rows, **check_optimizer(config, setup), labels=check_labels(data),
-        input=measure_input(setup, (0, total // 2, total - TIMED - 3)), hours=hours(size),
+        input=measure_input(setup, (0, total // 2, total - TIMED - 1)), hours=hours(size),
     )  # fmt: skip
 
 
@@ -326,7 +336,7 @@ def lines(result: Result) -> list[str]:
     columns = list(result["hours"][0])
     found += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in result["hours"]:
-        cells = [f"{row[c]:.1f}" if isinstance(row[c], float) else f"{row[c]}" for c in columns]
+        cells = [f"{x:.1f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values()]
         found.append(f"| {' | '.join(cells)} |")
     return found
 
