@@ -200,7 +200,7 @@ def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
 
 _attend = differentiable(
     forward=lambda options, x: map_examples(_forward, options, x),
-    backward=lambda options, x, log_sum, d_out: map_examples(_backward, options, x, log_sum, d_out),
+    backward=lambda options, x, results, d_out: map_examples(_backward, options, x, results[1], d_out),
     forward_mode=_attend_plainly,
 )
 

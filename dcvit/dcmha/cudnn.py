@@ -76,9 +76,9 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, list[Array]]:
     return out, jax.tree.leaves(gradient)
 
 
-def _backward(static: Static, x: Inputs, residuals: list[Array], d_out: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, list[Array]], d_out: Array) -> Inputs:
     gradient = jax.eval_shape(lambda *x: jax.vjp(lambda *x: _call(static, x), *x)[1], *x)
-    found: Inputs = jax.tree.unflatten(jax.tree.structure(gradient), residuals)(d_out)
+    found: Inputs = jax.tree.unflatten(jax.tree.structure(gradient), results[1])(d_out)
     return found
 
 

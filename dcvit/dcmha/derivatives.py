@@ -24,6 +24,7 @@ from dcvit.dcmha.shapes import Array
 Static = TypeVar("Static", bound=Hashable)
 Inputs = TypeVar("Inputs")
 Residuals = TypeVar("Residuals")
+Results = TypeVar("Results")  # the output and the residuals
 RESULTS = "dcmha_results"  # the name under which a policy of `jax.checkpoint` keeps the output and the residuals
 Value: TypeAlias = object  # what JAX passes to the rules of a primitive: arrays, their types, symbolic zeros
 Linear: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # (known arrays, linear ones) -> results
@@ -31,7 +32,7 @@ Linear: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], list[Array]]  #
 
 def differentiable(
     forward: Callable[[Static, Inputs], tuple[Array, Residuals]],
-    backward: Callable[[Static, Inputs, Residuals, Array], Inputs],
+    backward: Callable[[Static, Inputs, tuple[Array, Residuals], Array], Inputs],
     forward_mode: Callable[[Static, Inputs], Array],
 ) -> Callable[[Static, Inputs], Array]:
     """Return the function that `forward` computes, with a reverse mode and a forward mode.
@@ -39,8 +40,8 @@ def differentiable(
     Args:
       forward: maps static options and a tree of arrays to the output and the residuals. The output has the shape and
         dtype of the tree's first array, as the output of attention has those of the queries.
-      backward: maps options, inputs, residuals and the gradient of the output to the gradients of the inputs. Those of
-        integers and booleans are ignored and may be None.
+      backward: maps options, inputs, the results of `forward`, and the gradient of the output to the gradients of the
+        inputs. Those of integers and booleans are ignored and may be None.
       forward_mode: the same function in operations that JAX differentiates.
     """
     gradients_of = _gradients(backward, forward_mode)
@@ -56,7 +57,7 @@ def differentiable(
     ) -> tuple[tuple[Array, Residuals], tuple[Array, Residuals]]:
         results = with_residuals(static, *primals)
         out, residuals = jax.tree.map(lambda x: checkpoint_name(x, RESULTS), results)
-        known, tree = jax.tree.flatten((*primals, residuals))
+        known, tree = jax.tree.flatten((*primals, (out, residuals)))
         given = [t for t in jax.tree.leaves(tangents) if t.dtype != jax.dtypes.float0]
 
         def tangent(known: Sequence[Array], given: Sequence[Array]) -> list[Array]:
@@ -78,22 +79,22 @@ def differentiable(
 
 
 def _gradients(
-    backward: Callable[[Static, Inputs, Residuals, Array], Inputs], forward_mode: Callable[[Static, Inputs], Array]
-) -> Callable[[Static, Inputs, Residuals, Array], list[Array]]:
+    backward: Callable[[Static, Inputs, Results, Array], Inputs], forward_mode: Callable[[Static, Inputs], Array]
+) -> Callable[[Static, Inputs, Results, Array], list[Array]]:
     """Return `backward` for the leaves that have gradients. Its derivative is that of the gradient of `forward_mode`.
 
-    The residuals are a function of the inputs, so that they need no tangents.
+    The results of the forward pass are a function of the inputs, so that they need no tangents.
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def gradients(static: Static, inputs: Inputs, residuals: Residuals, d_out: Array) -> list[Array]:
-        found = _of_floats(inputs, backward(static, inputs, residuals, d_out))
+    def gradients(static: Static, inputs: Inputs, results: Results, d_out: Array) -> list[Array]:
+        found = _of_floats(inputs, backward(static, inputs, results, d_out))
         for x, g in zip(_of_floats(inputs, inputs), found, strict=True):
             _check_type("a gradient", g, x)
         return found
 
     def with_tangent(
-        static: Static, primals: tuple[Inputs, Residuals, Array], tangents: tuple[Inputs, Residuals, Array]
+        static: Static, primals: tuple[Inputs, Results, Array], tangents: tuple[Inputs, Results, Array]
     ) -> tuple[list[Array], list[Array]]:
         def plain(inputs: Inputs, d_out: Array) -> list[Array]:
             return _of_floats(inputs, jax.vjp(functools.partial(forward_mode, static), inputs)[1](d_out)[0])

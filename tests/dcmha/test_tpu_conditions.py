@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.pallas_tpu import api
 
 BLOCK_Q, BLOCK_K = 256, 128
@@ -23,14 +24,15 @@ def stated(monkeypatch, **options):
     monkeypatch.setattr(pl, "pallas_call", record)
     q = jax.ShapeDtypeStruct((1, options.pop("queries"), 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, options.pop("keys"), 2, 64), jnp.bfloat16)
+    post = ComposeWeights(qg=jax.ShapeDtypeStruct(q.shape[:3], jnp.bfloat16)) if options.pop("composed", True) else None
 
-    def gradient(q, k, v, do):
+    def gradient(post, q, k, v, do):
         def attend(*x):
-            return api.attention(*x, None, None, mask=None, groups=1, scale=1.0, interpret=False, **options)
+            return api.attention(*x, None, post, mask=None, groups=1, scale=1.0, interpret=False, **options)
 
         return jax.vjp(attend, q, k, v)[1](do)
 
-    jax.eval_shape(gradient, q, k, k, q)
+    jax.eval_shape(gradient, post, q, k, k, q)
     return found
 
 
@@ -68,6 +70,11 @@ def test_passes_of_the_queries_state_all_tiles_together(monkeypatch):
     tiles = sum(2 * (i + 1) for i in range(8192 // BLOCK_Q))
     assert found["dcmha_delta"][0]["conditions"][1] == tiles
     assert sum(one["conditions"][2] for one in found["dcmha_gradients"]) == tiles
+
+
+def test_delta_needs_a_kernel_only_after_a_compose_of_the_weights(monkeypatch):
+    found = stated(monkeypatch, queries=512, keys=512, causal=True, window=None, composed=False)
+    assert {*found} == {"dcmha_forward", "dcmha_gradients"}
 
 
 def test_a_kernel_of_one_tile_has_no_conditions(monkeypatch):

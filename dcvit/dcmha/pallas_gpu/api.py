@@ -89,8 +89,8 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return out, jnp.concatenate(sums, axis=2)
 
 
-def _backward(static: Static, x: Inputs, lse: Array, do: Array) -> Inputs:
-    q, k, v, pre, post, mask = x
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
+    (q, k, v, pre, post, mask), (_, lse) = x, results
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dpre, dpost = WeightGradients(pre, k.shape[1]), WeightGradients(post, k.shape[1])
     for rectangle in rectangles(q, k, static):

@@ -11,10 +11,11 @@ Where one tile holds all scores, and examples can be processed in blocks of eigh
 (`dcvit.dcmha.pallas_tpu.mixing`) and overlap the matrix products of an example with the vector operations of its
 neighbor (`forward_examples`, `backward_examples`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
 
-The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, a first kernel computes
-delta = Σ_s P·dP. The gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of
-a key block accumulate in VMEM. The gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they
-do not fit, the queries are processed in several passes.
+The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
+Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The
+gradient kernel iterates over key blocks, and for each of them over query blocks. The gradients of a key block
+accumulate in VMEM. The gradients of all queries stay in VMEM for the complete loop, in 4·T·M bytes; if they do not fit,
+the queries are processed in several passes.
 
 Scores are in units of log 2, and the packed weights of the pre-compose include the factor scale·log2(e). Matrix
 products have bfloat16 operands, and key-wise weights, or the matrices made of them, are rounded to bfloat16; all other
@@ -103,20 +104,27 @@ def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
     return pack(config, q, k, v, pre, post, None if mask is None else mask.astype(jnp.bfloat16))
 
 
-def _backward(static: Static, x: Inputs, lse: Array, cotangent: Array) -> Inputs:
+def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent: Array) -> Inputs:
     def differentiate(
-        config: KernelConfig, arguments: tuple[Inputs, Array, Array], interpret: Interpret
+        config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
     ) -> tuple[Array, Array, Array, Weights, Weights]:
-        x, lse, cotangent = arguments
+        x, out, lse, cotangent = arguments
         q, k, v, pre, post, _ = x
-        do = token_array(config, cotangent.astype(q.dtype), config.block_q)
-        run = backward_examples.gradients if config.mix_keys else backward
-        grads = run(config, _packed(config, x) | {"do": do, "lse": lse}, interpret)
+        inputs = _packed(config, x) | {"do": token_array(config, cotangent.astype(q.dtype), config.block_q), "lse": lse}
+        if config.post is None and config.blocks_k > 1:
+            inputs["delta"] = _delta(config, out, cotangent)
+        grads = (backward_examples.gradients if config.mix_keys else backward)(config, inputs, interpret)
         dq, dk, dv = (from_token_array(config, grads[f"d{name}"], x) for name, x in zip("qkv", (q, k, v), strict=True))
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static
-    return *by_platform(differentiate, config, (x, lse, cotangent), interpret), None
+    return *by_platform(differentiate, config, (x, *results, cotangent), interpret), None
+
+
+def _delta(config: KernelConfig, out: Array, cotangent: Array) -> Array:
+    """Return Σ_s P·dP = O·dO of each row, as `dcvit.dcmha.pallas_tpu.backward.delta` does, without a post-compose."""
+    delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), cotangent.astype(jnp.float32))
+    return jnp.pad(delta, ((0, 0), (0, 0), (0, -delta.shape[2] % config.block_q)))
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:

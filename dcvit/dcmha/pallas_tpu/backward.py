@@ -41,7 +41,7 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
     dq, dk and dv are arrays of tokens, as their inputs. dwq, dwk and dstatic_… are float32 gradients of the packed
     weights.
     """
-    if config.blocks_k > 1:
+    if config.blocks_k > 1 and "delta" not in inputs:
         inputs = {**inputs, "delta": delta(config, inputs, interpret)}
     if config.queries_per_pass >= config.queries:
         return gradients(config, inputs, interpret)

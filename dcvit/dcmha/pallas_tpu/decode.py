@@ -175,7 +175,7 @@ def _forward(static: Static, x: Arguments) -> tuple[Array, tuple[()]]:
     return jax.lax.platform_dependent(*x, tpu=fused, default=functools.partial(call_xla, config)), ()
 
 
-def _backward(static: Static, x: Arguments, residuals: tuple[()], cotangent: Array) -> Arguments:
+def _backward(static: Static, x: Arguments, results: tuple[Array, tuple[()]], cotangent: Array) -> Arguments:
     *differentiated, mask = x
     dq, dk, dv, dpre, dpost = jax.vjp(functools.partial(call_xla, static[0], mask=mask), *differentiated)[1](cotangent)
     return dq, dk, dv, dpre, dpost, None
