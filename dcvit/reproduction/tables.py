@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,6 +13,7 @@ from dcvit.checkpoint.files import replace
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]
+WIDTH = 120  # of the notes in Markdown, in columns
 
 
 class Chart(NamedTuple):
@@ -80,8 +82,20 @@ def write(table: Table, out: Path) -> list[Path]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table with its title above and its notes below."""
-    return "\n\n".join([f"# {table.title}", grid(table.rows), *table.notes]) + "\n"
+    """Return the table with its title above, and its picture and its notes below."""
+    picture = [] if table.chart is None else [f"![{table.title}]({table.name}.png)"]
+    return "\n\n".join([f"# {table.title}", grid(table.rows), *picture, *map(wrapped, table.notes)]) + "\n"
+
+
+def wrapped(note: str) -> str:
+    """Return a note in lines of at most `WIDTH` columns where words allow it; items of lists keep their own lines."""
+    lines = []
+    for line in note.splitlines():
+        indent = "  " if line.startswith("- ") else ""
+        lines += textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]  # fmt: skip
+    return "\n".join(lines)
 
 
 def grid(rows: Sequence[Row]) -> str:

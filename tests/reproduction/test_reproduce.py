@@ -305,10 +305,19 @@ def test_results_are_written_with_the_values_of_the_paper(tmp_path):
     table = tables.Table("t", "Title", rows, ("A note.",), tables.Chart("config", "ours", None, "paper"))
     md, plain, png = tables.write(table, tmp_path / "new")
     assert md.read_text() == (
-        "# Title\n\n| config | ours | paper |\n| --- | --- | --- |\n| a | 1.235 | 2 |\n| b | 12,346 | – |\n\nA note.\n"
+        "# Title\n\n| config | ours | paper |\n| --- | --- | --- |\n| a | 1.235 | 2 |\n| b | 12,346 | – |\n\n"
+        "![Title](t.png)\n\nA note.\n"
     )
     assert list(csv.reader(plain.read_text().splitlines()))[1] == ["a", "1.23456", "2"]
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_notes_are_wrapped_without_a_change_of_their_words():
+    note = "Settings: " + "a word " * 40 + "\n\n- one\n- two " + "more " * 40 + "\n- " + "x" * 200
+    lines = tables.wrapped(note).splitlines()
+    assert " ".join(lines).split() == note.split()
+    assert all(len(line) <= 120 for line in lines[:-2])  # a word of 200 letters is not broken
+    assert [line[:2] for line in lines if line and not line.startswith(("Settings", "word", "a "))][:2] == ["- ", "- "]
 
 
 @pytest.mark.exhaustive
