@@ -1,4 +1,4 @@
-"""The operators that torchvision, which timm imports, declares for its compiled part; no CPU build of it exists.
+"""The operators of torchvision's compiled part, which does not load beside another build of PyTorch; timm imports it.
 
 Import this module before timm or transformers.
 """
