@@ -42,7 +42,7 @@ from dcvit.dcmha.pallas_tpu import backward_examples, forward_examples, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
-from dcvit.dcmha.pallas_tpu.packing import from_token_array, pack, token_array, unpack
+from dcvit.dcmha.pallas_tpu.packing import from_query_array, from_token_array, pack, query_array, unpack
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 Weights: TypeAlias = ComposeWeights | None
@@ -89,7 +89,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
         run = forward_examples.forward if config.mix_keys else forward
         out, lse = run(config, _packed(config, x), interpret)
-        return from_token_array(config, out, x[0]), lse
+        return from_query_array(config, out, x[0]), lse
 
     config, interpret = static
     out, lse = by_platform(attend, config, x, interpret)
@@ -110,11 +110,12 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
     ) -> tuple[Array, Array, Array, Weights, Weights]:
         x, out, lse, cotangent = arguments
         q, k, v, pre, post, _ = x
-        inputs = _packed(config, x) | {"do": token_array(config, cotangent.astype(q.dtype), config.block_q), "lse": lse}
+        inputs = _packed(config, x) | {"do": query_array(config, cotangent.astype(q.dtype)), "lse": lse}
         if config.post is None and config.blocks_k > 1:
             inputs["delta"] = _delta(config, out, cotangent)
         grads = (backward_examples.gradients if config.mix_keys else backward)(config, inputs, interpret)
-        dq, dk, dv = (from_token_array(config, grads[f"d{name}"], x) for name, x in zip("qkv", (q, k, v), strict=True))
+        dq = from_query_array(config, grads["dq"], q)
+        dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static

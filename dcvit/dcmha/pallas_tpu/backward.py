@@ -20,8 +20,10 @@ from dcvit.dcmha.pallas_tpu.config import (
     KernelConfig,
     block_specs,
     conditions,
-    token_shape,
-    token_spec,
+    key_shape,
+    key_spec,
+    query_shape,
+    query_spec,
 )
 from dcvit.dcmha.pallas_tpu.tile import broadcast_scratch
 from dcvit.dcmha.pallas_tpu.weights import packed_columns
@@ -50,13 +52,12 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
         queries = min(config.queries_per_pass, config.queries - first)
         part = config._replace(first_query=first, queries=queries)
         span = slice(first, first + part.blocks_q * part.block_q)
-        some = inputs | {name: inputs[name][:, span] for name in ("q", "do")}
-        some |= {name: inputs[name][..., span] for name in ("lse", "delta", "mask") if name in inputs}
+        by_column = ("q", "do", "lse", "delta", "mask")
+        some = inputs | {name: inputs[name][..., span] for name in by_column if name in inputs}
         some |= {name: inputs[name][:, first // LANES : span.stop // LANES] for name in ("wq",) if name in inputs}
         results.append(gradients(part, some, interpret))
-    query_axis = {"dq": 1, "dwq": 2}
     return {
-        name: jnp.concatenate([x[name] for x in results], axis=query_axis[name]) if name in query_axis
+        name: jnp.concatenate([x[name] for x in results], axis=2) if name in ("dq", "dwq")
         else functools.reduce(jnp.add, [x[name].astype(jnp.float32) for x in results])
         for name in results[0]
     }  # fmt: skip
@@ -122,8 +123,8 @@ def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Output]) -> 
 
 def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, Output]:
     """Return the outputs of the gradient kernel by name."""
-    batch, wide, narrow = len(inputs["q"]), inputs["q"].shape[2], inputs["k"].shape[2]
-    block_q, block_k, last = config.block_q, config.block_k, config.blocks_k - 1
+    batch, wide, narrow = len(inputs["q"]), inputs["q"].shape[1], inputs["k"].shape[2]
+    block_q, last = config.block_q, config.blocks_k - 1
     padded_q = config.blocks_q * block_q
     found: dict[str, Output] = {}
 
@@ -139,20 +140,17 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str
     def completed(j: Index, i: Index) -> Index:  # the last key block completes the gradients of the queries
         return jnp.where(j == last, i, 0)
 
-    def tokens(name: str, width: int, dtype: DTypeLike) -> None:
-        count, block, index = config.keys, block_k, lambda j, i: j
-        if name == "dq":
-            count, block, index = config.queries, block_q, completed
-        spec = token_spec(config, count, block, width, index)
-        found[name] = Output(token_shape(config, batch, count, block, width, dtype), spec)
+    def of_keys(name: str, width: int, dtype: DTypeLike) -> None:
+        found[name] = Output(key_shape(config, batch, width, dtype), key_spec(config, width, lambda j, i: j))
 
-    for name, width in (("dq", wide), ("dk", narrow), ("dv", narrow)):
-        tokens(name, width, config.dtype)
+    found["dq"] = Output(query_shape(config, batch, wide, config.dtype), query_spec(config, wide, completed))
+    for name in ("dk", "dv"):
+        of_keys(name, narrow, config.dtype)
     if "wq" in inputs:
         n = inputs["wq"].shape[2]
         add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, completed(j, i)))
     if "wk" in inputs:
-        tokens("dwk", inputs["wk"].shape[2], jnp.float32)
+        of_keys("dwk", inputs["wk"].shape[2], jnp.float32)
     for name in ("pre", "post"):
         if f"static_{name}" in inputs:
             block = (1, config.heads * (config.heads // config.groups), 8, LANES)

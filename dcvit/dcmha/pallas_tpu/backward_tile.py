@@ -241,7 +241,7 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
     `factor` converts gradients of scores in units of log 2. Tokens are transposed because they are far smaller than
     tiles.
     """
-    q, k, do = refs.q[0].T, refs.k[0, : config.block_k].T, refs.do[0].T
+    q, k, do = refs.q[0], refs.k[0, : config.block_k].T, refs.do[0]
     dq, dk, dv = [], [], []
     for h in range(config.heads):
         lanes = config.query_lanes(h)
@@ -249,7 +249,8 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
         dk.append(dot(q[lanes], refs.da[h], (1, 1)))
         dv.append(dot(do[lanes], refs.w[h], (1, 1)))
     if refs.dq_acc is None:
-        for out, heads, times in ((refs.dq, dq, factor), (refs.dk, dk, factor), (refs.dv, dv, 1.0)):
+        refs.dq[0] = jnp.concatenate([(x * factor).astype(refs.dq.dtype) for x in dq], axis=0)
+        for out, heads, times in ((refs.dk, dk, factor), (refs.dv, dv, 1.0)):
             rows = jnp.concatenate([(x * times).astype(out.dtype) for x in heads], axis=0).T
             out[0, : len(rows)] = rows
         return
@@ -299,7 +300,7 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
     @pl.when(last_j)
     def _() -> None:
         if refs.dq_acc is not None:
-            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype).T
+            refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype)
         if refs.gq is not None:
             existing(refs.dwq)[0, : refs.gq.shape[0]] = existing(refs.gq_acc)[i]
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.numerics import cdiv, round_up
+from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.shapes import Array
 
 LANES = 128  # columns of a vector register
@@ -220,19 +220,24 @@ def conditions(steps: int, *times: int) -> dict[str, str]:
     return {"steps": str(steps), "conditions": " ".join(map(str, times))}
 
 
-def token_shape(
-    config: KernelConfig, batch: int, tokens: int, block: int, wide: int, dtype: DTypeLike
-) -> jax.ShapeDtypeStruct:
-    """Return the type of an array of tokens, or of their weights, in HBM.
-
-    It is (B, T, H·D), padded to complete blocks.
-    """
-    return jax.ShapeDtypeStruct((batch, round_up(tokens, block), wide), dtype)
+def key_shape(config: KernelConfig, batch: int, wide: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Return the type of an array with a row for each key in HBM: (B, S, K·D), padded to complete blocks."""
+    return jax.ShapeDtypeStruct((batch, config.blocks_k * config.block_k, wide), dtype)
 
 
-def token_spec(config: KernelConfig, tokens: int, block: int, wide: int, index: IndexMap) -> pl.BlockSpec:
+def key_spec(config: KernelConfig, wide: int, index: IndexMap) -> pl.BlockSpec:
     """Return the block specification of such an array; `index` is the index map of its blocks."""
-    return pl.BlockSpec((1, block, wide), lambda b, *n: (b, index(*n), 0))
+    return pl.BlockSpec((1, config.block_k, wide), lambda b, *n: (b, index(*n), 0))
+
+
+def query_shape(config: KernelConfig, batch: int, wide: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Return the type of an array with a column for each query in HBM: (B, H·D, T), padded to complete blocks."""
+    return jax.ShapeDtypeStruct((batch, wide, config.blocks_q * config.block_q), dtype)
+
+
+def query_spec(config: KernelConfig, wide: int, index: IndexMap) -> pl.BlockSpec:
+    """Return the block specification of such an array; `index` is the index map of its blocks."""
+    return pl.BlockSpec((1, wide, config.block_q), lambda b, *n: (b, 0, index(*n)))
 
 
 def block_specs(
@@ -255,11 +260,9 @@ def block_specs(
     def spec(name: str, x: Array) -> pl.BlockSpec:
         keys = key_block_of.get(name, key_block)
         if name in ("q", "do"):
-            return token_spec(config, config.queries, config.block_q, x.shape[2], query_block)
-        if name in ("k", "v"):
-            return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
-        if name == "wk":
-            return token_spec(config, config.keys, config.block_k, x.shape[2], keys)
+            return query_spec(config, x.shape[1], query_block)
+        if name in ("k", "v", "wk"):
+            return key_spec(config, x.shape[2], keys)
         if name == "wq":
             block = (1, config.block_q // LANES, *x.shape[2:])
             return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))

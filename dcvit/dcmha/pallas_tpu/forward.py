@@ -17,8 +17,8 @@ from dcvit.dcmha.pallas_tpu.config import (
     KernelConfig,
     block_specs,
     conditions,
-    token_shape,
-    token_spec,
+    query_shape,
+    query_spec,
 )
 from dcvit.dcmha.pallas_tpu.tile import (
     Rows,
@@ -114,7 +114,7 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
     ].T  # values are far smaller than weights, which the matrix unit reads without a transposition
     out = [dot(v[config.key_lanes(h)], refs.w[h], (1, 0)) for h in range(config.heads)]
     if refs.acc is None:
-        refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0).T
+        refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0)
     else:
         for h in range(config.heads):
             refs.acc[config.query_lanes(h)] += out[h]
@@ -157,7 +157,7 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:
-        refs.o[0] = acc[...].astype(refs.o.dtype).T
+        refs.o[0] = acc[...].astype(refs.o.dtype)
 
 
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
@@ -198,11 +198,11 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         grid=(batch, config.blocks_q, phases, steps),
         in_specs=list(specs.values()),
         out_specs=[
-            token_spec(config, config.queries, block_q, wide, lambda i, p, s: i),
+            query_spec(config, wide, lambda i, p, s: i),
             pl.BlockSpec((1, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
         ],
         out_shape=[
-            token_shape(config, batch, config.queries, block_q, wide, config.dtype),
+            query_shape(config, batch, wide, config.dtype),
             jax.ShapeDtypeStruct((batch, config.heads, padded), jnp.float32),
         ],
         scratch_shapes=list(scratch.values()),

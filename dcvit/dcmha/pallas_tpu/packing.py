@@ -75,6 +75,26 @@ def token_array(config: KernelConfig, x: Array, block: int) -> Array:
     return jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % block), (0, 0)))
 
 
+def query_array(config: KernelConfig, x: Array) -> Array:
+    """Return queries, or what has their shape (B T H D), as the kernels read them.
+
+    A kernel of one example reads and writes them with a column for each query, (B, H·D, T) padded to blocks, because
+    queries lie along the lanes of its tiles.
+    """
+    if config.examples > 1:
+        return token_array(config, x, config.block_q)
+    x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q)))
+
+
+def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
+    """Return what a kernel has written for queries in the shape and dtype of `like`, (B T H D)."""
+    if config.examples > 1:
+        return from_token_array(config, x, like)
+    batch, length, *rest = like.shape
+    return jnp.transpose(x[:, :, :length].reshape(batch, *rest, length), (0, 3, 1, 2)).astype(like.dtype)
+
+
 def interleave(x: Array) -> Array:
     """Swap the axes of examples and tokens, which changes no layout.
 
@@ -97,8 +117,8 @@ def pack(
 ) -> dict[str, Array]:  # fmt: skip
     """Return the kernels' inputs by name: tokens, and one array of weights for each side."""
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
-    blocks = {"q": config.block_q, "k": config.block_k, "v": config.block_k}
-    inputs = {name: token_array(config, x, blocks[name]) for name, x in zip("qkv", (q, k, v), strict=True)}
+    inputs = {"q": query_array(config, q)}
+    inputs |= {name: token_array(config, x, config.block_k) for name, x in (("k", k), ("v", v))}
     wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
     inputs |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
     for name, w in (("pre", pre), ("post", post)):

@@ -289,7 +289,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
     """Write k_h·q_hᵀ of each head h to out[h]; with v and dO it is the gradient of the composed weights."""
     for h in range(config.heads):
-        out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, :, config.query_lanes(h)], (1, 1))
+        out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, config.query_lanes(h)], (1, 0))
 
 
 def visible(
