@@ -199,6 +199,17 @@ def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch
     assert Path("runs/both.png").exists()
 
 
+def test_the_statements_of_the_reproduction_are_those_of_its_files():
+    page, folder = (ROOT / "docs" / "reproduction.md").read_text(), ROOT / "docs" / "reproduction"
+    results = page.split("## Results at scale `desk`")[1]
+    stated = re.findall(r"^- (.+: (?:holds|does not hold|undecided) .*)$", results, re.MULTILINE)
+    written = [line for path in folder.glob("*.md") for line in path.read_text().splitlines()]
+    assert len(stated) >= 9
+    assert {f"- {line}" for line in stated} <= {*written}
+    linked = {*re.findall(r"\(reproduction/([\w]+)\.md\)", results)}
+    assert linked == {path.stem for path in folder.glob("*.md")} == {path.stem for path in folder.glob("*.csv")}
+
+
 def test_the_tables_of_training_steps_on_tpus_are_what_the_compiler_estimated():
     sys.path.insert(0, str(ROOT / "scripts"))
     import tpu_step
