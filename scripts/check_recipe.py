@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ EVALUATIONS = {
 SLICES = {"v5e-32": ("v5e:2x2", 32), "v6e-8": ("v6e:2x2", 8)}
 H100S, H100_PEAK, UTILIZATION = 8, 989e12, 0.4  # FLOP/s of dense bfloat16 products; the share of it is an assumption
 EPOCHS = (90, 300)
+Carry: TypeAlias = tuple[optax.Params, optax.OptState, optax.Params]  # parameters, state, averaged parameters
 
 
 class Input(TypedDict):
@@ -82,6 +83,15 @@ class Result(TypedDict):
     labels: dict[str, str]
     input: list[Input]
     hours: list[dict[str, object]]
+
+
+class Differences(NamedTuple):
+    """Figures of the optimizer, see `Result`."""
+
+    schedule_difference: float
+    parameter_difference: float
+    average_difference: float
+    clipped_steps: int
 
 
 class FailedError(Exception):
@@ -146,7 +156,7 @@ def gradients(total_steps: int) -> np.ndarray:
 def optimized(optimizer: optax.GradientTransformation, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the parameters and their averages after each step of the optimizer, (steps, 8) each; kernels come last."""
 
-    def step(carry: tuple[Any, Any, Any], grad: jax.Array) -> tuple[tuple[Any, Any, Any], tuple[jax.Array, jax.Array]]:
+    def step(carry: Carry, grad: jax.Array) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
         params, state, average = carry
         tree = {"head": {"bias": grad[:4], "kernel": grad[4:]}}
         updates, state = optimizer.update(tree, state, params)
@@ -186,7 +196,7 @@ def difference(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def check_optimizer(config: configs.ConfigDict, setup: Setup) -> dict[str, Any]:
+def check_optimizer(config: configs.ConfigDict, setup: Setup) -> Differences:
     """Check the schedule, and the optimizer of a model with eight parameters, over all steps."""
     total, warmup = setup.total_steps, config.schedule.warmup_steps
     in_steps = functools.partial(
@@ -197,14 +207,12 @@ def check_optimizer(config: configs.ConfigDict, setup: Setup) -> dict[str, Any]:
     grads = gradients(total)
     params, average = optimized(optimizer, grads)
     expected, expected_average, clipped = simulated(config, factor, grads)
-    found: dict[str, Any] = {
-        "schedule_difference": _schedule_difference(schedule, factor),
-        "parameter_difference": difference(params, expected),
-        "average_difference": difference(average, expected_average),
-        "clipped_steps": clipped,
-    }
-    for name, value in found.items():
-        require(name == "clipped_steps" or value < LIMIT, f"{name} is {value:.1e}, expected less than {LIMIT}")
+    found = Differences(
+        _schedule_difference(schedule, factor), difference(params, expected), difference(average, expected_average),
+        clipped,
+    )  # fmt: skip
+    for name, value in zip(found._fields[:3], found[:3], strict=True):
+        require(value < LIMIT, f"{name} is {value:.1e}, expected less than {LIMIT}")
     return found
 
 
@@ -308,7 +316,7 @@ def check(out: Path, data: Path | None = None, words: Sequence[str] = ()) -> Res
     check_epochs(setup, (0, config.total_epochs - 1))
     return Result(
         machine=f"{os.cpu_count()} cores ({cpu()})", records=size, total_steps=total, checked_steps=steps,
-        checked_rows=rows, **check_optimizer(config, setup), labels=check_labels(data),
+        checked_rows=rows, **check_optimizer(config, setup)._asdict(), labels=check_labels(data),
         input=measure_input(setup, (0, total // 2, total - TIMED - 1)), hours=hours(size),
     )  # fmt: skip
 

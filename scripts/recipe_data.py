@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -54,7 +54,7 @@ def prepare(root: Path) -> Path:
     folder = root / NAME / VERSION
     if (folder / "dataset_info.json").is_file():
         return folder
-    tf = tensorflow()
+    tensorflow()  # hides the start-up messages that importing tensorflow-datasets would print
     logging.getLogger("absl").setLevel(logging.ERROR)
     import tensorflow_datasets as tfds
 
@@ -75,19 +75,18 @@ def prepare(root: Path) -> Path:
             os.link(first[length], path)
             continue
         first[length] = path
-        _write(tf, features, path, length)
+        _write(features.serialize_example, path, length)
     sizes = {length: path.stat().st_size for length, path in first.items()}
     split = tfds.core.SplitInfo(name="train", shard_lengths=lengths, num_bytes=sum(sizes[n] for n in lengths))
     tfds.folder_dataset.write_metadata(data_dir=folder, features=features, split_infos=[split], version=VERSION)
     return folder
 
 
-def _write(tf: Any, features: Any, path: Path, length: int) -> None:
+def _write(serialize: Callable[[dict[str, object]], bytes], path: Path, length: int) -> None:
     """Write one shard, whose JPEGs and labels follow from its length."""
     kinds = np.random.default_rng(length).choice(len(SIZES), size=length, p=list(SIZES.values()))
     sides = [list(SIZES)[kind] for kind in kinds]
-    with ThreadPoolExecutor(os.cpu_count()) as threads, tf.io.TFRecordWriter(str(path)) as file:
+    with ThreadPoolExecutor(os.cpu_count()) as threads, tensorflow().io.TFRecordWriter(str(path)) as file:
         images = threads.map(lambda i: photo(length * length + i, *sides[i]), range(length))
         for i, (image, label) in enumerate(zip(images, _labels(length), strict=True)):
-            example = {"image": image, "label": int(label), "file_name": f"{length}_{i}.JPEG"}
-            file.write(features.serialize_example(example))
+            file.write(serialize({"image": image, "label": int(label), "file_name": f"{length}_{i}.JPEG"}))
