@@ -115,7 +115,9 @@ def get_config(
     config.document_mask = document_mask
 
     config.model_name = "lm"
-    config.model = {"preset": preset, "context": context, "scan": True, "remat": "full_but_attention", "dtype_mm": "bfloat16"}
+    config.model = {
+        "preset": preset, "context": context, "scan": True, "remat": "full_but_attention", "dtype_mm": "bfloat16",
+    }  # fmt: skip
     given = {"compose": compose, "branches": branches, "window_pattern": window_pattern}
     config.model.update({name: value for name, value in given.items() if value != "preset"})
     given = {"projection": projection, "gate": gate, "static": static, "rank": rank, "groups": groups}

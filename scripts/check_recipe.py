@@ -232,13 +232,13 @@ def check_labels(data: Path | None) -> dict[str, str]:
     found = {}
     for name, (count, classes) in EVALUATIONS.items():
         features = tfds.builder(name, data_dir="/nonexistent").info.features
-        label = features["original_label" if "original_label" in features else "label"]
+        key = "original_label" if "original_label" in features else "label"
+        label = features[key]
         require(digest(label.names) == ALL_CLASSES[1], f"{name}: its labels are not ImageNet's, in their order")
         found[name] = "names"
         if data is not None and (data / name).is_dir():
             split = "train" if name == "imagenet2012" else "validation" if name == "imagenet2012_real" else "test"
             source = input_pipeline.open_source("tfds", name=name, split=split, data_dir=str(data))
-            key = "original_label" if "original_label" in features else "label"
             present = sorted({int(source[i][key]) for i in range(len(source))})
             ids = [label.names[i] for i in present]
             require((len(ids), digest(ids)) == (count, classes), f"{name}: {len(ids)} classes, not the published ones")

@@ -7,9 +7,9 @@ The compilation runs in a child process, because libtpu reads the folder for its
 The count is that of one step of the grid: all bundles of the kernel's final schedule inside the loop over the grid,
 each multiplied by the iterations of the inner loops whose length the compiler knows. Conditional regions count as if
 they ran in every step, so that the count of a kernel with several tiles is an upper bound; scripts/tpu_step.py weights
-them by the steps in which they run. Copies between HBM and VMEM
-run in parallel and are not counted; neither are stalls. A batch of at least 4 gives each core of a chip with two cores
-a loop. With a batch that eight divides, a step is eight images, as in training; --batch 64 keeps the arrays in HBM.
+them by the steps in which they run. Copies between HBM and VMEM run in parallel and are not counted; neither are
+stalls. A batch of at least 4 gives each core of a chip with two cores a loop. With a batch that eight divides, a step
+is eight images, as in training; --batch 64 keeps the arrays in HBM.
 """
 
 from __future__ import annotations
