@@ -115,9 +115,7 @@ def get_config(
     config.document_mask = document_mask
 
     config.model_name = "lm"
-    config.model = {
-        "preset": preset, "context": context, "scan": True, "remat": "full_but_attention", "dtype_mm": "bfloat16",
-    }  # fmt: skip
+    config.model = dict(preset=preset, context=context, scan=True, remat="full_but_attention", dtype_mm="bfloat16")
     given = {"compose": compose, "branches": branches, "window_pattern": window_pattern}
     config.model.update({name: value for name, value in given.items() if value != "preset"})
     given = {"projection": projection, "gate": gate, "static": static, "rank": rank, "groups": groups}
