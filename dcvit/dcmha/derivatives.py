@@ -34,6 +34,7 @@ def differentiable(
     forward: Callable[[Static, Inputs], tuple[Array, Residuals]],
     backward: Callable[[Static, Inputs, tuple[Array, Residuals], Array], Inputs],
     forward_mode: Callable[[Static, Inputs], Array],
+    name: str | None = RESULTS,
 ) -> Callable[[Static, Inputs], Array]:
     """Return the function that `forward` computes, with a reverse mode and a forward mode.
 
@@ -43,6 +44,7 @@ def differentiable(
       backward: maps options, inputs, the results of `forward`, and the gradient of the output to the gradients of the
         inputs. Those of integers and booleans are ignored and may be None.
       forward_mode: the same function in operations that JAX differentiates.
+      name: the name of its results for `jax.checkpoint`; None gives them none.
     """
     gradients_of = _gradients(backward, forward_mode)
 
@@ -56,7 +58,7 @@ def differentiable(
         static: Static, primals: tuple[Inputs], tangents: tuple[Inputs]
     ) -> tuple[tuple[Array, Residuals], tuple[Array, Residuals]]:
         results = with_residuals(static, *primals)
-        out, residuals = jax.tree.map(lambda x: checkpoint_name(x, RESULTS), results)
+        out, residuals = results if name is None else jax.tree.map(lambda x: checkpoint_name(x, name), results)
         known, tree = jax.tree.flatten((*primals, (out, residuals)))
         given = [t for t in jax.tree.leaves(tangents) if t.dtype != jax.dtypes.float0]
 

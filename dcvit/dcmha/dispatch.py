@@ -74,10 +74,20 @@ def _folded(
     groups = options["groups"]
     if (reason := folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
         raise UnsupportedError(reason)
-    q = folded.compose_heads(q, pre, groups=groups)
+    q = folded.compose_heads(q, pre, groups=groups, combine=_combine_heads)
     options["groups"] = 1
     out = attention(q, k, v, None, None, None, **options)
-    return folded.compose_heads(out, post, groups=groups)
+    return folded.compose_heads(out, post, groups=groups, combine=_combine_heads)
+
+
+def _combine_heads(x: Array, w: Array) -> Array:
+    """Combine the vectors of heads by a kernel where it supports them; the compiler cannot split it over devices."""
+    if platform() == "tpu" and not splits_arrays():
+        from dcvit.dcmha.pallas_tpu import combine
+
+        with contextlib.suppress(UnsupportedError):
+            return combine.combine_heads(x, w)
+    return folded.combine_heads(x, w)
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {

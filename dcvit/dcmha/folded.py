@@ -13,9 +13,14 @@ apart from rounding, for every mask and window. Decoding needs no cache but that
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
+
+Combine: TypeAlias = Callable[[Array, Array], Array]  # the type of `combine_heads`
 
 
 def obstacle(pre: ComposeWeights | None, post: ComposeWeights | None, *, key_heads: int, groups: int) -> str | None:
@@ -35,18 +40,33 @@ def mixes_heads(w: ComposeWeights) -> bool:
     return w.q1 is not None or w.static is not None
 
 
-def compose_heads(x: Float[Array, "B T H D"], w: ComposeWeights | None, *, groups: int) -> Float[Array, "B T H D"]:
+def compose_heads(
+    x: Float[Array, "B T H D"], w: ComposeWeights | None, *, groups: int, combine: Combine | None = None
+) -> Float[Array, "B T H D"]:
     """Combine the vectors of the heads of each group as a compose without key-wise branches combines their scores.
 
-    Computes in float32, or float64 for float64 inputs, and returns the dtype of `x`.
+    Args:
+      x: vectors of heads.
+      w: weights of the compose, if there is one.
+      groups: the number of groups of heads.
+      combine: the function that combines vectors; `combine_heads` if None.
+
+    Returns:
+      The vectors in the dtype of `x`, computed in float32, or in float64 for float64 inputs.
     """
     if w is None:
         return x
-    batch, length, heads, head_dim = x.shape
+    batch, length, heads, _ = x.shape
     groups = groups if mixes_heads(w) else heads
-    wide = statistics_dtype(x.dtype)
-    matrix = query_map(w, batch=batch, length=length, heads=heads, groups=groups, dtype=wide)[..., None]
-    grouped = x.astype(wide).reshape(batch, length, groups, heads // groups, 1, head_dim)
+    matrix = query_map(w, batch=batch, length=length, heads=heads, groups=groups, dtype=statistics_dtype(x.dtype))
+    return (combine or combine_heads)(x, matrix)
+
+
+def combine_heads(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> Float[Array, "B T H D"]:
+    """Return Σ_j W[j, n]·x_j for each token and each head n of a group, in the dtype of `x`."""
+    batch, length, _, head_dim = x.shape
+    groups, per_group = w.shape[2:4]
+    grouped = x.astype(w.dtype).reshape(batch, length, groups, per_group, 1, head_dim)
     # A sum of products of vectors: XLA fuses it. A matrix product of J×J for each token would be slower.
-    terms = [matrix[:, :, :, j] * grouped[:, :, :, j] for j in range(heads // groups)]
+    terms = [w[:, :, :, j, :, None] * grouped[:, :, :, j] for j in range(per_group)]
     return sum(terms[1:], start=terms[0]).reshape(x.shape).astype(x.dtype)

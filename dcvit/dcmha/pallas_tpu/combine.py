@@ -1,0 +1,176 @@
+"""TPU kernels that combine the vectors of the heads of each group, for composition folded into plain attention.
+
+For each token and each group of J heads, y_n = Σ_j W[j, n]·x_j with a J×J matrix W of the token (`dcvit.dcmha.folded`).
+The kernels read and write arrays with a column for each token: vectors as (B, H·D, T), as the attention kernels read
+queries and write outputs, so that nothing is moved between them, and weights as (B, G, J·J, T). An entry of W is then a
+row of a register, broadcast over the dimensions of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dcvit.dcmha import folded
+from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret
+from dcvit.dcmha.pallas_tpu.tile import Rows
+from dcvit.dcmha.shapes import Array, Float, Ref
+
+BLOCK = 2 * LANES  # tokens of a step of the grid
+CHUNK = 2 * SUBLANES  # dimensions of a head that are processed at once: the rows of a register of bfloat16
+MAX_GROUP = 8  # heads of a group; the J·J rows of weights of larger ones leave few registers
+
+Inputs: TypeAlias = tuple[Array, Array]  # vectors of heads, and weights
+
+
+class Static(NamedTuple):
+    """Static sizes and options."""
+
+    groups: int
+    per_group: int  # J
+    head_dim: int
+    interpret: Interpret
+
+    def rows(self, group: Array, head: int, chunk: int) -> Rows:
+        """Return the rows of a chunk of a head's vectors."""
+        start = (group * self.per_group + head) * self.head_dim + chunk * CHUNK
+        return pl.ds(pl.multiple_of(start, CHUNK), CHUNK)
+
+    def row(self, j: int, n: int) -> slice:
+        """Return the row of W[j, n] of a group."""
+        return slice(j * self.per_group + n, j * self.per_group + n + 1)
+
+
+def combine_heads(
+    x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"], *, interpret: Interpret = False
+) -> Float[Array, "B T H D"]:
+    """Compute `dcvit.dcmha.folded.combine_heads` on a TPU. `interpret` is the argument of `pallas_call`.
+
+    Raises:
+      UnsupportedError: the kernels do not support the device, the dtype or the sizes.
+    """
+    tiling.check_device()
+    batch, length, _, head_dim = x.shape
+    groups, per_group = w.shape[2:4]
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise UnsupportedError(f"the TPU kernels support vectors of float32 or bfloat16, found {x.dtype}")
+    if head_dim % CHUNK or per_group > MAX_GROUP or length <= BLOCK:
+        sizes = f"{length} tokens and groups of {per_group} heads of {head_dim} dimensions"
+        raise UnsupportedError(f"the TPU kernels do not combine heads of {sizes}")
+    w = jnp.broadcast_to(w.astype(jnp.float32), (batch, length, *w.shape[2:]))
+    return _combine(Static(groups, per_group, head_dim, interpret), (x, w))
+
+
+def _forward(static: Static, inputs: Inputs) -> tuple[Array, tuple[()]]:
+    x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
+    (out,) = _call(_combine_kernel, static, (w, x), (x,))
+    return _tokens(out, inputs[0]), ()
+
+
+def _backward(static: Static, inputs: Inputs, _: tuple[Array, tuple[()]], d_out: Array) -> Inputs:
+    x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
+    d_x, d_w = _call(_gradient_kernel, static, (w, x, _columns(d_out)), (x, w))
+    return _tokens(d_x, inputs[0]), _tokens(d_w, inputs[1])
+
+
+def _forward_mode(static: Static, inputs: Inputs) -> Array:
+    return folded.combine_heads(*inputs)
+
+
+_combine = differentiable(_forward, _backward, _forward_mode, name=None)
+
+
+def _columns(x: Float[Array, "B T ..."], *axes: int) -> Float[Array, "B ... columns"]:
+    """Return an array with a column for each token, padded to blocks of tokens, and axes of the given sizes before."""
+    x = jnp.moveaxis(x, 1, -1).reshape(len(x), *axes, -1, x.shape[1])
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % BLOCK),))
+
+
+def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+    """Return the array of the shape of `like` of which `x` has the columns."""
+    batch, length, *rest = like.shape
+    return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
+
+
+def _call(
+    kernel: Callable[..., None], static: Static, inputs: Sequence[Array], outputs: Sequence[Array]
+) -> Sequence[Array]:
+    """Call a kernel for each block of tokens; the outputs have the shapes and dtypes of `outputs`."""
+
+    def specs(arrays: Sequence[Array]) -> list[pl.BlockSpec]:
+        return [pl.BlockSpec((1, *x.shape[1:-1], BLOCK), lambda b, t, n=x.ndim: (b, *[0] * (n - 2), t)) for x in arrays]
+
+    batch, *_, columns = inputs[0].shape
+    found: Sequence[Array] = pl.pallas_call(
+        functools.partial(kernel, static),
+        grid=(batch, cdiv(columns, BLOCK)),
+        in_specs=specs(inputs),
+        out_specs=specs(outputs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=static.interpret,
+        name="dcmha_combine" if kernel is _combine_kernel else "dcmha_combine_gradients",
+    )(*inputs)
+    return found
+
+
+def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> None:
+    """Call a function for each group and each register of tokens of a block."""
+
+    def step(n: Array, _: None) -> None:
+        lanes = pl.ds(pl.multiple_of(jax.lax.rem(n, BLOCK // LANES) * LANES, LANES), LANES)
+        of_group(jax.lax.div(n, BLOCK // LANES), lanes)
+
+    jax.lax.fori_loop(0, static.groups * (BLOCK // LANES), step, None)
+
+
+def _sum(terms: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _combine_kernel(static: Static, w_ref: Ref, x_ref: Ref, out_ref: Ref) -> None:
+    heads = range(static.per_group)
+
+    def of_group(group: Array, lanes: Rows) -> None:
+        w = [[w_ref[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        for chunk in range(static.head_dim // CHUNK):
+            x = [x_ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+            for n in heads:
+                y = _sum([w[j][n] * x[j] for j in heads])
+                out_ref[0, static.rows(group, n, chunk), lanes] = y.astype(out_ref.dtype)
+
+    _over_groups(static, of_group)
+
+
+def _gradient_kernel(static: Static, w_ref: Ref, x_ref: Ref, d_out_ref: Ref, d_x_ref: Ref, d_w_ref: Ref) -> None:
+    heads = range(static.per_group)
+
+    def of_group(group: Array, lanes: Rows) -> None:
+        w = [[w_ref[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        d_w = [[jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in heads] for _ in heads]
+        for chunk in range(static.head_dim // CHUNK):
+            x, d_out = (
+                [ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+                for ref in (x_ref, d_out_ref)
+            )
+            for j in heads:
+                d_x = _sum([w[j][n] * d_out[n] for n in heads])
+                d_x_ref[0, static.rows(group, j, chunk), lanes] = d_x.astype(d_x_ref.dtype)
+                for n in heads:
+                    product = (x[j] * d_out[n]).reshape(CHUNK // SUBLANES, SUBLANES, LANES)
+                    d_w[j][n] += jnp.sum(product, axis=0)
+        for j in heads:
+            for n in heads:
+                d_w_ref[0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
+
+    _over_groups(static, of_group)
