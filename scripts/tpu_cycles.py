@@ -9,6 +9,7 @@ nothing: collectives, copies between HBM and VMEM that run beside the computatio
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -59,7 +60,7 @@ class Cost(NamedTuple):
       name: its name in the program.
       part: one of `PARTS`, or `OTHER`.
       kind: one of `KINDS`.
-      cycles: the estimate for all its executions.
+      cycles: the estimate for all its executions; of a kernel, at least those in which HBM moves its arrays once.
       times: how often it is executed per run of the program.
       flops: floating-point operations of its matrix products and convolutions, in all executions.
       moved: the least number of bytes that a relayout reads from HBM and writes to it, in all executions; 0 for an
@@ -67,6 +68,7 @@ class Cost(NamedTuple):
       shape: the shape of its result in HLO's notation.
       op_name: the JAX operation it comes from; that of the last operation, if the compiler has fused several.
       source: "file.py:line" of the call that made the operation, or an empty string.
+      schedule: the name under which the schedule of a kernel is known, or an empty string.
     """
 
     name: str
@@ -79,15 +81,17 @@ class Cost(NamedTuple):
     shape: str
     op_name: str
     source: str
+    schedule: str
 
 
-def costs(text: str, kernels: Mapping[str, float]) -> list[Cost]:
+def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math.inf) -> list[Cost]:
     """Return the instructions of a program that have an estimate, in the order of the text.
 
     Args:
       text: the optimized HLO, `compiled.as_text()`.
       kernels: the cycles of one call of each Pallas kernel, by the name of its instruction. The compiler schedules
         kernels with equal bodies once, so that one name is enough for all of them.
+      bytes_per_cycle: the bytes that HBM reads or writes in a cycle.
 
     Raises:
       KeyError: the cycles of a kernel are not given.
@@ -96,30 +100,38 @@ def costs(text: str, kernels: Mapping[str, float]) -> list[Cost]:
     runs = hlo.times(program, entry)
     lines = source_lines(text)
     fused = {_called(x) for some in program.values() for x in some if x.op == "fusion"}
-    by_body: dict[str, float] = {}
-    found = []
+    by_body: dict[str, str] = {}
+    found: list[tuple[Cost, Instruction | None]] = []
     for name, instructions in program.items():
         times, shapes = runs.get(name, 0), {x.name: x.shape for x in instructions}
         for x in instructions if times and name not in fused else ():
             whole = [(x, shapes), *_inner(program, x)]
             estimate = re.search(r'"estimated_cycles":"(\d+)"', x.rest)
-            kernel = next((y for y, _ in whole if is_kernel(y)), None)
+            kernel, its_shapes = next((one for one in whole if is_kernel(one[0])), (None, {}))
             if estimate is None and kernel is None:
                 continue
             if kernel is not None and x.name in kernels:
-                by_body[_body(kernel)] = kernels[x.name]
+                by_body[_body(kernel)] = x.name
             frame = re.search(r"stack_frame_id=(\d+)", x.rest)
             source = lines.get(frame[1], "") if frame else ""
             in_place = any(y.op == "dynamic-update-slice" for y, _ in whole)
             work, cycles = sum(flops(*one) for one in whole), float(estimate[1]) if estimate else 0.0
+            if kernel is not None:
+                cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, kernel.operands)])) / bytes_per_cycle
             cost = Cost(
                 x.name, part(x.op_name, source), _kind([y for y, _ in whole]), cycles * times, times, work * times,
-                0 if in_place else _moved(x, shapes) * times, x.shape, x.op_name, source,
+                0 if in_place else _moved(x, shapes) * times, x.shape, x.op_name, source, "",
             )  # fmt: skip
             found.append((cost, kernel))
-    if missing := [cost.name for cost, kernel in found if kernel is not None and _body(kernel) not in by_body]:
-        raise KeyError(f"no cycles of {', '.join(missing)}")
-    return [c if kernel is None else c._replace(cycles=by_body[_body(kernel)] * c.times) for c, kernel in found]
+    return [cost if kernel is None else _scheduled(cost, _body(kernel), kernels, by_body) for cost, kernel in found]
+
+
+def _scheduled(cost: Cost, body: str, kernels: Mapping[str, float], by_body: Mapping[str, str]) -> Cost:
+    """Return the cost of a kernel with the cycles of its schedule, if HBM does not need more."""
+    schedule = cost.name if cost.name in kernels else by_body.get(body)
+    if schedule is None:
+        raise KeyError(f"no cycles of {cost.name}")
+    return cost._replace(cycles=max(cost.cycles, kernels[schedule] * cost.times), schedule=schedule)
 
 
 def is_kernel(x: Instruction) -> bool:
@@ -237,14 +249,12 @@ def _sides(shape: str) -> list[int]:
 
 
 def _moved(x: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the bytes that an operation writes to HBM, and that it reads from it if it reads at most what it writes.
+    """Return the bytes that an operation writes to HBM, and those it reads from there, if not more than it writes."""
+    written = _in_hbm(x.shape)
+    return written + min(hlo.size_in_bytes(x.shape), sum(_in_hbm(shapes.get(name)) for name in x.operands))
 
-    Arrays in VMEM have the mark S(1).
-    """
 
-    def in_hbm(shape: str) -> int:
-        arrays = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
-        return sum(hlo.size_in_bytes(array) for array in arrays if "S(1)" not in array)
-
-    written = in_hbm(x.shape)
-    return written + min(hlo.size_in_bytes(x.shape), sum(in_hbm(shapes.get(name, "")) for name in x.operands))
+def _in_hbm(shape: str | None) -> int:
+    """Return the bytes of arrays, given by their shapes, that are not in VMEM, which has the mark S(1)."""
+    arrays = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape or "")
+    return sum(hlo.size_in_bytes(array) for array in arrays if "S(1)" not in array)

@@ -6,10 +6,10 @@
 
 Compiles the step as `dcvit aot` does, and adds up the cycles of one chip by part of the model and by kind of operation
 (scripts/tpu_cycles.py). The cycles are the compiler's static estimates; for Pallas kernels, the bundles of their final
-schedule times the steps of their grid, where a conditional part counts in the steps that execute it. Collectives have
-no estimate and are listed with their bytes. Several configs are compared with the first one. A word after a config
-overrides a key of this config, --config.KEY=VALUE that of all configs. The compilation of a ViT takes about six minutes
-on two cores.
+schedule times the steps of their grid, where a conditional part counts in the steps that execute it, or the cycles in
+which HBM reads their arguments and writes their results once, if those are more. Collectives have no estimate and are
+listed with their bytes. Several configs are compared with the first one. A word after a config overrides a key of this
+config, --config.KEY=VALUE that of all configs. The compilation of a ViT takes about six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -98,18 +98,19 @@ def estimate(text: str, schedules: dict[str, str], chip: topologies.Chip, top: i
         name: (tpu_bundles.count(schedule, shares.get(name)), tpu_bundles.steps(schedule))
         for name, schedule in schedules.items()
     }
-    costs = tpu_cycles.costs(text, {name: n * steps for name, (n, steps) in bundles.items()})
+    clock = chip.peak / MXU[chip.name]
+    costs = tpu_cycles.costs(text, {name: n * steps for name, (n, steps) in bundles.items()}, HBM[chip.name] / clock)
     table = {name: dict.fromkeys(KINDS, 0.0) for name in (*PARTS, OTHER)}
     for cost in costs:
         table[cost.part][cost.kind] += cost.cycles
     kernels: dict[str, Kernel] = {}
     for name, (n, steps) in bundles.items():
-        calls = sum(c.times for c in costs if c.kind == "kernel" and c.cycles == n * steps * c.times)
+        calls = sum(c.times for c in costs if c.schedule == name)
         kernels[name] = {"bundles": n, "steps": steps, "calls": calls}
     cycles, matmul, relayout = (
         sum(c.cycles for c in costs if c.kind in kinds) for kinds in (KINDS, ("matmul",), ("relayout",))
     )
-    flops, clock = sum(c.flops for c in costs), chip.peak / MXU[chip.name]
+    flops = sum(c.flops for c in costs)
     moved = sum(c.moved for c in costs if c.kind == "relayout")
     collectives = hlo.totals(hlo.collectives(text))
     largest = sorted(costs, key=lambda c: -c.cycles)[:top]
