@@ -15,6 +15,7 @@ from dcvit.reproduction import (
     full,
     heads,
     in_context,
+    key_heads,
     scaling,
     table2,
     table4,
@@ -49,6 +50,7 @@ TRAINED = {
     "table8": Trained(table8.train, table8.table8, table8.STEPS, "table8"),
     "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS, "table9"),
     "heads": Trained(heads.train, heads.table, arms.STEPS, "heads"),
+    "key_heads": Trained(key_heads.train, key_heads.table, arms.STEPS, "key_heads"),
     "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
     "figure5": Trained(in_context.train, diversity.figure5, in_context.STEPS, "in_context"),
     "figure6": Trained(in_context.train, in_context.figure6, in_context.STEPS, "in_context"),
@@ -94,6 +96,10 @@ ENTRIES = {
     "heads": Entry(
         "leaderboard of cross-head attention, not in the paper",
         "11 small language models, trained twice per seed, and on generated tasks",
+    ),
+    "key_heads": Entry(
+        "composition with grouped queries, not in the paper",
+        "11 small language models, trained twice per seed, and 4 ViTs on digits",
     ),
 }  # fmt: skip
 
