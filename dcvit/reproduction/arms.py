@@ -174,6 +174,7 @@ def decision(mean: float, interval: float | None, *, lower: bool = True, decimal
       lower: the statement is that the difference is below 0, not above.
       decimals: of the numbers in the text.
     """
+    mean = round(mean, decimals) + 0.0  # no negative zero
     if interval is None or abs(mean) <= interval:
         width = "" if interval is None else f" ± {interval:.{decimals}f}"
         return f"undecided ({mean:+.{decimals}f}{width})"

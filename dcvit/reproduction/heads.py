@@ -6,7 +6,9 @@ Every name is trained on embedded text, as `dcvit.reproduction.arms` describes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dcvit.models import flops, head_settings, lm
@@ -23,6 +25,7 @@ ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
 TASK_KEY_HEADS = 2  # of four heads
 TASK_LR = 3e-3  # that of scripts/bench_synthetic.py
+ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu_step.py; not in a package
 
 
 def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
@@ -67,13 +70,14 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
     folders = {name: task_folder(runs, name) for name in ARMS}
     values = seeded.all_finals(runs, folders, seeds, ACCURACY)
     accuracies = summarize({seed: {name: 100 * value for name, value in each.items()} for seed, each in values.items()})
-    rows = []
+    rows, seconds = [], tpu_seconds(ESTIMATES)
     for (name, arm), accuracy in zip(ARMS.items(), accuracies, strict=True):
         net = model_of(arm)
         more: dict[str, Cell] = {
             "MFLOP per token": costs.forward_operations(net, arms.CONTEXT) / arms.CONTEXT / 1e6,
             "cache per token": costs.cache_per_token(net, arms.CONTEXT),
             "flash": "yes" if is_flash(net) else "no",
+            "405M on TPU v5e, s": seconds.get(name),
             "accuracy on tasks %": accuracy["mean"],
             "accuracy on tasks ± 95 %": accuracy["± 95 %"],
         }
@@ -83,8 +87,26 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
         "steps on the generated tasks of docs/composed_tasks.md, and evaluated on their validation split. They have "
         f"four heads and two key heads, and the learning rate is {TASK_LR} for all."
     )
-    return Table("heads", "Leaderboard of cross-head attention", rows, (about(found, steps), tasks),
+    tpu = (
+        "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
+        "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu_step.py). `diff` has none: it "
+        "differs from layer to layer, and a program of 24 different layers takes hours to compile."
+    )
+    notes = (about(found, steps), tasks, *([tpu] if seconds else []))
+    return Table("heads", "Leaderboard of cross-head attention", rows, notes,
                  Chart("config", "bits per byte", "± 95 %"))  # fmt: skip
+
+
+def tpu_seconds(path: Path) -> dict[str, float]:
+    """Return the seconds of a training step on TPUs by name, from a file of scripts/tpu_step.py, if it exists."""
+    if not path.is_file():
+        return {}
+    estimates: Sequence[Mapping[str, object]] = json.loads(path.read_text())
+    found = {}
+    for each in estimates:
+        if name := re.search(r"model[.]heads=(\w+)", str(each["config"])):
+            found[name[1]] = float(str(each["seconds"]))
+    return found
 
 
 def model_of(arm: Arm) -> lm.LM:

@@ -106,11 +106,13 @@ def grid(rows: Sequence[Row]) -> str:
 
 
 def shown(value: Cell) -> str:
-    """Return a cell of the Markdown table: four digits of a number with a fraction, and a dash for None."""
+    """Return a cell of the Markdown table: four digits of a number with a fraction, 0 for a rounding error of a
+    difference, and a dash for None.
+    """
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{round(value, 12) + 0.0:.4g}"
     return f"{value:,}" if isinstance(value, int) else value
 
 
@@ -130,10 +132,12 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
         places = range(len(table.rows))  # names may look like dates, which matplotlib converts
         values, errors = _numbers(table.rows, column), None if interval is None else _numbers(table.rows, interval)
         axis.barh(places, values, xerr=errors)
-        axis.set(title=f"{title}: {column}")
+        axis.set_title(column if title in column else f"{title}: {column}")
+        axis.margins(y=0.01)
         known = [value for value, row in zip(values, table.rows, strict=True) if row[column] is not None]
         if min(known) > 0.5 * max(known):  # the differences would not show from 0
-            axis.set_xlim(min(known) - 0.5 * (max(known) - min(known)) - 1e-9, None)
+            span = max(known) - min(known)
+            axis.set_xlim(min(known) - 0.5 * span - 1e-9, max(known) + 0.2 * span + max(errors or [0]))
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
     axes[0][0].invert_yaxis()

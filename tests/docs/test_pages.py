@@ -210,6 +210,15 @@ def test_the_statements_of_the_reproduction_are_those_of_its_files():
     assert linked == {path.stem for path in folder.glob("*.md")} == {path.stem for path in folder.glob("*.csv")}
 
 
+def test_the_figures_of_the_recipe_are_those_of_its_check():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import check_recipe
+
+    page, folder = (ROOT / "docs" / "reproduction.md").read_text(), ROOT / "docs" / "reproduction"
+    report = "\n".join(check_recipe.lines(json.loads((folder / "recipe.json").read_text())))
+    assert all(table in page for table in report.split("\n\n"))
+
+
 def test_the_tables_of_training_steps_on_tpus_are_what_the_compiler_estimated():
     sys.path.insert(0, str(ROOT / "scripts"))
     import tpu_step

@@ -187,6 +187,20 @@ def measured(monkeypatch):
     monkeypatch.setattr(arms.step_times, "step_times", lambda configs, folder: times)
 
 
+def test_estimates_of_heads_are_those_of_the_file(tmp_path):
+    assert heads.tpu_seconds(tmp_path / "none.json") == {}
+    estimates = [
+        {"config": f"lm_pile:preset=A model.heads={name}", "seconds": s} for name, s in (("mha", 1), ("moh_topk", 2))
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([*estimates, {"config": "vit_i1k", "seconds": 3}]))
+    assert heads.tpu_seconds(tmp_path / "a.json") == {"mha": 1, "moh_topk": 2}
+
+
+def test_differences_of_zero_have_neither_sign_nor_digits_of_rounding():
+    assert [tables.shown(x) for x in (-4e-16, 1.5e-7, -0.25)] == ["0", "1.5e-07", "-0.25"]
+    assert arms.decision(-1e-17, 0.5) == "undecided (+0.0000 ± 0.5000)"
+
+
 @pytest.mark.usefixtures("measured")
 def test_runs_at_equal_time_have_their_own_steps_and_the_schedule_over_them(tmp_path):
     train = FakeTraining(VALUES)
