@@ -64,15 +64,19 @@ def count(text: str, shares: Sequence[float] | None = None) -> float:
 def conditional_regions(text: str) -> list[range]:
     """Return the bundles of each region that a condition (`pl.when`) of the kernel skips, from its final schedule.
 
-    One branch skips the kernel in the steps of the pipeline without a block. The branches directly inside of it are
-    those of conditions, which skip if their predicate is true, and those of the pipeline, which skip if it is false.
+    In the loop over the grid, one branch skips the kernel in the steps of the pipeline without a block. The branches
+    directly inside of it are those of conditions, which skip if their predicate is true, and those of the pipeline,
+    which skip if it is false. A branch before the loop skips it on a core without steps.
     """
     starts: dict[str, int] = {}
-    branches, n = [], -1
+    branches, n, depth = [], -1, 0
     for line in text.splitlines():
-        n += LINE.match(line) is not None  # a bundle may continue on other lines
+        if m := LINE.match(line):  # a bundle may continue on other lines
+            n, depth = n + 1, len(m[3])
         starts |= {m[1]: n for m in re.finditer(r"(?:Start|Start/End empty) region (\d+)", line)}
-        branches += [(n, m[1], m[2]) for m in re.finditer(r"sbr\.rel \((!?)%p\w+\) target = \$region(\d+)", line)]
+        if depth:
+            found = re.finditer(r"sbr\.rel \((!?)%p\w+\) target = \$region(\d+)", line)
+            branches += [(n, m[1], m[2]) for m in found]
     forward = [(range(n + 1, starts[target]), negated) for n, negated, target in branches if starts[target] > n]
     kernel, _ = max(forward, key=lambda one: len(one[0]))
     inside = [(x, negated) for x, negated in forward if x.start > kernel.start and x.stop <= kernel.stop]

@@ -275,3 +275,23 @@ def test_shares_of_conditions_are_read_from_metadata_on_several_lines():
 
 def test_steps_of_the_grid_do_not_count_the_stages_of_the_pipeline():
     assert tpu_bundles.steps(SCHEDULE) == 4
+
+
+# A core without steps jumps over the loop to a place without a name. Step by step, the pipeline jumps over the kernel
+# (region 8), whose condition is region 9.
+CONDITIONAL = """
+     0x1   :  { %16 = sbr.rel (%p1_p0) target = $region4 }
+     0x2 LB: > { %p7_p0 = scmp.ge.s32.totalorder %s2_s1, 6 /* loop exit test */ }
+     0x3   : > { %17 = sbr.rel (%p2_p1) target = $region8 }
+     0x4   : > { %18 = sbr.rel (%p3_p2) target = $region9 }
+     0x5   : > { %19 = vst }
+     0x6   : > { %20 = vst }
+     0x7 PF: > { %21 = vst } /* Start/End empty region 9 */
+     0x8 PF: > { %22 = vst } /* Start region 8 */
+     0x9   : > { %11 = sbr.rel (!%p7_p0) target = $region3 } /* Start region 3 */
+"""
+
+
+def test_a_conditional_part_counts_in_its_share_of_the_steps_on_a_core_that_may_have_none():
+    assert tpu_bundles.conditional_regions(CONDITIONAL) == [range(4, 6)]
+    assert tpu_bundles.count(CONDITIONAL, [0.25]) == tpu_bundles.count(CONDITIONAL) - 2 * 0.75
