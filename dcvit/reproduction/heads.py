@@ -89,8 +89,8 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
     )
     tpu = (
         "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
-        "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu_step.py). `diff` has none: it "
-        "differs from layer to layer, and a program of 24 different layers takes hours to compile."
+        "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu_step.py). There is none of "
+        "`diff`, whose layers differ and cannot be scanned."
     )
     notes = (about(found, steps), tasks, *([tpu] if seconds else []))
     return Table("heads", "Leaderboard of cross-head attention", rows, notes,
