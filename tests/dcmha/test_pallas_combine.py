@@ -1,10 +1,13 @@
 """The TPU kernels that combine the vectors of heads: equality with XLA's sum, gradients, sizes, and their use."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import random_case
+from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races
 
 from dcvit import dcmha
 from dcvit.dcmha import dispatch, folded
@@ -71,3 +74,29 @@ def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows(monkeypatch, le
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
         jaxpr = jax.make_jaxpr(lambda *a: dcmha.attention(*a, **options))(*args)
     assert ("dcmha_combine" in str(jaxpr)) == is_used
+
+
+def test_blocks_of_two_cores_do_not_race(monkeypatch):
+    watched = watch_races(monkeypatch)
+    x, w, d_out = vectors_and_weights(600, 2, 2, 16)
+    jax.vjp(lambda x, w: combine.combine_heads(x, w, interpret=DETECT_RACES), x, w)[1](d_out)
+    assert len(watched) == 2
+    assert not any(state.races_found for state in watched)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_kernels_of_the_presets_compile():
+    """The heads of DCFlash-405M, -2.8B, -6.9B and -33B, in groups of four, and a gate for each head."""
+    large = [(8, 4, 80), (8, 4, 128), (13, 4, 128)]
+    cases = {"v5e:2x2": [(4, 4, 64), *large, (6, 1, 64)], "v6e:2x2": large[2:], "v5p:2x2x1": large[2:]}
+    compile_in_subprocess("test_pallas_combine", cases)
+
+
+def compile_for(topology, groups, per_group, head_dim):
+    mesh, array = one_chip(topology)
+    x = array(1, 2048, groups * per_group, head_dim)
+    w = array(1, 2048, groups, per_group, per_group, dtype=jnp.float32)
+    with jax.set_mesh(mesh):
+        jax.jit(lambda x, w, d_out: jax.vjp(combine.combine_heads, x, w)[1](d_out)).lower(x, w, x).compile()
+    print("compiled")

@@ -117,7 +117,9 @@ def _call(
         in_specs=specs(inputs),
         out_specs=specs(outputs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=tiling.vmem_limit()
+        ),
         interpret=static.interpret,
         name="dcmha_combine" if kernel is _combine_kernel else "dcmha_combine_gradients",
     )(*inputs)
