@@ -118,7 +118,7 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
         f"{image_steps(steps)} steps: top-1 accuracy on the test split."
     )
     differences = "With the differences in bits per byte of paired seeds, at equal steps:\n\n" + "\n".join(statements)
-    notes = (about(found, steps).replace("the first row", "the plain row with as many key heads"), vits, differences)
+    notes = (about(found, steps, "the plain row with as many key heads"), vits, differences)
     return Table(
         "key_heads", "Composition with grouped queries", rows, notes, Chart("config", "bits per byte", "± 95 %")
     )

@@ -66,14 +66,14 @@ def row(name: str, found: Comparison, more: dict[str, Cell]) -> Row:
     }  # fmt: skip
 
 
-def about(found: Comparison, steps: int) -> str:
-    """Return the settings of the runs as a note."""
+def about(found: Comparison, steps: int, first: str = "the first row") -> str:
+    """Return the settings of the runs as a note; `first` is what the others are compared with."""
     size = ", ".join(f"{key} {value}" for key, value in arms.MODEL.items())
     return (
         f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{arms.CONTEXT} bytes of Python's standard "
         f"library, evaluated on its validation split. Seeds {', '.join(map(str, found.seeds))}; intervals of Student's "
-        "t distribution. Differences are to the first row with the same seed. “At equal time” are other runs, for as "
-        "many steps as take the time of the first row, each with a complete schedule of the learning rate. Times of a "
+        f"t distribution. Differences are to {first} with the same seed. “At equal time” are other runs, for as "
+        f"many steps as take the time of {first}, each with a complete schedule of the learning rate. Times of a "
         f"step are medians of {step_times.ROUNDS} interleaved rounds, without compilation, data and evaluations, on "
         f"{found.machine}; other processes on the machine change them."
     )
