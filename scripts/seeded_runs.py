@@ -7,9 +7,8 @@ the same command continues an interrupted benchmark.
 import argparse
 import functools
 import json
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +17,6 @@ from dcvit.checkpoint.files import replace
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.parallel import runtime
 from dcvit.reproduction import seeded
-from dcvit.runs import metrics
 from dcvit.training.seeds import parse_seeds
 
 Measured = TypeVar("Measured", bound=Mapping[str, object])  # with `seeds`
@@ -55,12 +53,6 @@ def differences(
 ) -> dict[int, dict[str, float]]:
     """Return the difference of each arm to the arm `control(arm)` of the same seed."""
     return {seed: {arm: x - each[control(arm)] for arm, x in each.items()} for seed, each in values.items()}
-
-
-def step_ms(workdirs: Sequence[Path]) -> float:
-    """Return the median time of a step in the rows of all runs."""
-    rows = [row for path in workdirs for row in metrics.read(path / "timing.jsonl")]
-    return 1e3 * statistics.median(row["step_seconds"] for row in rows if "step_seconds" in row)
 
 
 def signed(value: float, interval: float, decimals: int = 3) -> str:
