@@ -1,26 +1,32 @@
 """Benchmark of training steps: the time of the composed (DC) model divided by the time of the plain one.
 
     python scripts/bench_train.py --model vit_s16            DCViT-S/16 and ViT-S/16
+    python scripts/bench_train.py --model vit_s16 --torch    with ViT-S/16 in compiled PyTorch, on a CPU
     python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and Transformer++ of a size of the paper
     python scripts/bench_train.py --model 6.9B --depth 4     a stack of its layers
 
 A step consists of the forward and backward pass on random data with softmax cross-entropy, and Adam's update. It is
 compiled as one program whose state stays on the device. Every round runs two steps of each model and times the second.
 "XLA" is the reference implementation, which XLA compiles from einsum, softmax and einsum; "best" is the implementation
-that the package selects.
+that the package selects. "plain, PyTorch" is `torch.nn.TransformerEncoder` in `torch.compile`, with as many threads.
+
+On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment gives the memory of a step huge pages, if the kernel
+permits programs to ask for them ("madvise" in /sys/kernel/mm/transparent_hugepage/enabled).
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 
@@ -29,6 +35,7 @@ from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
 
 CONTEXT = 2048
+TORCH = "plain, PyTorch"
 Build = Callable[[bool, str | None], tuple[nn.Module, jax.Array, jax.Array]]  # see ROWS
 # Row -> composed, implementation of attention.
 ROWS = {"plain, XLA": (False, "reference"), "plain, best": (False, None), "DC, best": (True, None)}
@@ -88,7 +95,48 @@ def stepper(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[Call
     return step, program.memory_analysis().temp_size_in_bytes
 
 
-def measure(steps: dict[str, tuple[Callable[[], None], int]], rounds: int) -> dict[str, list[float]]:
+def torch_stepper(batch: int) -> Callable[[], None]:
+    """Return a function that runs one training step of ViT-S/16 in compiled PyTorch."""
+    import torch
+
+    width, depth, mlp_dim, heads = vit.VARIANTS["S"]
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = torch.nn.TransformerEncoderLayer(
+                width, heads, mlp_dim, dropout=0.0, activation=gelu, batch_first=True, norm_first=True
+            )
+            self.embedding = torch.nn.Conv2d(3, width, 16, 16)
+            self.position = torch.nn.Parameter(torch.zeros(196, width), requires_grad=False)
+            self.encoder = torch.nn.TransformerEncoder(
+                layer, depth, torch.nn.LayerNorm(width), enable_nested_tensor=False
+            )
+            self.pre_logits, self.head = torch.nn.Linear(width, width), torch.nn.Linear(width, 1000)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(images).flatten(2).transpose(1, 2) + self.position
+            logits: torch.Tensor = self.head(torch.tanh(self.pre_logits(self.encoder(x).mean(1))))
+            return logits
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    net = Model()
+    apply, optimizer = torch.compile(net), torch.optim.Adam(net.parameters(), 1e-3)
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.uniform(-1, 1, (batch, 3, 224, 224)).astype(np.float32))
+    labels = torch.from_numpy(rng.integers(0, 1000, batch))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(apply(images), labels).backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def measure(steps: Mapping[str, tuple[Callable[[], None], int | None]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every timed step, by row, in interleaved rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -106,25 +154,36 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--depth", type=int, help="number of layers of a language model, if not all fit")
     parser.add_argument("--dtype", help="dtype of the computation (default: float32 on a CPU, else bfloat16)")
+    parser.add_argument("--torch", action="store_true", help="add ViT-S/16 in PyTorch; with vit_s16 on a CPU")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
+        parser.error("--torch needs --model vit_s16 on a CPU")
     if args.model == "vit_s16":
         build = vision(args.batch, dtype)
     else:
         build = language(args.model, args.depth, args.batch, dtype)
-    steps = {name: stepper(*build(*row)) for name, row in ROWS.items()}
+    steps: dict[str, tuple[Callable[[], None], int | None]] = {
+        name: stepper(*build(*row)) for name, row in ROWS.items()
+    }
+    if args.torch:
+        steps[TORCH] = torch_stepper(args.batch), None
     seconds = measure(steps, args.rounds)
     machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
+    if "GLIBC_TUNABLES" in os.environ:
+        machine += f", GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"
     print(f"{args.model}, batch {args.batch}, {dtype}, {args.rounds} rounds; {machine}")
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, high = 1e3 * min(times), 1e3 * max(times)
-        temporary = steps[name][1] / 2**20
-        print(f"  {name:12} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f})  {temporary:9.1f} MiB temporary")
-    ratios = {f"DC / {name}": median["DC, best"] / median[name] for name in ("plain, XLA", "plain, best")}
+        size = steps[name][1]
+        memory = "" if size is None else f"  {size / 2**20:9.1f} MiB temporary"
+        print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){memory}")
+    pairs = [("DC, best", "plain, XLA"), ("DC, best", "plain, best")] + [("plain, best", TORCH)] * args.torch
+    ratios = {f"{a} / {b}": median[a] / median[b] for a, b in pairs}
     print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))
     if args.json:
         result = {"model": args.model, "batch": args.batch, "dtype": dtype, "machine": machine, "depth": args.depth}
