@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: expected 1 or more")
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
         parser.error("--torch needs --model vit_s16 on a CPU")

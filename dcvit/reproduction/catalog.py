@@ -108,7 +108,7 @@ def listing() -> list[str]:
     """Return lines with the entries and what each scale computes."""
     lines = []
     for name, entry in ENTRIES.items():
-        lines += [f"{name:9}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
+        lines += [f"{name:11}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
     return lines
 
 
