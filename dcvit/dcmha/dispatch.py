@@ -81,7 +81,9 @@ def _folded(
 
 
 def _combine_heads(x: Array, w: Array) -> Array:
-    """Combine the vectors of heads by a kernel where it supports them; the compiler cannot split it over devices."""
+    """Combine the vectors of heads as the platform does it fastest; the compiler cannot split a kernel over devices."""
+    if platform() == "cpu" and w.shape[-1] > 1:
+        return folded.multiply_heads(x, w)
     if platform() == "tpu" and not splits_arrays():
         from dcvit.dcmha.pallas_tpu import combine
 

@@ -70,9 +70,9 @@ def image_folders(runs: Path) -> dict[str, Path]:
     return {name: arms.folder_of(runs / IMAGES, name) for name in fields_of(IMAGE_KEY_HEADS)}
 
 
-def image_times(runs: Path, steps: int) -> step_times.StepTimes:
+def image_times(runs: Path) -> step_times.StepTimes:
     """Return the times of a step of the ViTs, measured when they are first needed."""
-    return step_times.step_times({name: image_run(name, steps, 0) for name in image_folders(runs)}, runs / IMAGES)
+    return step_times.step_times({name: image_run(name, arms.STEPS, 0) for name in image_folders(runs)}, runs / IMAGES)
 
 
 def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
@@ -81,7 +81,7 @@ def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
     Raises:
       ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
     """
-    image_times(runs, steps)
+    image_times(runs)
     for n in KEY_HEADS:
         arms.times_of(arms_of(n), folder_of(runs, n))  # all times before any training
     for seed in seeds:
@@ -115,10 +115,10 @@ def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
             statements.append(f"- {claim.text}: {arms.verdict(claim, found)}")
     vits = (
         f"ViTs of configs/vit_digits.py with {arms.MODEL['num_heads']} heads and {IMAGE_KEY_HEADS} key heads after "
-        f"{image_steps(steps)} steps: top-1 accuracy on the test split."
+        f"{image_steps(steps)} steps: top-1 accuracy on the test split, and differences in percentage points."
     )
     differences = "With the differences in bits per byte of paired seeds, at equal steps:\n\n" + "\n".join(statements)
-    notes = (about(found, steps, "the plain row with as many key heads"), vits, differences)
+    notes = (about(found, steps, "the plain row of as many key heads"), vits, differences)
     return Table(
         "key_heads", "Composition with grouped queries", rows, notes, Chart("config", "bits per byte", "± 95 %")
     )
@@ -130,7 +130,7 @@ def image_columns(runs: Path, seeds: Sequence[int], steps: int) -> dict[str, dic
     percent = {seed: {name: 100 * value for name, value in each.items()} for seed, each in finals.items()}
     paired = {seed: {name: value - each[PLAIN] for name, value in each.items()} for seed, each in percent.items()}
     (means, intervals), (differences, widths) = arms.summary(percent), arms.summary(paired)
-    times = image_times(runs, steps).ms
+    times = image_times(runs).ms
     return {
         name: {
             "ViT step ms": times[name], "ViT top-1 %": means[name], "ViT ± 95 %": intervals[name],

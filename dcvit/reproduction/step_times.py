@@ -47,8 +47,8 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
     if path.is_file():
         try:
             stored = json.loads(path.read_text())
-            found = StepTimes({arm: float(stored["ms"][arm]) for arm in wanted}, str(stored["machine"]))
             same = stored["configs"] == wanted
+            found = StepTimes({arm: float(stored["ms"][arm]) for arm in wanted if same}, str(stored["machine"]))
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"cannot read {path}: {first_line(e)}; remove it to measure again") from None
         if not same:

@@ -81,6 +81,18 @@ def test_gates_alone_scale_the_vectors_of_heads(groups):
     np.testing.assert_array_equal(folded.compose_heads(x, weights, groups=groups), 1.5 * x)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 2, 3, 3), (1, 5, 3, 2, 2), (1, 1, 1, 6, 6)])  # of the matrices
+def test_sums_and_products_of_heads_and_their_gradients_are_equal(x64, shape):
+    x, matrices, d_out = (
+        jax.random.normal(jax.random.key(seed), s, jnp.float64)
+        for seed, s in enumerate(((2, 5, 6, 4), shape, (2, 5, 6, 4)))
+    )
+    found, right = ((f(x, matrices), jax.vjp(f, x, matrices)[1](d_out))
+                    for f in (folded.multiply_heads, folded.combine_heads))  # fmt: skip
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key_heads", [1, 2, 4])  # on a tensor axis of 2 devices
 def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(key_heads):
