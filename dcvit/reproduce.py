@@ -1,8 +1,8 @@
 """Tables and figures of the paper: `python -m dcvit.reproduce --list`, or `TABLE [--scale desk|full] --out DIR`.
 
 At scale "desk" everything runs here, on embedded data; at scale "full" the runs of the paper are printed as commands
-with slices and estimated hours. TABLE.md and TABLE.csv, at scale "desk" also TABLE.png, have the paper's numbers beside
-ours. The same command resumes training runs that were interrupted, and skips complete ones.
+with slices and estimated hours. TABLE.md, TABLE.csv and, at scale "desk", mostly TABLE.png have the paper's numbers
+beside ours. The same command resumes training runs that were interrupted, and skips complete ones.
 """
 
 from __future__ import annotations

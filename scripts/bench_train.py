@@ -16,6 +16,7 @@ permits programs to ask for them ("madvise" in /sys/kernel/mm/transparent_hugepa
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -164,6 +165,10 @@ def main() -> None:
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
         parser.error("--torch needs --model vit_s16 on a CPU")
+    if args.torch and importlib.util.find_spec("torch") is None:
+        parser.error("--torch needs PyTorch, of the extra interop")
+    if args.depth is not None and (args.model == "vit_s16" or args.depth < 1):
+        parser.error(f"--depth {args.depth}: expected 1 or more layers of a language model")
     if args.model == "vit_s16":
         build = vision(args.batch, dtype)
     else:

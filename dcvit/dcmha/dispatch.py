@@ -178,7 +178,8 @@ def candidates(
 ) -> tuple[str, ...]:
     """Return the names of implementations for these shapes on the current platform, fastest first.
 
-    A composition that can be folded into plain attention is.
+    A composition that can be folded into plain attention is, because that holds no scores; with small models on CPUs it
+    may not be the fastest.
 
     On two CPU cores, gradients of composed attention take `blockwise` 10 to 20 % of `reference`'s time at the sizes in
     docs/performance.md, and `reference` is faster for small plain attention (scripts/bench_dcmha.py). Attention of one
