@@ -74,13 +74,13 @@ def _folded(
     groups = options["groups"]
     if (reason := folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
         raise UnsupportedError(reason)
-    q = folded.compose_heads(q, pre, groups=groups, combine=_combine_heads)
+    q = folded.compose_heads(q, pre, groups=groups, combine=combine_heads)
     options["groups"] = 1
     out = attention(q, k, v, None, None, None, **options)
-    return folded.compose_heads(out, post, groups=groups, combine=_combine_heads)
+    return folded.compose_heads(out, post, groups=groups, combine=combine_heads)
 
 
-def _combine_heads(x: Array, w: Array) -> Array:
+def combine_heads(x: Array, w: Array) -> Array:
     """Combine the vectors of heads as the platform does it fastest; the compiler cannot split a kernel over devices."""
     if platform() == "cpu" and w.shape[-1] > 1:
         return folded.multiply_heads(x, w)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dcvit import dcmha
-from dcvit.dcmha import folded
+from dcvit.dcmha import dispatch, folded
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.shapes import Array, Bool, Float
 from dcvit.parallel.mesh import BATCH, active_mesh, divisible_axes
@@ -53,9 +53,9 @@ def attention(
         and implementation in (None, "folded")
         and not folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)
     ):
-        q = folded.compose_heads(q, pre, groups=groups)
+        q = folded.compose_heads(q, pre, groups=groups, combine=dispatch.combine_heads)
         out = attention(q, k, v, None, None, mask=mask, causal=causal, window=window)
-        return folded.compose_heads(out, post, groups=groups)
+        return folded.compose_heads(out, post, groups=groups, combine=dispatch.combine_heads)
     independent = (pre is None and post is None) or groups % tensor == 0  # no composition across devices
     if tensor > 1 and not independent and implementation is None:
         return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation="reference")
