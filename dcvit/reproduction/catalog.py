@@ -106,9 +106,9 @@ ENTRIES = {
 
 def listing() -> list[str]:
     """Return lines with the entries and what each scale computes."""
-    lines = []
+    lines, width = [], max(map(len, ENTRIES)) + 2
     for name, entry in ENTRIES.items():
-        lines += [f"{name:11}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
+        lines += [f"{name:{width}}{entry.title}", f"  desk   {entry.desk}", f"  full   {entry.full}"]
     return lines
 
 
