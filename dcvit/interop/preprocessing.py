@@ -30,7 +30,7 @@ class Preprocessing(NamedTuple):
     Fields:
       size: height and width of the images that the model takes.
       resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
-      squash: height and width to which an image is resized instead, whatever its shape, before the center is cropped.
+      squash: height and width to which an image of any shape is resized instead, before the center is cropped.
         `resize` is then what a library without it may do.
       method: interpolation, of `METHODS`.
       mean, std: of each channel, for pixels in [0, 1].

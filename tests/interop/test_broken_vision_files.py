@@ -339,7 +339,7 @@ def test_half_precision_is_loaded_as_float32(tmp_path, dtype):
 
 
 def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
-    """ViTForImageClassification classifies the class token, whatever else its file holds."""
+    """ViTForImageClassification classifies the class token, with any other tensors in its file."""
     tensors, config = model("hf_vit")
     add("vit.pooler.dense.weight", (16, 16))(tensors, config)
     add("vit.pooler.dense.bias")(tensors, config)

@@ -250,7 +250,7 @@ def write_run(folder, source, params, **config):
 
 
 def test_a_comparison_of_equal_logits_is_a_warning(tmp_path, caplog):
-    """The head of a new model is zero, whatever the other parameters are."""
+    """The head of a new model is zero, with any other parameters."""
     model = conversion_models.image_model(depth=1)[2]
     zeros = {name: np.zeros(model.params[name].shape, np.float32) for name in ("head/kernel", "head/bias")}
     model.params.update((name, Tensor(x.shape, lambda x=x: x)) for name, x in zeros.items())
