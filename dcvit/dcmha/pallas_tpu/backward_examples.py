@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, cdiv, round_up
 from dcvit.dcmha.pallas_tpu import backward_stages as on_block
-from dcvit.dcmha.pallas_tpu import examples, mixing
+from dcvit.dcmha.pallas_tpu import examples, mixing, mixing_gradients
 from dcvit.dcmha.pallas_tpu.backward_stages import StageRefs
 from dcvit.dcmha.pallas_tpu.config import (
     LANES,
@@ -36,7 +36,6 @@ from dcvit.dcmha.pallas_tpu.config import (
     Which,
     block_specs,
 )
-from dcvit.dcmha.pallas_tpu.mixing_gradients import matrix_gradients
 from dcvit.dcmha.pallas_tpu.stages import Work, operand_scratch, perform, ring, run_stage
 from dcvit.dcmha.pallas_tpu.tile import broadcast_rows, dot, total
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
@@ -123,9 +122,8 @@ def initialize(config: KernelConfig, refs: GradientRefs) -> None:
     for name in TOKENS:
         if getattr(refs, name) is not None:
             examples.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
-    for rows in (refs.mix_pre, refs.mix_post, refs.mix_pre_back, refs.mix_post_back):
-        if rows is not None:
-            mixing.initialize(config, rows)
+    if refs.diagonal is not None:
+        mixing.write_diagonal(config, refs.diagonal)
 
 
 def retire_weights(refs: GradientRefs) -> None:
@@ -263,7 +261,9 @@ def weight_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list
         examples.write(config, existing(refs.dwq), e, slice(0, rows.shape[0]), rows[...].T)
 
     def matrix(layout: ComposeLayout, packed: Ref, static: Ref | None, tile: int) -> None:
-        matrix_gradients(config, layout, packed, refs.wk_last, refs.dwk_rows, static, tile)
+        mixing_gradients.matrix_gradients(
+            config, layout, packed, refs.wk_last, refs.dwk_rows, static, tile, add_static=tile > 0
+        )
 
     def key_wise() -> None:
         rows = existing(refs.dwk_rows)
@@ -375,9 +375,8 @@ def compose_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
         if planes[-1]:
             found[f"{name}_hidden"] = pltpu.VMEM((planes[-1], config.block_k, config.block_q), jnp.float32)
         if layout.mixes:
-            blocks, halves = config.block_k // config.mix_keys, cdiv(config.heads, SUBLANES)
-            found[f"mix_{name}"] = found[f"mix_{name}_back"] = mixing.rows_scratch(config)
-            found[f"dmix_{name}"] = pltpu.VMEM((blocks, halves, SUBLANES, LANES), jnp.float32)
+            found[f"mix_{name}"] = found[f"mix_{name}_back"] = mixing.scratch(config)
+            found[f"dmix_{name}"], found["diagonal"] = mixing_gradients.scratch(config), mixing.diagonal_scratch()
     if max(planes):
         found["g_hidden"] = pltpu.VMEM((max(planes), config.block_k, config.block_q), jnp.float32)
     return found

@@ -52,10 +52,6 @@ class StageRefs(TileRefs):
     post_hidden: Ref | None = None
     g_hidden: Ref | None = None  # hidden planes of the transposed compose in use
     gq: Ref | None = None  # gradients of query-wise weights, (columns, 8, Bq)
-    mix_pre: Ref | None = None  # matrices of key-wise branches, see `dcvit.dcmha.pallas_tpu.mixing`
-    mix_post: Ref | None = None
-    mix_pre_back: Ref | None = None  # their transposes
-    mix_post_back: Ref | None = None
     dmix_pre: Ref | None = None  # their gradients, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
     dmix_post: Ref | None = None
 
@@ -75,7 +71,7 @@ def save_hidden(
 
 def score_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     """Compute the key-wise part of the pre-compose."""
-    mix(config, refs.mix_pre, complete(config, refs.x_next, b), refs.mixed, b, slice(0, config.block_q))
+    mix(config, refs, refs.mix_pre, complete(config, refs.x_next, b), refs.mixed, b, slice(0, config.block_q))
 
 
 def score_vectors(config: KernelConfig, refs: StageRefs, mask: Ref | None, b: int) -> None:
@@ -100,8 +96,8 @@ def post_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     if refs.mix_post is None:
         return
     p, g, queries = complete(config, refs.p, b), complete(config, refs.y, b), slice(0, config.block_q)
-    mix(config, refs.mix_post, p, refs.mixed, b, queries)
-    mix(config, refs.mix_post_back, g, refs.mixed_back, b, queries)
+    mix(config, refs, refs.mix_post, p, refs.mixed, b, queries)
+    mix(config, refs, refs.mix_post_back, g, refs.mixed_back, b, queries)
     diagonals(config, dot(stack(config, g), stack(config, p), (1, 1)), existing(refs.dmix_post).at[b])
 
 
@@ -145,7 +141,7 @@ def logit_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     g = [p[h] * (dp[h] - refs.d[h][None]) for h in range(config.heads)]
     save(config, g, refs.dl, b, queries)
     if refs.mix_pre is not None:
-        mix(config, refs.mix_pre_back, g, refs.mixed, b, queries)
+        mix(config, refs, refs.mix_pre_back, g, refs.mixed, b, queries)
         product = dot(stack(config, g), stack(config, complete(config, refs.x, b)), (1, 1))
         diagonals(config, product, existing(refs.dmix_pre).at[b])
 

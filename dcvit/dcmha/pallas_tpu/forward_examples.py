@@ -61,8 +61,6 @@ class ExampleRefs(TileRefs):
     p: Ref  # attention weights of the blocks in work, see `ring`
     mixed: Ref  # key-wise parts of the blocks in work
     wq_late: Ref | None = None  # `wq_rows` for the post-compose
-    mix_pre: Ref | None = None  # matrices of key-wise branches, see `dcvit.dcmha.pallas_tpu.mixing`
-    mix_post: Ref | None = None
 
 
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
@@ -71,9 +69,8 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
     for name in TOKENS:
         if getattr(refs, name) is not None:
             examples.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
-    for rows in (refs.mix_pre, refs.mix_post):
-        if rows is not None:
-            mixing.initialize(config, rows)
+    if refs.diagonal is not None:
+        mixing.write_diagonal(config, refs.diagonal)
     perform(score_work(config, refs, 0))
     jax.lax.fori_loop(0, config.examples, lambda e, _: attend(config, refs, e), None)
     perform(output_work(config, refs, config.examples - 1))
@@ -98,7 +95,7 @@ def attend(config: KernelConfig, refs: ExampleRefs, e: Index) -> None:
 def pre_products(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
     """Compute the key-wise part of the pre-compose of a block."""
     for queries in queries_of(config):
-        mix(config, refs.mix_pre, planes(config, refs.x, b, queries), refs.mixed, b, queries)
+        mix(config, refs, refs.mix_pre, planes(config, refs.x, b, queries), refs.mixed, b, queries)
 
 
 def pre_vectors(config: KernelConfig, refs: ExampleRefs, e: Index, b: int) -> None:
@@ -144,7 +141,7 @@ def post_products(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
         p = [jnp.exp2(x - refs.m[h, :, queries][None]) for h, x in enumerate(y)]
         for h, plane in enumerate(p):
             refs.p[slot(b), keys_of(config, h), queries] = join(plane)
-        mix(config, refs.mix_post, p, refs.mixed, b, queries)
+        mix(config, refs, refs.mix_post, p, refs.mixed, b, queries)
 
 
 def post_vectors(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
@@ -253,5 +250,5 @@ def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, 
         found["wk_rows"] = pltpu.VMEM((columns + SUBLANES, tokens), jnp.float32)
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and layout.mixes:
-            found[f"mix_{name}"] = mixing.rows_scratch(config)
+            found[f"mix_{name}"], found["diagonal"] = mixing.scratch(config), mixing.diagonal_scratch()
     return found

@@ -4,8 +4,8 @@ For one key, the key-wise branch and the static projection map the H heads of a 
 N[n, h] = Σ_r w_k2[r, n]·w_k1[r, h] + δ_nh·w_kg[h] + W_b[h, n], zero between groups (Eqn 7 without the query-wise branch
 and the skip connection). A block of `mix_keys` keys makes them one product for the matrix unit: a matrix of diagonals,
 with N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). A
-block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns. The vector units add the skip connection, in
-float32, so that a product of bfloat16 rounds only the corrections to a score.
+block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns; one of 8 keys of 32 heads has 256. The vector
+units add the skip connection, in float32, so that a product of bfloat16 rounds only the corrections to a score.
 
 The matrices are kept as rows n of columns (h, s); `block` repeats each row for all its keys, and keeps the diagonals.
 """
@@ -18,23 +18,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv, round_up
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig, Which
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, Index, KernelConfig, Which
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 
-def rows_scratch(config: KernelConfig) -> pl.MemoryRef:
-    """Return the buffer of all matrices of one compose: see `build`, and one block for the diagonals."""
-    shape = (config.block_k // config.mix_keys + 1, round_up(config.heads, SUBLANES), LANES)
-    found: pl.MemoryRef = pltpu.VMEM(shape, jnp.dtype(jnp.int32 if config.rounded else jnp.float32))
+def rows_shape(config: KernelConfig) -> jax.ShapeDtypeStruct:
+    """Return the type of the matrices of one compose for a block of keys of a tile, see `build`."""
+    shape = (config.block_k // config.mix_keys, round_up(config.heads, SUBLANES), width(config))
+    return jax.ShapeDtypeStruct(shape, jnp.int32 if config.rounded else jnp.float32)
+
+
+def width(config: KernelConfig) -> int:
+    """Return the columns of a matrix, in complete registers."""
+    return round_up(config.heads * config.mix_keys, LANES)
+
+
+def scratch(config: KernelConfig) -> pl.MemoryRef:
+    """Return the buffer of all matrices of one compose."""
+    found: pl.MemoryRef = pltpu.VMEM(rows_shape(config).shape, rows_shape(config).dtype)
     return found
 
 
-def initialize(config: KernelConfig, rows: Ref) -> None:
-    """Write the bits of the diagonals of matrices of bfloat16, in which a word has two rows, behind the matrices."""
-    if config.rounded:
-        row, lane = _iota(0), _iota(1) % config.mix_keys
-        lower, upper = (jnp.where(lane == (2 * row + n) % config.mix_keys, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
-        rows[rows.shape[0] - 1, :SUBLANES] = lower | upper
+def diagonal_scratch() -> pl.MemoryRef:
+    """Return the buffer of `write_diagonal`."""
+    found: pl.MemoryRef = pltpu.VMEM((SUBLANES, LANES), jnp.int32)
+    return found
+
+
+def write_diagonal(config: KernelConfig, out: Ref) -> None:
+    """Write the bits of the diagonals of matrices of bfloat16, in which a word has two rows."""
+    row, lane = _iota(0), _iota(1) % config.mix_keys
+    lower, upper = (jnp.where(lane == (2 * row + n) % config.mix_keys, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
+    out[...] = lower | upper
 
 
 def build(
@@ -47,23 +62,25 @@ def build(
       which: the compose.
       wk: key-wise weights without the factor of the pre-compose, (columns + 8, keys), keys in complete registers.
       static: W_b with that factor, (H, H/G), in SMEM.
-      out: the result, (blocks + 1, heads, 128), heads in complete registers; rounded weights are written twice, to
-        both halves of a 32-bit word.
+      out: the result, (blocks, heads, heads·keys), both of the last in complete registers; rounded weights are written
+        twice, to both halves of a 32-bit word.
       transposed: build the matrices of the transposed compose.
     """
     layout = existing(config.pre if which == "pre" else config.post)
     keys, heads = config.mix_keys, config.heads
-    per_register, lane, blocks = LANES // keys, _iota(1), out.shape[0] - 1
+    per_register, lane, blocks = LANES // keys, _iota(1), out.shape[0]
     for first in range(0, heads, SUBLANES):
         for start in range(cdiv(blocks, per_register)):
             columns = slice(start * LANES, (start + 1) * LANES)
             planes = _planes(config, layout, wk, static, first, columns, transposed)
             for b in range(start * per_register, min((start + 1) * per_register, blocks)):
                 moved = [pltpu.roll(plane, (h - b) * keys % LANES, axis=1) for h, plane in enumerate(planes)]
-                x = moved[0]
-                for h in range(1, heads):
-                    x = jnp.where(jax.lax.div(lane, keys) == h, moved[h], x)
-                out[b, first : first + SUBLANES] = _twice(config, x) if config.rounded else x
+                for n in range(0, heads, per_register):
+                    x = moved[n]
+                    for h, plane in enumerate(moved[n + 1 : n + per_register], 1):
+                        x = jnp.where(jax.lax.div(lane, keys) == h, plane, x)
+                    lanes = slice(n * keys, n * keys + LANES)
+                    out[b, first : first + SUBLANES, lanes] = _twice(config, x) if config.rounded else x
 
 
 def _planes(
@@ -105,28 +122,35 @@ def _twice(config: KernelConfig, x: Array) -> Array:
     return bits | jax.lax.shift_right_logical(bits, 16)
 
 
-def block(config: KernelConfig, rows: Ref, b: int) -> Array:
-    """Return the matrix of block `b` of keys, (heads·keys, heads·keys), in the dtype of operands."""
+def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
+    """Return the matrix of block `b` of keys, (heads·keys, heads·keys), in the dtype of operands.
+
+    `diagonal` is the result of `write_diagonal`.
+    """
     keys, heads = config.mix_keys, config.heads
+    registers = [slice(start, start + LANES) for start in range(0, rows.shape[2], LANES)]
     parts = []
     if config.rounded:
-        together, diagonal = 2 * SUBLANES // keys, rows[rows.shape[0] - 1, :SUBLANES]
+        together, bits = 2 * SUBLANES // keys, diagonal[...]
         for h in range(0, heads, together):
-            words = _repeated(rows, b, h)
-            if together > 1:
-                words = jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1))
-            parts.append(pltpu.bitcast(words & diagonal, jnp.bfloat16))
+            parts.append([pltpu.bitcast(_words(rows, b, h, together, n) & bits, jnp.bfloat16) for n in registers])
     else:
         row, lane = _iota(0), _iota(1) % keys
         for h in range(heads):
             for start in range(0, keys, SUBLANES):
-                parts.append(jnp.where(lane == row + start, _repeated(rows, b, h), 0.0))
-    return jnp.concatenate(parts, axis=0)[:, : heads * keys]
+                parts.append([jnp.where(lane == row + start, _repeated(rows, b, h, n), 0.0) for n in registers])
+    return jnp.concatenate([jnp.concatenate(x, axis=1) for x in parts], axis=0)[:, : heads * keys]
 
 
-def _repeated(rows: Ref, b: int, h: int) -> Array:
+def _words(rows: Ref, b: Index, h: int, together: int, lanes: slice) -> Array:
+    """Return words of 16 rows of a matrix of bfloat16: those of a head, or of two."""
+    words = _repeated(rows, b, h, lanes)
+    return words if together == 1 else jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1, lanes))
+
+
+def _repeated(rows: Ref, b: Index, h: int, lanes: slice) -> Array:
     """Return a row, repeated over the sublanes of a register."""
-    return jnp.broadcast_to(rows[b, h : h + 1, :], (SUBLANES, LANES))
+    return jnp.broadcast_to(rows[b, h : h + 1, lanes], (SUBLANES, LANES))
 
 
 def _iota(axis: int) -> Array:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.pallas_tpu.mixing import width
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 
@@ -22,21 +25,30 @@ def positions() -> tuple[Array, Array]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def diagonals(config: KernelConfig, product: Array, out: Ref) -> None:
-    """Write the diagonals of the squares of a product, (heads·Bs, heads·Bs), to the registers `out`."""
-    keys, width = config.mix_keys, product.shape[1]
+def scratch(config: KernelConfig) -> pl.MemoryRef:
+    """Return the buffer of the gradients of all matrices of one compose: registers of `diagonals` for each block."""
+    shape = (config.block_k // config.mix_keys, cdiv(config.heads, SUBLANES), SUBLANES, width(config))
+    found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
+    return found
+
+
+def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = False) -> None:
+    """Write the diagonals of the squares of a product, (heads·Bs, heads·Bs), to the registers `out`, or add them."""
+    keys, missing = config.mix_keys, -product.shape[1] % LANES
     sublane, lane = positions()
-    if width < LANES:
-        product = jnp.concatenate([product, jnp.zeros((len(product), LANES - width), jnp.float32)], axis=1)
+    if missing:
+        product = jnp.concatenate([product, jnp.zeros((len(product), missing), jnp.float32)], axis=1)
     for half in range(out.shape[0]):
-        packed = jnp.zeros((SUBLANES, LANES), jnp.float32)
-        for n in range(half * SUBLANES, min((half + 1) * SUBLANES, config.heads)):
-            rows = [product[n * keys + i : n * keys + i + SUBLANES] for i in range(0, keys, SUBLANES)]
-            square = rows[0] if len(rows) == 1 else jnp.where(lane & SUBLANES == 0, rows[0], rows[1])
-            turn = n % SUBLANES
-            turned = pltpu.roll(square, turn, axis=0) if turn else square
-            packed = jnp.where((sublane - turn - lane) & (SUBLANES - 1) == 0, turned, packed)
-        out[half] = packed
+        for start in range(0, product.shape[1], LANES):
+            lanes = slice(start, start + LANES)
+            packed = jnp.zeros((SUBLANES, LANES), jnp.float32)
+            for n in range(half * SUBLANES, min((half + 1) * SUBLANES, config.heads)):
+                rows = [product[n * keys + i : n * keys + i + SUBLANES, lanes] for i in range(0, keys, SUBLANES)]
+                square = rows[0] if len(rows) == 1 else jnp.where(lane & SUBLANES == 0, rows[0], rows[1])
+                turn = n % SUBLANES
+                turned = pltpu.roll(square, turn, axis=0) if turn else square
+                packed = jnp.where((sublane - turn - lane) & (SUBLANES - 1) == 0, turned, packed)
+            out[half, :, lanes] = out[half, :, lanes] + packed if add else packed
 
 
 def turned(x: Array, lane: Array, *, back: bool = False) -> Array:
@@ -53,13 +65,13 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
     """
     keys, per_group, (sublane, lane) = config.mix_keys, config.heads // config.groups, positions()
     per_tile = LANES // keys
-    some = [packed[b, half] for b in range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))]
+    blocks = range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))
     group = jax.lax.div(half * SUBLANES + ((sublane - lane) & (SUBLANES - 1)), per_group)
     planes = []
     for h in range(config.heads):
-        plane = jnp.zeros((SUBLANES, LANES), jnp.float32)
-        for b, x in enumerate(some):
-            shift = (b - h) * keys % LANES
+        plane, start = jnp.zeros((SUBLANES, LANES), jnp.float32), h * keys // LANES * LANES
+        for b, number in enumerate(blocks):
+            x, shift = packed[number, half, :, start : start + LANES], (b - h) * keys % LANES
             plane = jnp.where(jax.lax.div(lane, keys) == b, pltpu.roll(x, shift, axis=1) if shift else x, plane)
         planes.append(plane if config.groups == 1 else jnp.where(group == h // per_group, plane, 0.0))
     return planes
@@ -67,19 +79,19 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
 
 def matrix_gradients(
     config: KernelConfig, layout: ComposeLayout, packed: Ref, weights: Ref | None, out: Ref | None,
-    static: Ref | None, tile: int,
+    static: Ref | None, tile: int, *, add_static: bool,
 ) -> None:  # fmt: skip
     """Compute the gradients of the key-wise and static weights of one compose for 128 keys.
 
     Args:
       config: the numbers of heads and keys.
       layout: the columns of the weights.
-      packed: registers of `diagonals`, (blocks, H/8, 8, 128).
+      packed: registers of `diagonals`, (blocks, H/8, 8, H·Bs).
       weights: unscaled key-wise weights, (columns, keys).
       out: gradients of the scaled packed key-wise weights, (columns, keys).
-      static: (H, H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register. Tile
-        0 writes them, others add.
+      static: (H, H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register.
       tile: number of the 128 keys.
+      add_static: add to `static` instead of replacing it.
     """
     for half in range(packed.shape[1]):
         planes = head_planes(config, packed, half, tile)
@@ -88,7 +100,7 @@ def matrix_gradients(
         if static is not None:
             for h, plane in enumerate(planes):
                 by_output = turned(plane, positions()[1], back=True)
-                static[h, half] = static[h, half] + by_output if tile else by_output
+                static[h, half] = static[h, half] + by_output if add_static else by_output
 
 
 def _key_wise(

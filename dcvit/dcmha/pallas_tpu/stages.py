@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, KernelConfig, Which
 from dcvit.dcmha.pallas_tpu.tile import Strip, StripCompose, TileRefs, dot, join, split, visible
-from dcvit.dcmha.shapes import Array, Ref
+from dcvit.dcmha.shapes import Array, Ref, existing
 
 Work: TypeAlias = Callable[[], None]
 OnBlock: TypeAlias = Callable[[int], None]
@@ -118,10 +118,13 @@ def save(config: KernelConfig, some: Sequence[Array], out: Ref, b: int, queries:
         out[h, keys_of(config, b), queries] = join(x)
 
 
-def mix(config: KernelConfig, matrices: Ref | None, some: Sequence[Array], out: Ref, b: int, queries: slice) -> None:
+def mix(
+    config: KernelConfig, refs: TileRefs, matrices: Ref | None, some: Sequence[Array], out: Ref, b: int, queries: slice
+) -> None:
     """Write the key-wise part of a compose of `some` planes to a ring, if there is one."""
     if matrices is not None:
-        out[slot(b), :, queries] = dot(mixing.block(config, matrices, b), stack(config, some), (1, 0))
+        matrix = mixing.block(config, matrices, existing(refs.diagonal), b)
+        out[slot(b), :, queries] = dot(matrix, stack(config, some), (1, 0))
 
 
 def query_compose(

@@ -52,6 +52,11 @@ class TileRefs:
     mask: Ref | None = None
     broadcast_pre: Ref | None = None
     broadcast_post: Ref | None = None
+    mix_pre: Ref | None = None  # matrices of key-wise branches, see `dcvit.dcmha.pallas_tpu.mixing`
+    mix_post: Ref | None = None
+    mix_pre_back: Ref | None = None  # their transposes
+    mix_post_back: Ref | None = None
+    diagonal: Ref | None = None  # bits of their diagonals
     q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.examples`
     k_tile: Ref | None = None
     v_tile: Ref | None = None
