@@ -87,7 +87,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
-        run = forward_examples.forward if config.mix_keys else forward
+        run = forward_examples.forward if config.examples > 1 else forward
         out, lse = run(config, _packed(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
@@ -113,7 +113,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         inputs = _packed(config, x) | {"do": query_array(config, cotangent.astype(q.dtype)), "lse": lse}
         if config.post is None and config.blocks_k > 1:
             inputs["delta"] = _delta(config, query_array(config, out), inputs["do"])
-        grads = (backward_examples.gradients if config.mix_keys else backward)(config, inputs, interpret)
+        grads = (backward_examples.gradients if config.examples > 1 else backward)(config, inputs, interpret)
         dq = from_query_array(config, grads["dq"], q)
         dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
         return dq, dk, dv, *unpack(config, grads, pre, post)

@@ -12,9 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from dcvit.dcmha.numerics import cdiv
+from dcvit.dcmha.pallas_tpu import mixing_gradients
 from dcvit.dcmha.pallas_tpu.backward_tile import delta_kernel, gradient_kernel
 from dcvit.dcmha.pallas_tpu.config import (
     LANES,
+    MATRICES,
+    SUBLANES,
     Index,
     Interpret,
     KernelConfig,
@@ -25,7 +29,9 @@ from dcvit.dcmha.pallas_tpu.config import (
     query_shape,
     query_spec,
 )
-from dcvit.dcmha.pallas_tpu.tile import broadcast_scratch
+from dcvit.dcmha.pallas_tpu.matrices import rows_scratch, with_matrices
+from dcvit.dcmha.pallas_tpu.mixing_gradients import static_gradients
+from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch
 from dcvit.dcmha.pallas_tpu.weights import packed_columns
 from dcvit.dcmha.shapes import Array
 
@@ -43,6 +49,7 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
     dq, dk and dv are arrays of tokens, as their inputs. dwq, dwk and dstatic_… are float32 gradients of the packed
     weights.
     """
+    inputs = with_matrices(config, inputs, MATRICES, interpret)
     if config.blocks_k > 1 and "delta" not in inputs:
         inputs = {**inputs, "delta": delta(config, inputs, interpret)}
     if config.queries_per_pass >= config.queries:
@@ -70,6 +77,8 @@ def delta(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) 
     def key_block(i: Index, step: Index) -> Index:
         return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
 
+    if config.mix_keys:
+        inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
     specs = block_specs(config, inputs, lambda i, step: i, key_block)
     scratch = tile_scratch(config)
     names = (*inputs, "delta", *scratch)
@@ -111,7 +120,10 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
         name="dcmha_gradients",
         metadata=None if config.is_single_tile else gradient_conditions(config, outputs),
     )(*inputs.values())
-    return dict(zip(outputs, results, strict=True))
+    found = dict(zip(outputs, results, strict=True))
+    if config.mix_keys:
+        found |= {name: static_gradients(config, x) for name, x in found.items() if "static" in name}
+    return found
 
 
 def gradient_conditions(config: KernelConfig, outputs: Mapping[str, Output]) -> dict[str, str]:
@@ -151,9 +163,10 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Array]) -> dict[str
         add("dwq", jnp.float32, (batch, n, padded_q), (1, n, block_q), lambda b, j, i: (b, 0, completed(j, i)))
     if "wk" in inputs:
         of_keys("dwk", inputs["wk"].shape[2], jnp.float32)
-    for name in ("pre", "post"):
-        if f"static_{name}" in inputs:
-            block = (1, config.heads * (config.heads // config.groups), 8, LANES)
+    for name, layout in (("pre", config.pre), ("post", config.post)):
+        if layout is not None and layout.has_static:
+            number = config.heads * (cdiv(config.heads, SUBLANES) if config.mix_keys else config.heads // config.groups)
+            block = (1, number, SUBLANES, LANES)
             add(f"dstatic_{name}", jnp.float32, (batch, *block[1:]), block, lambda b, j, i: (b, 0, 0, 0))
     return found
 
@@ -167,7 +180,7 @@ def tile_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
         "m": pltpu.VMEM((config.heads, 8, config.block_q), jnp.float32),
         "d": pltpu.VMEM((config.heads, 8, config.block_q), jnp.float32),
     }
-    return scratch | broadcast_scratch(config)
+    return scratch | broadcast_scratch(config) | mixed_scratch(config)
 
 
 def gradient_scratch(
@@ -190,8 +203,14 @@ def gradient_scratch(
         n = packed_columns(config, "q")
         scratch["gq"] = pltpu.VMEM((n, 8, config.block_q), jnp.float32)
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)
-    if "dwk" in outputs:
+    if "dwk" in outputs and config.mix_keys:
+        columns = inputs["wk"].shape[2]
+        scratch |= {"wk_rows": rows_scratch(columns), "dwk_rows": pltpu.VMEM((columns, LANES), jnp.float32)}
+    elif "dwk" in outputs:
         scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
+    for name in ("pre", "post") if config.mix_keys else ():
+        if f"mix_{name}" in inputs:
+            scratch[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.mix_keys + 1)
     for name in ("pre", "post"):
         if f"dstatic_{name}" in outputs:
             scratch[f"gstatic_{name}"] = pltpu.VMEM(outputs[f"dstatic_{name}"].shape.shape[1:], jnp.float32)

@@ -295,9 +295,9 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
             out_specs[f"d{name}"] = specs[name]
     for name in ("static_pre", "static_post"):
         if name in inputs:
-            block = (config.examples, config.heads, cdiv(config.heads, SUBLANES), SUBLANES, LANES)
+            block = (config.examples, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
             shapes[f"d{name}"] = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
-            out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0, 0))
+            out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0))
     results = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, *shapes, *scratch)),
         grid=(blocks,),
@@ -309,16 +309,10 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
         interpret=interpret,
         name="dcmha_gradients",
     )(*inputs.values())
-    named = zip(shapes, results, strict=True)
-    return {name: _static_gradients(config, x) if "static" in name else examples.unview(x) for name, x in named}
-
-
-def _static_gradients(config: KernelConfig, x: Array) -> Array:
-    """Return the gradients of static weights, (1, H·H/G, 1, 1), from the registers of `matrix_gradients`."""
-    heads, groups = config.heads, config.groups
-    by_input = jnp.sum(x, axis=(0, 4)).reshape(heads, -1)[:, :heads]
-    grouped = by_input.reshape(groups, heads // groups, groups, heads // groups)
-    return jnp.stack([grouped[g, :, g] for g in range(groups)]).reshape(1, -1, 1, 1)
+    return {
+        name: mixing_gradients.static_gradients(config, x) if "static" in name else examples.unview(x)
+        for name, x in zip(shapes, results, strict=True)
+    }
 
 
 def vmem_bytes(config: KernelConfig) -> int:
@@ -376,7 +370,8 @@ def compose_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
             found[f"{name}_hidden"] = pltpu.VMEM((planes[-1], config.block_k, config.block_q), jnp.float32)
         if layout.mixes:
             found[f"mix_{name}"] = found[f"mix_{name}_back"] = mixing.scratch(config)
-            found[f"dmix_{name}"], found["diagonal"] = mixing_gradients.scratch(config), mixing.diagonal_scratch()
+            found[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.mix_keys)
+            found["diagonal"] = mixing.diagonal_scratch()
     if max(planes):
         found["g_hidden"] = pltpu.VMEM((max(planes), config.block_k, config.block_q), jnp.float32)
     return found

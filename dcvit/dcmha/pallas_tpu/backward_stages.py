@@ -25,9 +25,9 @@ from dcvit.dcmha.pallas_tpu.stages import (
     query_compose,
     save,
     save_operand,
-    stack,
     visible_keys,
 )
+from dcvit.dcmha.pallas_tpu.strips import stack
 from dcvit.dcmha.pallas_tpu.tile import HiddenPlanes, StripCompose, TileRefs, dot, split
 from dcvit.dcmha.shapes import Array, Ref, existing
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.matrices import transpose_weights
+from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals, matrix_gradients
+from dcvit.dcmha.pallas_tpu.strips import Strip, mix, over_strips, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import (
-    Strip,
+    HiddenPlanes,
+    StripCompose,
     TileRefs,
     broadcast_rows,
     dot,
     join,
     logits,
-    over_strips,
+    queries_together,
     scores,
     split,
     strip_compose,
     total,
-    visible,
 )
 from dcvit.dcmha.shapes import Array, Ref, existing
 
@@ -63,6 +67,10 @@ class GradientRefs(BackwardRefs):
     g_hidden: Ref | None = None  # hidden planes of the transposed compose in use
     gq: Ref | None = None  # gradients of query-wise weights of a tile, (rows, 8, Bq)
     gk: Ref | None = None  # gradients of key-wise weights of a key block, (Bk, columns)
+    dmix_pre: Ref | None = None  # gradients of matrices, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
+    dmix_post: Ref | None = None
+    wk_rows: Ref | None = None  # key-wise weights of a key block and their gradients, (columns, keys)
+    dwk_rows: Ref | None = None
     gstatic_pre: Ref | None = None  # gradients of static weights, not yet summed over a register
     gstatic_post: Ref | None = None
     dq_acc: Ref | None = None  # gradients of all queries, transposed; None if they are written directly
@@ -71,21 +79,40 @@ class GradientRefs(BackwardRefs):
     gq_acc: Ref | None = None  # gradients of query-wise weights of all queries
 
 
+def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> list[Array]:
+    """Return the planes of all heads in a strip."""
+    return [split(ref[h, strip.rows, queries]) for h in range(config.heads)]
+
+
+def all_planes(config: KernelConfig, ref: Ref, strip: Strip) -> list[Array]:
+    """Return the planes of all heads in a strip for all queries of the tile."""
+    return planes(config, ref, strip, slice(0, config.block_q))
+
+
 def attention_weights(
-    config: KernelConfig, refs: BackwardRefs, i: Index, j: Index, strip: Strip, broadcast: Ref | None
+    config: KernelConfig, refs: BackwardRefs, i: Index, j: Index, strip: Strip, buffer: Ref | None, queries: slice
 ) -> list[Array]:
     """Return the attention weights P of a strip; store the hidden planes of the pre-compose if they have a buffer."""
-    pre = strip_compose(config, refs, "pre", broadcast)
-    a = [split(refs.x[h, strip.rows, :]) for h in range(config.heads)]
-    out, hidden = logits(config, a, pre, visible(config, i, j, strip, refs.mask))
-    if pre is not None and refs.pre_hidden is not None:
-        pre.save_hidden(hidden, refs.pre_hidden, strip.rows)
-    return [jnp.exp2(out[h] - refs.m[h][None]) for h in range(config.heads)]
+    pre = strip_compose(config, refs, "pre", buffer, queries)
+    a = planes(config, refs.x, strip, queries)
+    out, hidden = logits(config, a, pre, visible(config, i, j, strip, refs.mask, queries))
+    save_hidden(pre, hidden, refs.pre_hidden, strip, queries)
+    return [jnp.exp2(out[h] - refs.m[h, :, queries][None]) for h in range(config.heads)]
+
+
+def save_hidden(
+    compose: StripCompose | None, hidden: HiddenPlanes, out: Ref | None, strip: Strip, queries: slice
+) -> None:
+    """Write hidden planes of a strip, if they have a buffer."""
+    if compose is not None and out is not None:
+        compose.save_hidden(hidden, out.at[:, :, queries], strip.rows)
 
 
 def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
     """Compute delta_h = Σ_s P_h·dP_h of a query block; grid index (b, i, j)."""
     refs = BackwardRefs(**dict(zip(names, arguments, strict=True)))
+    if refs.diagonal is not None:
+        mixing.write_diagonal(config, refs.diagonal)
     i, step = pl.program_id(1), pl.program_id(2)
     j = config.first_key_block(i) + step
 
@@ -99,16 +126,21 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
         scores(config, refs.k, refs.q, refs.x)
         scores(config, refs.v, refs.do, refs.y)
 
-        def add(strip: Strip, broadcast_pre: Ref | None, broadcast_post: Ref | None) -> None:
-            p = attention_weights(config, refs, i, j, strip, broadcast_pre)
-            post = strip_compose(config, refs, "post", broadcast_post)
-            dp = [split(refs.y[h, strip.rows, :]) for h in range(config.heads)]
-            if post is not None:
-                dp, _ = post.transposed(dp)
-            for h in range(config.heads):
-                refs.d[h] += jnp.sum(p[h] * dp[h], axis=0)
+        def product(strip: Strip, out: Ref) -> None:
+            mix(config, refs, refs.mix_pre, all_planes(config, refs.x, strip), strip, out.at[0])
+            mix(config, refs, refs.mix_post_back, all_planes(config, refs.y, strip), strip, out.at[1])
 
-        over_strips(config, refs, ("pre", "post"), add)
+        def add(strip: Strip, buffers: Sequence[Ref | None]) -> None:
+            for queries in queries_together(config):
+                p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
+                post = strip_compose(config, refs, "post", buffers[1], queries)
+                dp = planes(config, refs.y, strip, queries)
+                if post is not None:
+                    dp, _ = post.transposed(dp)
+                for h in range(config.heads):
+                    refs.d[h, :, queries] += jnp.sum(p[h] * dp[h], axis=0)
+
+        over_strips(config, refs, ("pre", "post"), add, product)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -116,38 +148,70 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
             existing(refs.delta)[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
 
 
-def post_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, broadcast: Ref | None) -> None:
+def post_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
+    """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
+    if refs.mix_post is not None:
+        p, g = all_planes(config, refs.p, strip), all_planes(config, refs.y, strip)
+        mix(config, refs, refs.mix_post, p, strip, out.at[0])
+        mix(config, refs, refs.mix_post_back, g, strip, out.at[1])
+        add_matrix_gradient(config, existing(refs.dmix_post), p, g, strip)
+
+
+def pre_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
+    """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
+    g = logit_gradients(config, refs, strip, slice(0, config.block_q))
+    for h in range(config.heads):
+        refs.y[h, strip.rows, :] = join(g[h])
+    if refs.mix_pre is not None:
+        mix(config, refs, refs.mix_pre_back, g, strip, out.at[0])
+        add_matrix_gradient(config, existing(refs.dmix_pre), all_planes(config, refs.x, strip), g, strip)
+
+
+def add_matrix_gradient(config: KernelConfig, out: Ref, a: Sequence[Array], g: Sequence[Array], strip: Strip) -> None:
+    """Add the gradient of the matrices of a strip, for inputs `a` and output gradients `g` of a compose."""
+    diagonals(config, dot(stack(config, g), stack(config, a), (1, 1)), out.at[strip.number], add=True)
+
+
+def logit_gradients(config: KernelConfig, refs: GradientRefs, strip: Strip, queries: slice) -> list[Array]:
+    """Return the gradients P·(dP - delta) of the logits of a strip."""
+    p, dp = planes(config, refs.p, strip, queries), planes(config, refs.dp, strip, queries)
+    return [p[h] * (dp[h] - refs.d[h, :, queries][None]) for h in range(config.heads)]
+
+
+def post_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
     """Compute W and dP of a strip from P and dW, and store the hidden planes of both."""
-    post = strip_compose(config, refs, "post", broadcast)
+    for queries in queries_together(config):
+        # Loading planes twice uses fewer registers than keeping them.
+        w, dp = planes(config, refs.p, strip, queries), planes(config, refs.y, strip, queries)
+        post = strip_compose(config, refs, "post", buffers[0], queries)
+        if post is not None:
+            w, hidden = post.compose(w)
+            save_hidden(post, hidden, refs.post_hidden, strip, queries)
+        back = strip_compose(config, refs, "post", buffers[-1], queries)
+        if back is not None:
+            dp, hidden = back.transposed(dp)
+            save_hidden(back, hidden, refs.g_hidden, strip, queries)
+        for h in range(config.heads):
+            refs.w[h, strip.rows, queries] = join(w[h]).astype(refs.w.dtype)
+            refs.dp[h, strip.rows, queries] = join(dp[h])
 
-    def load(ref: Ref) -> list[Array]:  # loading twice uses fewer registers than keeping the planes
-        return [split(ref[h, strip.rows, :]) for h in range(config.heads)]
 
-    w, dp = load(refs.p), load(refs.y)
-    if post is not None:
-        w, hidden = post.compose(w)
-        post.save_hidden(hidden, refs.post_hidden, strip.rows)
-        dp, hidden = post.transposed(dp)
-        post.save_hidden(hidden, refs.g_hidden, strip.rows)
-    for h in range(config.heads):
-        refs.w[h, strip.rows, :] = join(w[h]).astype(refs.w.dtype)
-        refs.dp[h, strip.rows, :] = join(dp[h])
-
-
-def pre_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, broadcast: Ref | None) -> None:
+def pre_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
     """Compute the gradients of the logits (to `refs.y`) and of the scores of a strip from P, dP and delta."""
-    pre = strip_compose(config, refs, "pre", broadcast)
-    dl = [
-        split(refs.p[h, strip.rows, :]) * (split(refs.dp[h, strip.rows, :]) - refs.d[h][None])
-        for h in range(config.heads)
-    ]
-    da = dl
-    if pre is not None:
-        da, hidden = pre.transposed(dl)
-        pre.save_hidden(hidden, refs.g_hidden, strip.rows)
-    for h in range(config.heads):
-        refs.y[h, strip.rows, :] = join(dl[h])
-        refs.da[h, strip.rows, :] = join(da[h]).astype(refs.da.dtype)
+    for queries in queries_together(config):
+        pre = strip_compose(config, refs, "pre", buffers[0], queries)
+        if config.mix_keys:
+            dl = planes(config, refs.y, strip, queries)
+        else:
+            dl = logit_gradients(config, refs, strip, queries)
+        da = dl
+        if pre is not None:
+            da, hidden = pre.transposed(dl)
+            save_hidden(pre, hidden, refs.g_hidden, strip, queries)
+        for h in range(config.heads):
+            if not config.mix_keys:
+                refs.y[h, strip.rows, queries] = join(dl[h])
+            refs.da[h, strip.rows, queries] = join(da[h]).astype(refs.da.dtype)
 
 
 def weight_products(
@@ -217,22 +281,31 @@ def tile_gradients(config: KernelConfig, refs: GradientRefs, i: Index, j: Index)
     scores(config, refs.k, refs.q, refs.x)
     scores(config, refs.v, refs.do, refs.y)
 
-    def attend(strip: Strip, broadcast: Ref | None) -> None:
-        p = attention_weights(config, refs, i, j, strip, broadcast)
-        for h in range(config.heads):
-            refs.p[h, strip.rows, :] = join(p[h])
+    def product(strip: Strip, out: Ref) -> None:
+        mix(config, refs, refs.mix_pre, all_planes(config, refs.x, strip), strip, out.at[0])
 
-    over_strips(config, refs, ("pre",), attend)
-    over_strips(config, refs, ("post",), functools.partial(post_strip, config, refs))
+    def attend(strip: Strip, buffers: Sequence[Ref | None]) -> None:
+        for queries in queries_together(config):
+            p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
+            for h in range(config.heads):
+                refs.p[h, strip.rows, queries] = join(p[h])
+
+    def layout(compose: ComposeLayout) -> ComposeLayout:  # of the weights whose gradients are sums of products
+        return compose.query_only() if config.mix_keys else compose
+
+    over_strips(config, refs, ("pre",), attend, product)
+    on_strip, products = (functools.partial(f, config, refs) for f in (post_strip, post_products))
+    over_strips(config, refs, ("post",), on_strip, products)
     if config.post is not None:
-        weight_gradients(config, config.post, refs, refs.p, refs.y, refs.post_hidden, refs.gstatic_post)
+        weight_gradients(config, layout(config.post), refs, refs.p, refs.y, refs.post_hidden, refs.gstatic_post)
     if refs.delta is None:
         for h in range(config.heads):
             d = jnp.sum(split(refs.p[h] * refs.dp[h]), axis=0)
             refs.d[h] = jnp.broadcast_to(jnp.sum(d, axis=0, keepdims=True), refs.d.shape[1:])
-    over_strips(config, refs, ("pre",), functools.partial(pre_strip, config, refs))
+    on_strip, products = (functools.partial(f, config, refs) for f in (pre_strip, pre_products))
+    over_strips(config, refs, ("pre",), on_strip, products)
     if config.pre is not None:
-        weight_gradients(config, config.pre, refs, refs.x, refs.y, refs.pre_hidden, refs.gstatic_pre)
+        weight_gradients(config, layout(config.pre), refs, refs.x, refs.y, refs.pre_hidden, refs.gstatic_pre)
 
 
 def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: float) -> None:
@@ -266,6 +339,8 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
     Gradients of a key block accumulate over i. Gradients of the queries stay in VMEM for all i and accumulate over j.
     """
     refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
+    if refs.diagonal is not None:
+        mixing.write_diagonal(config, refs.diagonal)
     j, i = (0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2))
     first_i, last_i = i == 0, i == config.blocks_q - 1
     first_j, last_j = j == 0, j == config.blocks_k - 1
@@ -273,7 +348,7 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
 
     @pl.when(first_i)
     def _() -> None:
-        clear(refs.dk_acc, refs.dv_acc, refs.gk)
+        clear(refs.dk_acc, refs.dv_acc, refs.gk, refs.dmix_pre, refs.dmix_post)
 
     @pl.when(first_j)
     def _() -> None:
@@ -296,6 +371,7 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
     @pl.when(last_i)
     def _() -> None:
         write_key_gradients(refs, factor)
+        write_matrix_gradients(config, refs)
 
     @pl.when(last_j)
     def _() -> None:
@@ -325,3 +401,16 @@ def write_key_gradients(refs: GradientRefs, factor: float) -> None:
         refs.dv[0, : refs.dk_acc.shape[1]] = existing(refs.dv_acc)[...].astype(refs.dv.dtype).T
     if refs.gk is not None:
         existing(refs.dwk)[0, : refs.gk.shape[0], : refs.gk.shape[1]] = refs.gk[...]
+
+
+def write_matrix_gradients(config: KernelConfig, refs: GradientRefs) -> None:
+    """Write the gradients of key-wise weights of a key block, and add those of static weights, from `refs.dmix_…`."""
+    if refs.wk is not None and refs.wk_rows is not None:
+        transpose_weights(refs.wk, refs.wk_rows)
+    composes = (config.pre, refs.dmix_pre, refs.gstatic_pre), (config.post, refs.dmix_post, refs.gstatic_post)
+    for layout, packed, static in composes:
+        if layout is not None and packed is not None:
+            blocks = packed.at[: packed.shape[0] - 1]
+            matrix_gradients(config, layout, blocks, refs.wk_rows, refs.dwk_rows, static, 0, add_static=True)
+    if refs.dwk_rows is not None:
+        existing(refs.dwk)[0] = refs.dwk_rows[...].T[: config.block_k]

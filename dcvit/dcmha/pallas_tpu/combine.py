@@ -22,8 +22,7 @@ from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu import tiling
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret
-from dcvit.dcmha.pallas_tpu.tile import Rows
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret, Rows
 from dcvit.dcmha.shapes import Array, Float, Ref
 
 BLOCK = 2 * LANES  # tokens of a step of the grid

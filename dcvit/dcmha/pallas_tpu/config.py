@@ -20,8 +20,10 @@ from dcvit.dcmha.shapes import Array
 
 LANES = 128  # columns of a vector register
 SUBLANES = 8  # rows of a vector register of 32-bit numbers
+MATRICES = ("mix_pre", "mix_post", "mix_pre_back", "mix_post_back")  # see `dcvit.dcmha.pallas_tpu.matrices`
 
 Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
+Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
 Which: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
 IndexMap: TypeAlias = Callable[..., Index]  # from the grid indices without the first one, the example, to a block
@@ -263,6 +265,8 @@ def block_specs(
             return query_spec(config, x.shape[1], query_block)
         if name in ("k", "v", "wk"):
             return key_spec(config, x.shape[2], keys)
+        if name in MATRICES:
+            return pl.BlockSpec((1, x.shape[1] // config.blocks_k, *x.shape[2:]), lambda b, *n: (b, keys(*n), 0, 0))
         if name == "wq":
             block = (1, config.block_q // LANES, *x.shape[2:])
             return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +12,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import MASKED_SCORE
+from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import (
+    MATRICES,
     Index,
     Interpret,
     KernelConfig,
+    Rows,
     block_specs,
     conditions,
     query_shape,
     query_spec,
 )
+from dcvit.dcmha.pallas_tpu.matrices import with_matrices
+from dcvit.dcmha.pallas_tpu.strips import Strip, broadcast_scratch, mix, mixed_scratch, over_strips, visible
 from dcvit.dcmha.pallas_tpu.tile import (
-    Rows,
-    Strip,
     TileRefs,
-    broadcast_scratch,
     dot,
     join,
     logits,
-    over_strips,
+    queries_together,
     scores,
     split,
     strip_compose,
-    visible,
+    strip_rows,
 )
 from dcvit.dcmha.shapes import Array, Ref, existing
 
@@ -61,18 +64,24 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
     scores(config, refs.k, refs.q, refs.x.at[slot])
     step_keys = config.strip * config.strips_per_step
 
-    def compose(strip: Strip, broadcast: Ref | None) -> None:
-        pre = strip_compose(config, refs, "pre", broadcast)
-        a = [split(refs.x[slot, h, strip.rows, :]) for h in range(config.heads)]
-        out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.mask))
-        for h in range(config.heads):
-            refs.x[slot, h, strip.rows, :] = join(out[h])
+    def planes(strip: Strip, queries: slice) -> list[Array]:
+        return [split(refs.x[slot, h, strip.rows, queries]) for h in range(config.heads)]
+
+    def product(strip: Strip, out: Ref) -> None:
+        mix(config, refs, refs.mix_pre, planes(strip, slice(0, config.block_q)), strip, out.at[0])
+
+    def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
+        for queries in queries_together(config):
+            pre = strip_compose(config, refs, "pre", buffers[0], queries)
+            out, _ = logits(config, planes(strip, queries), pre, visible(config, i, j, strip, refs.mask, queries))
+            for h in range(config.heads):
+                refs.x[slot, h, strip.rows, queries] = join(out[h])
 
     def count_previous_step(step: Array) -> None:
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
         update_statistics(config, refs, slot, rows, step > 0)
 
-    over_strips(config, refs, ("pre",), compose, count_previous_step if count else None)
+    over_strips(config, refs, ("pre",), compose, product, count_previous_step if count else None)
     if count:
         update_statistics(config, refs, slot, slice(config.block_k - step_keys, config.block_k), True)
 
@@ -100,15 +109,28 @@ def finish_statistics(config: KernelConfig, refs: ForwardRefs) -> None:
 def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None:
     """Add the weights times the values of a tile to `refs.acc`, or write them to `refs.o` if there is no other tile."""
 
-    def compose_weights(strip: Strip, broadcast: Ref | None) -> None:
-        post = strip_compose(config, refs, "post", broadcast)
-        p = [jnp.exp2(split(refs.x[slot, h, strip.rows, :]) - refs.m[h][None]) for h in range(config.heads)]
-        if post is not None:
-            p, _ = post.compose(p)
-        for h in range(config.heads):
-            refs.w[h, strip.rows, :] = join(p[h]).astype(refs.w.dtype)
+    def weights(strip: Strip, h: int, queries: slice) -> Array:
+        return jnp.exp2(split(refs.x[slot, h, strip.rows, queries]) - refs.m[h, :, queries][None])
 
-    over_strips(config, refs, ("post",), compose_weights)
+    def product(strip: Strip, out: Ref) -> None:
+        p = [weights(strip, h, slice(0, config.block_q)) for h in range(config.heads)]
+        for h, x in enumerate(p):
+            out[1, strip_rows(config, h), :] = join(x)
+        mix(config, refs, refs.mix_post, p, strip, out.at[0])
+
+    def compose_weights(strip: Strip, buffers: Sequence[Ref | None]) -> None:
+        for queries in queries_together(config):
+            post = strip_compose(config, refs, "post", buffers[0], queries)
+            if config.mix_keys:
+                p = [split(existing(buffers[1])[strip_rows(config, h), queries]) for h in range(config.heads)]
+            else:
+                p = [weights(strip, h, queries) for h in range(config.heads)]
+            if post is not None:
+                p, _ = post.compose(p)
+            for h in range(config.heads):
+                refs.w[h, strip.rows, queries] = join(p[h]).astype(refs.w.dtype)
+
+    over_strips(config, refs, ("post",), compose_weights, product)
     v = refs.v[
         0, : config.block_k
     ].T  # values are far smaller than weights, which the matrix unit reads without a transposition
@@ -123,6 +145,8 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
     """Process one key block: statistics in phase 0, output in phase 1; grid index (b, i, phase, step)."""
     refs = ForwardRefs(**dict(zip(names, arguments, strict=True)))
+    if refs.diagonal is not None:
+        mixing.write_diagonal(config, refs.diagonal)
     i, phase, step = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
     j = config.first_key_block(i) + step
     slots, steps = refs.x.shape[0], config.max_key_blocks
@@ -163,6 +187,9 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
     batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
+    inputs = with_matrices(config, inputs, MATRICES[:2], interpret)
+    if config.mix_keys:
+        inputs.pop("wk", None)
     steps = config.max_key_blocks
     slots = steps if keeps_scores(config) else 1
     phases = 1 if steps == 1 else 2
@@ -188,7 +215,7 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         "m": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
         "sums": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
     }
-    scratch |= broadcast_scratch(config)
+    scratch |= broadcast_scratch(config) | mixed_scratch(config)
     if steps > 1:
         scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
     blocks, tiles = config.blocks_q, config.attended_tiles

@@ -25,9 +25,9 @@ def positions() -> tuple[Array, Array]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def scratch(config: KernelConfig) -> pl.MemoryRef:
-    """Return the buffer of the gradients of all matrices of one compose: registers of `diagonals` for each block."""
-    shape = (config.block_k // config.mix_keys, cdiv(config.heads, SUBLANES), SUBLANES, width(config))
+def scratch(config: KernelConfig, blocks: int) -> pl.MemoryRef:
+    """Return the buffer of the gradients of the matrices of one compose: registers of `diagonals` for each block."""
+    shape = (blocks, cdiv(config.heads, SUBLANES), SUBLANES, width(config))
     found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
     return found
 
@@ -89,7 +89,7 @@ def matrix_gradients(
       packed: registers of `diagonals`, (blocks, H/8, 8, H·Bs).
       weights: unscaled key-wise weights, (columns, keys).
       out: gradients of the scaled packed key-wise weights, (columns, keys).
-      static: (H, H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register.
+      static: (H·H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register.
       tile: number of the 128 keys.
       add_static: add to `static` instead of replacing it.
     """
@@ -100,7 +100,8 @@ def matrix_gradients(
         if static is not None:
             for h, plane in enumerate(planes):
                 by_output = turned(plane, positions()[1], back=True)
-                static[h, half] = static[h, half] + by_output if add_static else by_output
+                register = h * packed.shape[1] + half
+                static[register] = static[register] + by_output if add_static else by_output
 
 
 def _key_wise(
@@ -131,3 +132,11 @@ def _key_wise(
         for h in range(first, first + count):
             gate = jnp.where((sublane - h - lane) & (SUBLANES - 1) == 0, planes[h], gate)
         out[some_rows(layout.key.gate), columns] = turned(gate, lane, back=True)[:count]
+
+
+def static_gradients(config: KernelConfig, x: Array) -> Array:
+    """Return the gradients of static weights, (1, H·H/G, 1, 1), from the registers of `matrix_gradients`."""
+    heads, groups = config.heads, config.groups
+    by_input = jnp.sum(x, axis=(0, 3)).reshape(heads, -1)[:, :heads]
+    grouped = by_input.reshape(groups, heads // groups, groups, heads // groups)
+    return jnp.stack([grouped[g, :, g] for g in range(groups)]).reshape(1, -1, 1, 1)

@@ -148,6 +148,8 @@ def _pack_side(
     x = jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
     if config.examples > 1:
         return interleave(x)
+    if side == "k" and config.mix_keys:
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing)))
     x = scaled(config, x, side)
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
     if side == "q":

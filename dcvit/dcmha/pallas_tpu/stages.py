@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, KernelConfig, Which
-from dcvit.dcmha.pallas_tpu.tile import Strip, StripCompose, TileRefs, dot, join, split, visible
+from dcvit.dcmha.pallas_tpu.strips import Strip, stack, visible
+from dcvit.dcmha.pallas_tpu.tile import StripCompose, TileRefs, dot, join, split
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 Work: TypeAlias = Callable[[], None]
@@ -93,11 +94,6 @@ def ring_planes(config: KernelConfig, ref: Ref, b: int, queries: slice) -> list[
     return [split(ref[slot(b), keys_of(config, h), queries]) for h in range(config.heads)]
 
 
-def stack(config: KernelConfig, some: Sequence[Array]) -> Array:
-    """Return planes, rounded together, as rows of one operand of a product."""
-    return jnp.concatenate([join(x) for x in some], axis=0).astype(config.operand_dtype)
-
-
 def operand_scratch(config: KernelConfig) -> pl.MemoryRef:
     """Return a buffer for planes as operands of products, (H, Bq/128, Bk, 128), in complete registers."""
     shape = (config.heads, config.block_q // LANES, config.block_k, LANES)
@@ -135,7 +131,7 @@ def query_compose(
     if layout is None:
         return None
     n = queries.start // LANES
-    return StripCompose(config, layout.query_only(), None if wq is None else wq.at[:, n : n + 1], None, None)
+    return StripCompose(config, layout.query_only(), None if wq is None else wq.at[:, n : n + 1])
 
 
 def add_mixed(

@@ -3,7 +3,7 @@
 Keys lie along sublanes and queries along lanes. With this layout a query-wise weight is a row, and a load broadcasts a
 row over sublanes at no cost. Row statistics are sums of complete registers. Matrix products use the planes of a tile
 without a transposition; tokens, which are far smaller than planes, are transposed instead. Only the key-wise weights
-must be broadcast over lanes.
+must be broadcast over lanes, unless the matrix unit mixes heads (`dcvit.dcmha.pallas_tpu.mixing`).
 
 Vector operations run over strips of a few keys, so that the H planes of a strip stay close to the registers. A plane of
 a strip has the shape (keys/8, 8, Bq). Loops over heads, ranks and groups are unrolled.
@@ -14,18 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig, Which
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, KernelConfig, Rows, Which
 from dcvit.dcmha.shapes import Array, Ref, existing
-
-Rows: TypeAlias = slice | pl.Slice
 
 
 class HiddenPlanes(NamedTuple):
@@ -57,6 +53,7 @@ class TileRefs:
     mix_pre_back: Ref | None = None  # their transposes
     mix_post_back: Ref | None = None
     diagonal: Ref | None = None  # bits of their diagonals
+    mixed: Ref | None = None  # planes of the strips in work, see `mixed_scratch`
     q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.examples`
     k_tile: Ref | None = None
     v_tile: Ref | None = None
@@ -76,15 +73,16 @@ class StripCompose:
 
     Query-wise weights come from `rows`, (1, Bq/128, columns, 128), where a load broadcasts a row of 128 lanes over
     sublanes at no cost. Key-wise weights come from `broadcast`, (words, strip, 128), where `broadcast_columns` has
-    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM.
+    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. `mixed`, (H·strip, Bq), is what
+    a product of the matrix unit contributes, if `layout` lacks the weights of keys and static ones.
     """
 
     def __init__(
-        self, config: KernelConfig, layout: ComposeLayout, rows: Ref | None, broadcast: Ref | None,
-        static_ref: Ref | None,
+        self, config: KernelConfig, layout: ComposeLayout, rows: Ref | None, broadcast: Ref | None = None,
+        static_ref: Ref | None = None, mixed: Ref | None = None,
     ):  # fmt: skip
-        self.config, self.layout, self.rows, self.broadcast, self.static_ref = (
-            config, layout, rows, broadcast, static_ref,
+        self.config, self.layout, self.rows, self.broadcast, self.static_ref, self.mixed = (
+            config, layout, rows, broadcast, static_ref, mixed,
         )  # fmt: skip
         self.per_group = config.heads // config.groups
 
@@ -163,6 +161,8 @@ class StripCompose:
                     a[n] * (self.static_weight(h, n) if transposed else self.static_weight(n, h))
                     for n in self.group(g)
                 ]  # fmt: skip
+            if self.mixed is not None:
+                terms.append(split(self.mixed[strip_rows(self.config, h), :]))
             out.append(total(terms))
         return out
 
@@ -185,13 +185,39 @@ class StripCompose:
             existing(out)[n, rows, :] = join(plane)
 
 
-def strip_compose(config: KernelConfig, refs: TileRefs, which: Which, broadcast: Ref | None) -> StripCompose | None:
-    """Return the compose `which` on one strip, or None if the attention does not have it."""
+def strip_compose(
+    config: KernelConfig, refs: TileRefs, which: Which, buffer: Ref | None, queries: slice
+) -> StripCompose | None:
+    """Return the compose `which` on one strip for some queries, or None if the attention does not have it.
+
+    `buffer` has the key-wise weights, broadcast over lanes, or what the matrix unit has mixed.
+    """
     if which == "pre":
         layout, static_ref = config.pre, refs.static_pre
     else:
         layout, static_ref = config.post, refs.static_post
-    return None if layout is None else StripCompose(config, layout, refs.wq, broadcast, static_ref)
+    if layout is None:
+        return None
+    registers = slice(queries.start // LANES, queries.stop // LANES)
+    rows = None if refs.wq is None else refs.wq.at[:, registers]
+    if config.mix_keys:
+        mixed = existing(buffer).at[:, queries] if layout.mixes else None
+        return StripCompose(config, layout.query_only(), rows, mixed=mixed)
+    return StripCompose(config, layout, rows, buffer, static_ref)
+
+
+def strip_rows(config: KernelConfig, h: int) -> slice:
+    """Return the rows of head `h` in stacked planes of a strip."""
+    return slice(h * config.strip, (h + 1) * config.strip)
+
+
+def queries_together(config: KernelConfig) -> list[slice]:
+    """Return the queries of a tile that one pass of vector operations processes: those of one register, if possible.
+
+    Words of broadcast key-wise weights are unpacked for all queries at once.
+    """
+    size = LANES if config.mix_keys else config.block_q
+    return [slice(start, start + size) for start in range(0, config.block_q, size)]
 
 
 def split(x: Array) -> Array:
@@ -202,80 +228,6 @@ def split(x: Array) -> Array:
 def join(x: Array) -> Array:
     """Reshape (keys/8, 8, Bq) to (keys, Bq), which keeps the registers as they are."""
     return x.reshape(x.shape[0] * 8, x.shape[2])
-
-
-def broadcast_columns(
-    config: KernelConfig, layout: ComposeLayout | None, wk: Ref | None, rows: Rows, out: Ref | None
-) -> None:
-    """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
-    if layout is None or not layout.key_runs:
-        return
-    x = existing(wk)[0, rows, :]
-    for n, c in enumerate(layout.key_columns(rounded=config.rounded)):
-        existing(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
-
-
-class Strip(NamedTuple):
-    """A run of neighboring keys of a tile."""
-
-    start: Index
-    size: int
-    may_pad: bool  # True if some rows of the strip may lie after the last key
-
-    @property
-    def rows(self) -> Rows:
-        return pl.ds(self.start, self.size)
-
-
-def over_strips(
-    config: KernelConfig,
-    refs: TileRefs,
-    composes: Sequence[Which],
-    body: Callable[..., None],
-    overlapped: Callable[[Array], None] | None = None,
-) -> None:
-    """Call body(strip, *buffers) for each strip of a tile; `buffers` hold the broadcast weights of `composes`.
-
-    A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
-    processes several strips and first broadcasts the weights of all of them, each into its own buffer. (The compiler
-    assumes that a buffer selected by a traced index aliases the one that is being read.) `overlapped`, which gets the
-    number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
-    """
-    strip, unroll = config.strip, config.strips_per_step
-    steps = config.block_k // strip // unroll
-    layouts = {"pre": (config.pre, refs.broadcast_pre), "post": (config.post, refs.broadcast_post)}
-    last_block_keys = config.keys - (config.blocks_k - 1) * config.block_k
-
-    def step(i: Array, _: None) -> None:
-        strips = []
-        for n in range(unroll):
-            start = pl.multiple_of((i * unroll + n) * strip, strip)
-            strips.append(Strip(start, strip, ((steps - 1) * unroll + n + 1) * strip > last_block_keys))
-        buffers = []
-        for n in range(unroll):
-            refs_of_step = [layouts[name][1] for name in composes]
-            buffers.append([None if ref is None else ref.at[n] for ref in refs_of_step])
-        for some, outs in zip(strips, buffers, strict=True):
-            for name, out in zip(composes, outs, strict=True):
-                broadcast_columns(config, layouts[name][0], refs.wk, some.rows, out)
-        if overlapped:
-            overlapped(i)
-        for some, outs in zip(strips, buffers, strict=True):
-            body(some, *outs)
-
-    jax.lax.fori_loop(0, steps, step, None)
-
-
-def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
-    """Return the buffers of broadcast key-wise weights by name, one buffer for each strip of a step."""
-    dtype = jnp.int32 if config.rounded else jnp.float32
-    return {
-        f"broadcast_{name}": pltpu.VMEM(
-            (config.strips_per_step, len(layout.key_columns(rounded=config.rounded)), config.strip, LANES), dtype
-        )
-        for name, layout in (("pre", config.pre), ("post", config.post))
-        if layout is not None and layout.key_runs
-    }  # fmt: skip
 
 
 def broadcast_rows(rows: Ref, out: Ref, count: int, block: int) -> None:
@@ -295,32 +247,6 @@ def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
     """Write k_h·q_hᵀ of each head h to out[h]; with v and dO it is the gradient of the composed weights."""
     for h in range(config.heads):
         out[h] = dot(k[0, : config.block_k, config.key_lanes(h)], q[0, config.query_lanes(h)], (1, 0))
-
-
-def visible(
-    config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None, lanes: slice | None = None
-) -> Array | None:
-    """Return which keys of a strip of key block `j` the queries of block `i` attend to; None if they attend to all.
-
-    `lanes` selects some queries of the block.
-    """
-    lanes = lanes or slice(0, config.block_q)
-    shape = (strip.size // 8, 8, lanes.stop - lanes.start)
-    conditions: list[Array] = []
-    if config.is_ordered or strip.may_pad:
-        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        key = row + (j * config.block_k + strip.start)
-        if config.is_ordered:
-            first_query = i * config.block_q + (config.first_query + lanes.start)
-            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
-            conditions.append(key <= query)
-            if config.window is not None:
-                conditions.append(key > query - config.window)
-        if strip.may_pad:
-            conditions.append(key < config.keys)
-    if mask is not None:
-        conditions.append(split(mask[0, strip.rows, lanes].astype(jnp.float32)) > 0.5)
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
 def logits(

@@ -79,6 +79,14 @@ def mix_keys(heads: int) -> int:
     return STRIP if heads <= LANES // STRIP and heads % 2 == 0 else 0
 
 
+def mix_keys_of_strips(config: KernelConfig) -> int:
+    """Return the keys of a block whose heads one matrix product mixes in kernels with several tiles; 0 for none."""
+    mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
+    pairs = config.block_k % (2 * config.strip * config.strips_per_step) == 0  # of steps, which one iteration computes
+    fits = config.heads % 2 == 0 and config.heads * config.strip <= 2 * LANES
+    return config.strip if mixes and pairs and fits and not config.is_single_tile else 0
+
+
 def backward_vmem_bytes(config: KernelConfig) -> int:
     """Estimate the bytes of VMEM of the gradient kernel, which uses the most of all kernels."""
     itemsize = jnp.dtype(config.dtype).itemsize
@@ -93,6 +101,11 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     windows = tokens * max(jnp.dtype(config.token_dtype).itemsize, 3)
     windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
     broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
+    if config.mix_keys:
+        matrices = sum(layout.mixes for layout in layouts) * config.heads * config.block_k * 4
+        windows += 2 * matrices * round_up(config.heads, SUBLANES)
+        stacked = config.heads * config.strip * config.block_q * 4
+        broadcast = matrices * config.heads + 4 * config.strips_per_step * stacked
     scratch = (
         plane * (16 + 2 * itemsize)
         + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
@@ -133,6 +146,7 @@ def make_config(
                 post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
                 mix_keys=0, compiled=True,
             )  # fmt: skip
+            config = config._replace(mix_keys=mix_keys_of_strips(config))
             if queries_per_pass <= queries and backward_vmem_bytes(config) <= vmem_bytes:
                 return interleaved(config, batch)
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
