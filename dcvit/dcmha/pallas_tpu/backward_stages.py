@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -81,7 +82,7 @@ def score_vectors(config: KernelConfig, refs: StageRefs, mask: Ref | None, b: in
         save(config, x, refs.x, b, queries)
         pre = query_compose(config, refs, "pre", refs.wq_rows, queries)
         if pre is None:
-            out = [plane * (config.scale * LOG2_E) for plane in x]
+            out: Iterable[Array] = [plane * (config.scale * LOG2_E) for plane in x]
         else:
             out, hidden = pre.compose(x)
             save_hidden(config, pre, hidden, refs.pre_hidden, b, queries)
@@ -105,14 +106,15 @@ def post_vectors(config: KernelConfig, refs: StageRefs, b: int) -> None:
     """Compute the composed weights W, and the gradient of P."""
     for queries in queries_of(config):
         post = query_compose(config, refs, "post", refs.wq_rows, queries)
-        out = planes(config, refs.p, b, queries)
+        p, g = planes(config, refs.p, b, queries), planes(config, refs.y, b, queries)
+        out: Iterable[Array] = p
         if post is not None:
-            out, hidden = post.compose(out)
+            out, hidden = post.compose(p)
             save_hidden(config, post, hidden, refs.post_hidden, b, queries)
         save_operand(config, add_mixed(config, refs.mix_post, out, refs.mixed, b, queries), refs.w, b, queries)
-        out = planes(config, refs.y, b, queries)
+        out = g
         if post is not None:
-            out, hidden = post.transposed(out)
+            out, hidden = post.transposed(g)
             save_hidden(config, post, hidden, refs.g_hidden, b, queries)
         save(config, add_mixed(config, refs.mix_post, out, refs.mixed_back, b, queries), refs.dp, b, queries)
 
@@ -150,9 +152,10 @@ def logit_vectors(config: KernelConfig, refs: StageRefs, b: int) -> None:
     """Compute the gradients of the scores."""
     for queries in queries_of(config):
         pre = query_compose(config, refs, "pre", refs.wq_rows, queries)
-        out = planes(config, refs.dl, b, queries)
+        g = planes(config, refs.dl, b, queries)
+        out: Iterable[Array] = g
         if pre is not None:
-            out, hidden = pre.transposed(out)
+            out, hidden = pre.transposed(g)
             save_hidden(config, pre, hidden, refs.g_hidden, b, queries)
         save_operand(config, add_mixed(config, refs.mix_pre, out, refs.mixed, b, queries), refs.da, b, queries)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -17,6 +17,7 @@ from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals, matrix_gradients
 from dcvit.dcmha.pallas_tpu.strips import Strip, mix, over_strips, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import (
     HiddenPlanes,
+    StoredPlanes,
     StripCompose,
     TileRefs,
     broadcast_rows,
@@ -79,25 +80,28 @@ class GradientRefs(BackwardRefs):
     gq_acc: Ref | None = None  # gradients of query-wise weights of all queries
 
 
-def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> list[Array]:
+def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> StoredPlanes:
     """Return the planes of all heads in a strip."""
-    return [split(ref[h, strip.rows, queries]) for h in range(config.heads)]
+    return StoredPlanes(lambda h: split(ref[h, strip.rows, queries]), config.heads)
 
 
-def all_planes(config: KernelConfig, ref: Ref, strip: Strip) -> list[Array]:
+def all_planes(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
     """Return the planes of all heads in a strip for all queries of the tile."""
     return planes(config, ref, strip, slice(0, config.block_q))
 
 
 def attention_weights(
     config: KernelConfig, refs: BackwardRefs, i: Index, j: Index, strip: Strip, buffer: Ref | None, queries: slice
-) -> list[Array]:
-    """Return the attention weights P of a strip; store the hidden planes of the pre-compose if they have a buffer."""
+) -> Iterator[Array]:
+    """Return the attention weights P of a strip, one head after the other.
+
+    The hidden planes of the pre-compose are stored if they have a buffer.
+    """
     pre = strip_compose(config, refs, "pre", buffer, queries)
     a = planes(config, refs.x, strip, queries)
     out, hidden = logits(config, a, pre, visible(config, i, j, strip, refs.mask, queries))
     save_hidden(pre, hidden, refs.pre_hidden, strip, queries)
-    return [jnp.exp2(out[h] - refs.m[h, :, queries][None]) for h in range(config.heads)]
+    return (jnp.exp2(x - refs.m[h, :, queries][None]) for h, x in enumerate(out))
 
 
 def save_hidden(
@@ -127,18 +131,18 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
         scores(config, refs.v, refs.do, refs.y)
 
         def product(strip: Strip, out: Ref) -> None:
-            mix(config, refs, refs.mix_pre, all_planes(config, refs.x, strip), strip, out.at[0])
-            mix(config, refs, refs.mix_post_back, all_planes(config, refs.y, strip), strip, out.at[1])
+            mix(config, refs, refs.mix_pre, stack(config, all_planes(config, refs.x, strip)), strip, out.at[0])
+            mix(config, refs, refs.mix_post_back, stack(config, all_planes(config, refs.y, strip)), strip, out.at[1])
 
         def add(strip: Strip, buffers: Sequence[Ref | None]) -> None:
             for queries in queries_together(config):
                 p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
                 post = strip_compose(config, refs, "post", buffers[1], queries)
-                dp = planes(config, refs.y, strip, queries)
+                dp: Iterable[Array] = planes(config, refs.y, strip, queries)
                 if post is not None:
-                    dp, _ = post.transposed(dp)
-                for h in range(config.heads):
-                    refs.d[h, :, queries] += jnp.sum(p[h] * dp[h], axis=0)
+                    dp, _ = post.transposed(planes(config, refs.y, strip, queries))
+                for h, (x, y) in enumerate(zip(p, dp, strict=True)):
+                    refs.d[h, :, queries] += jnp.sum(x * y, axis=0)
 
         over_strips(config, refs, ("pre", "post"), add, product)
 
@@ -151,7 +155,7 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
 def post_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
     """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
     if refs.mix_post is not None:
-        p, g = all_planes(config, refs.p, strip), all_planes(config, refs.y, strip)
+        p, g = (stack(config, all_planes(config, ref, strip)) for ref in (refs.p, refs.y))
         mix(config, refs, refs.mix_post, p, strip, out.at[0])
         mix(config, refs, refs.mix_post_back, g, strip, out.at[1])
         add_matrix_gradient(config, existing(refs.dmix_post), p, g, strip)
@@ -159,41 +163,43 @@ def post_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: R
 
 def pre_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
     """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
-    g = logit_gradients(config, refs, strip, slice(0, config.block_q))
-    for h in range(config.heads):
-        refs.y[h, strip.rows, :] = join(g[h])
+    for h, x in enumerate(logit_gradients(config, refs, strip, slice(0, config.block_q))):
+        refs.y[h, strip.rows, :] = join(x)
     if refs.mix_pre is not None:
+        a, g = (stack(config, all_planes(config, ref, strip)) for ref in (refs.x, refs.y))
         mix(config, refs, refs.mix_pre_back, g, strip, out.at[0])
-        add_matrix_gradient(config, existing(refs.dmix_pre), all_planes(config, refs.x, strip), g, strip)
+        add_matrix_gradient(config, existing(refs.dmix_pre), a, g, strip)
 
 
-def add_matrix_gradient(config: KernelConfig, out: Ref, a: Sequence[Array], g: Sequence[Array], strip: Strip) -> None:
-    """Add the gradient of the matrices of a strip, for inputs `a` and output gradients `g` of a compose."""
-    diagonals(config, dot(stack(config, g), stack(config, a), (1, 1)), out.at[strip.number], add=True)
+def add_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
+    """Add the gradient of the matrices of a strip, for stacked inputs `a` and output gradients `g` of a compose."""
+    diagonals(config, dot(g, a, (1, 1)), out.at[strip.number], add=True)
 
 
-def logit_gradients(config: KernelConfig, refs: GradientRefs, strip: Strip, queries: slice) -> list[Array]:
+def logit_gradients(config: KernelConfig, refs: GradientRefs, strip: Strip, queries: slice) -> StoredPlanes:
     """Return the gradients P·(dP - delta) of the logits of a strip."""
     p, dp = planes(config, refs.p, strip, queries), planes(config, refs.dp, strip, queries)
-    return [p[h] * (dp[h] - refs.d[h, :, queries][None]) for h in range(config.heads)]
+    return StoredPlanes(lambda h: p[h] * (dp[h] - refs.d[h, :, queries][None]), config.heads)
 
 
 def post_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
     """Compute W and dP of a strip from P and dW, and store the hidden planes of both."""
     for queries in queries_together(config):
-        # Loading planes twice uses fewer registers than keeping them.
-        w, dp = planes(config, refs.p, strip, queries), planes(config, refs.y, strip, queries)
+        p, dw = planes(config, refs.p, strip, queries), planes(config, refs.y, strip, queries)
+        w: Iterable[Array] = p
+        dp: Iterable[Array] = dw
         post = strip_compose(config, refs, "post", buffers[0], queries)
         if post is not None:
-            w, hidden = post.compose(w)
+            w, hidden = post.compose(p)
             save_hidden(post, hidden, refs.post_hidden, strip, queries)
+        for h, x in enumerate(w):
+            refs.w[h, strip.rows, queries] = join(x).astype(refs.w.dtype)
         back = strip_compose(config, refs, "post", buffers[-1], queries)
         if back is not None:
-            dp, hidden = back.transposed(dp)
+            dp, hidden = back.transposed(dw)
             save_hidden(back, hidden, refs.g_hidden, strip, queries)
-        for h in range(config.heads):
-            refs.w[h, strip.rows, queries] = join(w[h]).astype(refs.w.dtype)
-            refs.dp[h, strip.rows, queries] = join(dp[h])
+        for h, x in enumerate(dp):
+            refs.dp[h, strip.rows, queries] = join(x)
 
 
 def pre_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
@@ -201,17 +207,17 @@ def pre_strip(config: KernelConfig, refs: GradientRefs, strip: Strip, buffers: S
     for queries in queries_together(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
         if config.mix_keys:
-            dl = planes(config, refs.y, strip, queries)
+            dl: Sequence[Array] = planes(config, refs.y, strip, queries)
         else:
-            dl = logit_gradients(config, refs, strip, queries)
-        da = dl
+            dl = list(logit_gradients(config, refs, strip, queries))
+            for h, x in enumerate(dl):
+                refs.y[h, strip.rows, queries] = join(x)
+        da: Iterable[Array] = dl
         if pre is not None:
             da, hidden = pre.transposed(dl)
             save_hidden(pre, hidden, refs.g_hidden, strip, queries)
-        for h in range(config.heads):
-            if not config.mix_keys:
-                refs.y[h, strip.rows, queries] = join(dl[h])
-            refs.da[h, strip.rows, queries] = join(da[h]).astype(refs.da.dtype)
+        for h, x in enumerate(da):
+            refs.da[h, strip.rows, queries] = join(x).astype(refs.da.dtype)
 
 
 def weight_products(
@@ -282,13 +288,13 @@ def tile_gradients(config: KernelConfig, refs: GradientRefs, i: Index, j: Index)
     scores(config, refs.v, refs.do, refs.y)
 
     def product(strip: Strip, out: Ref) -> None:
-        mix(config, refs, refs.mix_pre, all_planes(config, refs.x, strip), strip, out.at[0])
+        mix(config, refs, refs.mix_pre, stack(config, all_planes(config, refs.x, strip)), strip, out.at[0])
 
     def attend(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
             p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
-            for h in range(config.heads):
-                refs.p[h, strip.rows, queries] = join(p[h])
+            for h, x in enumerate(p):
+                refs.p[h, strip.rows, queries] = join(x)
 
     def layout(compose: ComposeLayout) -> ComposeLayout:  # of the weights whose gradients are sums of products
         return compose.query_only() if config.mix_keys else compose

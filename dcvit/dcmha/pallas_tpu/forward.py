@@ -25,8 +25,9 @@ from dcvit.dcmha.pallas_tpu.config import (
     query_spec,
 )
 from dcvit.dcmha.pallas_tpu.matrices import with_matrices
-from dcvit.dcmha.pallas_tpu.strips import Strip, broadcast_scratch, mix, mixed_scratch, over_strips, visible
+from dcvit.dcmha.pallas_tpu.strips import Strip, broadcast_scratch, mix, mixed_scratch, over_strips, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import (
+    StoredPlanes,
     TileRefs,
     dot,
     join,
@@ -64,18 +65,18 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
     scores(config, refs.k, refs.q, refs.x.at[slot])
     step_keys = config.strip * config.strips_per_step
 
-    def planes(strip: Strip, queries: slice) -> list[Array]:
-        return [split(refs.x[slot, h, strip.rows, queries]) for h in range(config.heads)]
+    def planes(strip: Strip, queries: slice) -> StoredPlanes:
+        return StoredPlanes(lambda h: split(refs.x[slot, h, strip.rows, queries]), config.heads)
 
     def product(strip: Strip, out: Ref) -> None:
-        mix(config, refs, refs.mix_pre, planes(strip, slice(0, config.block_q)), strip, out.at[0])
+        mix(config, refs, refs.mix_pre, stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0])
 
     def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
             pre = strip_compose(config, refs, "pre", buffers[0], queries)
             out, _ = logits(config, planes(strip, queries), pre, visible(config, i, j, strip, refs.mask, queries))
-            for h in range(config.heads):
-                refs.x[slot, h, strip.rows, queries] = join(out[h])
+            for h, x in enumerate(out):
+                refs.x[slot, h, strip.rows, queries] = join(x)
 
     def count_previous_step(step: Array) -> None:
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
@@ -113,22 +114,21 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
         return jnp.exp2(split(refs.x[slot, h, strip.rows, queries]) - refs.m[h, :, queries][None])
 
     def product(strip: Strip, out: Ref) -> None:
-        p = [weights(strip, h, slice(0, config.block_q)) for h in range(config.heads)]
-        for h, x in enumerate(p):
-            out[1, strip_rows(config, h), :] = join(x)
-        mix(config, refs, refs.mix_post, p, strip, out.at[0])
+        for h in range(config.heads):
+            out[1, strip_rows(config, h), :] = join(weights(strip, h, slice(0, config.block_q)))
+        mix(config, refs, refs.mix_post, out[1].astype(config.operand_dtype), strip, out.at[0])
+
+    def computed(strip: Strip, buffers: Sequence[Ref | None], queries: slice) -> Sequence[Array]:
+        if config.mix_keys:
+            return StoredPlanes(lambda h: existing(buffers[1])[:, strip_rows(config, h), queries], config.heads)
+        return [weights(strip, h, queries) for h in range(config.heads)]
 
     def compose_weights(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
             post = strip_compose(config, refs, "post", buffers[0], queries)
-            if config.mix_keys:
-                p = [split(existing(buffers[1])[strip_rows(config, h), queries]) for h in range(config.heads)]
-            else:
-                p = [weights(strip, h, queries) for h in range(config.heads)]
-            if post is not None:
-                p, _ = post.compose(p)
-            for h in range(config.heads):
-                refs.w[h, strip.rows, queries] = join(p[h]).astype(refs.w.dtype)
+            p = computed(strip, buffers, queries)
+            for h, x in enumerate(p if post is None else post.compose(p)[0]):
+                refs.w[h, strip.rows, queries] = join(x).astype(refs.w.dtype)
 
     over_strips(config, refs, ("post",), compose_weights, product)
     v = refs.v[

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def pre_vectors(config: KernelConfig, refs: ExampleRefs, e: Index, b: int) -> No
     for queries in queries_of(config):
         x = planes(config, refs.x, b, queries)
         pre = query_compose(config, refs, "pre", refs.wq_rows, queries)
-        y = pre.compose(x)[0] if pre is not None else [plane * (config.scale * LOG2_E) for plane in x]
+        y: Iterable[Array] = [plane * (config.scale * LOG2_E) for plane in x] if pre is None else pre.compose(x)[0]
         y = add_mixed(config, refs.mix_pre, y, refs.mixed, b, queries)
         seen = visible_keys(config, mask, b, queries)
         save(config, y if seen is None else [jnp.where(seen, x, MASKED_SCORE) for x in y], refs.y, b, queries)
@@ -149,7 +150,7 @@ def post_vectors(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
     for queries in queries_of(config):
         p = ring_planes(config, refs.p, b, queries)
         post = query_compose(config, refs, "post", refs.wq_late, queries)
-        w = p if post is None else post.compose(p)[0]
+        w: Iterable[Array] = p if post is None else post.compose(p)[0]
         w = add_mixed(config, refs.mix_post, w, refs.mixed, b, queries)
         save_operand(config, w, refs.w, b, queries)
 

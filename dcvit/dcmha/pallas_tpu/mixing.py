@@ -12,6 +12,8 @@ The matrices are kept as rows n of columns (h, s); `block` repeats each row for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -68,19 +70,32 @@ def build(
     """
     layout = existing(config.pre if which == "pre" else config.post)
     keys, heads = config.mix_keys, config.heads
-    per_register, lane, blocks = LANES // keys, _iota(1), out.shape[0]
+    per_register, blocks = LANES // keys, out.shape[0]
     for first in range(0, heads, SUBLANES):
         for start in range(cdiv(blocks, per_register)):
             columns = slice(start * LANES, (start + 1) * LANES)
             planes = _planes(config, layout, wk, static, first, columns, transposed)
+            by_block = [swap_blocks(config, planes[n : n + per_register]) for n in range(0, heads, per_register)]
             for b in range(start * per_register, min((start + 1) * per_register, blocks)):
-                moved = [pltpu.roll(plane, (h - b) * keys % LANES, axis=1) for h, plane in enumerate(planes)]
                 for n in range(0, heads, per_register):
-                    x = moved[n]
-                    for h, plane in enumerate(moved[n + 1 : n + per_register], 1):
-                        x = jnp.where(jax.lax.div(lane, keys) == h, plane, x)
-                    lanes = slice(n * keys, n * keys + LANES)
+                    x, lanes = by_block[n // per_register][b % per_register], slice(n * keys, n * keys + LANES)
                     out[b, first : first + SUBLANES, lanes] = _twice(config, x) if config.rounded else x
+
+
+def swap_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
+    """Return registers whose block c of `mix_keys` lanes, in register r, is block r of register c of `some`.
+
+    Missing registers are zeros. Each step swaps the blocks of pairs of registers whose numbers differ in one bit.
+    """
+    keys, count = config.mix_keys, LANES // config.mix_keys
+    found = [*some, *[jnp.zeros((SUBLANES, LANES), jnp.float32)] * (count - len(some))]
+    for bit in (1 << n for n in range(count.bit_length() - 1)):
+        upper, shift = _iota(1) & (bit * keys) != 0, bit * keys
+        for r in (r for r in range(count) if not r & bit):
+            x, y = found[r], found[r + bit]
+            found[r] = jnp.where(upper, pltpu.roll(y, shift, axis=1), x)
+            found[r + bit] = jnp.where(upper, y, pltpu.roll(x, LANES - shift, axis=1))
+    return found
 
 
 def _planes(

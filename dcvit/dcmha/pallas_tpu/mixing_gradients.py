@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
-from dcvit.dcmha.pallas_tpu.mixing import width
+from dcvit.dcmha.pallas_tpu.mixing import swap_blocks, width
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 
@@ -68,13 +68,12 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
     blocks = range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))
     group = jax.lax.div(half * SUBLANES + ((sublane - lane) & (SUBLANES - 1)), per_group)
     planes = []
-    for h in range(config.heads):
-        plane, start = jnp.zeros((SUBLANES, LANES), jnp.float32), h * keys // LANES * LANES
-        for b, number in enumerate(blocks):
-            x, shift = packed[number, half, :, start : start + LANES], (b - h) * keys % LANES
-            plane = jnp.where(jax.lax.div(lane, keys) == b, pltpu.roll(x, shift, axis=1) if shift else x, plane)
-        planes.append(plane if config.groups == 1 else jnp.where(group == h // per_group, plane, 0.0))
-    return planes
+    for start in range(0, packed.shape[3], LANES):
+        planes += swap_blocks(config, [packed[b, half, :, start : start + LANES] for b in blocks])
+    planes = planes[: config.heads]
+    if config.groups == 1:
+        return planes
+    return [jnp.where(group == h // per_group, plane, 0.0) for h, plane in enumerate(planes)]
 
 
 def matrix_gradients(

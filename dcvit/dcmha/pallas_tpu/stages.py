@@ -8,7 +8,7 @@ Blocks are unrolled: all addresses are static, and the compiler sees that the bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def query_compose(
 
 
 def add_mixed(
-    config: KernelConfig, matrices: Ref | None, some: Sequence[Array], mixed: Ref, b: int, queries: slice
+    config: KernelConfig, matrices: Ref | None, some: Iterable[Array], mixed: Ref, b: int, queries: slice
 ) -> list[Array]:
     """Return planes with their key-wise part, if there is one."""
     if matrices is None:

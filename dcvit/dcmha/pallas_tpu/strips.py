@@ -123,21 +123,20 @@ def over_mixed_strips(
             compute(i + 1, 1 - half)
             if overlapped:
                 overlapped(i)
-            for n, strip in enumerate(strips_of(config, i)):
-                body(strip, [buffers.at[half, n, plane] for plane in range(buffers.shape[2])])
+            strips = strips_of(config, i)
+            together = Strip(strips[0].start, len(strips) * config.strip, any(strip.may_pad for strip in strips))
+            body(together, [buffers.at[half, :, plane] for plane in range(buffers.shape[2])])
 
     compute(0, 0)
     jax.lax.fori_loop(0, steps(config) // 2, two_steps, None)
 
 
-def mix(
-    config: KernelConfig, refs: TileRefs, matrices: Ref | None, planes: Sequence[Array], strip: Strip, out: Ref
-) -> None:
-    """Write the product of the matrices of a strip with the planes of all heads to `out`, if there are matrices."""
+def mix(config: KernelConfig, refs: TileRefs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref) -> None:
+    """Write the product of the matrices of a strip with the `stack` of all heads to `out`, if there are matrices."""
     if matrices is not None:
         number = jnp.minimum(strip.number, matrices.shape[1] - 1)
         matrix = mixing.block(config, matrices.at[0], existing(refs.diagonal), number)
-        out[...] = dot(matrix, stack(config, planes), (1, 0))
+        out[...] = dot(matrix, operand, (1, 0))
 
 
 def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,6 +68,21 @@ def total(terms: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, terms)
 
 
+class StoredPlanes(Sequence[Array]):
+    """Planes of all heads that are loaded where they are used, which takes fewer registers than keeping them."""
+
+    def __init__(self, load: Callable[[int], Array], heads: int):
+        self.load, self.heads = load, heads
+
+    def __getitem__(self, h: int) -> Array:  # type: ignore[override]
+        if h >= self.heads:
+            raise IndexError
+        return self.load(h)
+
+    def __len__(self) -> int:
+        return self.heads
+
+
 class StripCompose:
     """One compose applied to one strip of keys.
 
@@ -116,19 +131,18 @@ class StripCompose:
         """Return Σ_n a_n·w[r, n] over the heads n of each group, for the weights w that begin at the two offsets."""
         heads, layout = self.config.heads, self.layout
 
-        def planes(get: Callable[[int, int], Array], start: int | None, rank: int) -> list[list[Array]]:
-            if start is None:
-                return []
-            return [
-                [
-                    total([a[n] * get(start + r * heads, n) for n in self.group(g)])
-                    for g in range(self.config.groups)
-                ]
-                for r in range(rank)
-            ]  # fmt: skip
-
-        query = planes(self.query_weight, query_start, layout.query_rank)
-        return HiddenPlanes(query, planes(self.key_weight, key_start, layout.key_rank))
+        sides = [(self.query_weight, query_start, layout.query_rank), (self.key_weight, key_start, layout.key_rank)]
+        found: list[list[list[Array]]] = [[[] for _ in range(0 if start is None else rank)] for _, start, rank in sides]
+        for n in range(heads):
+            x = a[n]
+            for (get, start, _), planes in zip(sides, found, strict=True):
+                for r, by_group in enumerate(planes):
+                    term = x * get(existing(start) + r * heads, n)
+                    if n % self.per_group == 0:
+                        by_group.append(term)
+                    else:
+                        by_group[-1] = by_group[-1] + term
+        return HiddenPlanes(*found)
 
     def gate(self, h: int) -> Array | None:
         """Return the sum of both gates of a head, or None if the compose has no gate."""
@@ -142,12 +156,12 @@ class StripCompose:
     def mix(
         self, a: Sequence[Array], hidden: HiddenPlanes, query_start: int | None, key_start: int | None,
         *, transposed: bool,
-    ) -> list[Array]:  # fmt: skip
-        """Return a_h·gate_h + Σ_r hidden_r·w[r, h] + Σ_n a_n·static[n, h] for each head h (Eqn 7).
+    ) -> Iterator[Array]:  # fmt: skip
+        """Yield a_h·gate_h + Σ_r hidden_r·w[r, h] + Σ_n a_n·static[n, h] for each head h (Eqn 7).
 
         The dynamic projections w begin at the two offsets. `transposed` uses static[h, n].
         """
-        heads, out = self.config.heads, []
+        heads = self.config.heads
         for h in range(heads):
             g, gate, skip = h // self.per_group, self.gate(h), self.layout.skip_factor
             # A gate contains the skip connection and its factor.
@@ -162,17 +176,16 @@ class StripCompose:
                     for n in self.group(g)
                 ]  # fmt: skip
             if self.mixed is not None:
-                terms.append(split(self.mixed[strip_rows(self.config, h), :]))
-            out.append(total(terms))
-        return out
+                terms.append(self.mixed[:, strip_rows(self.config, h), :])
+            yield total(terms)
 
-    def compose(self, a: Sequence[Array]) -> tuple[list[Array], HiddenPlanes]:
-        """Return the composition of the heads `a`, and its hidden planes."""
+    def compose(self, a: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
+        """Return the composition of the heads `a`, one after the other, and its hidden planes."""
         query, key = self.layout.query, self.layout.key
         hidden = self.hidden(a, query.down, key.down)
         return self.mix(a, hidden, query.up, key.up, transposed=False), hidden
 
-    def transposed(self, g: Sequence[Array]) -> tuple[list[Array], HiddenPlanes]:
+    def transposed(self, g: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
         """Return the gradient of the compose's input from the gradient `g` of its output, and its hidden planes."""
         query, key = self.layout.query, self.layout.key
         hidden = self.hidden(g, query.up, key.up)
@@ -201,7 +214,7 @@ def strip_compose(
     registers = slice(queries.start // LANES, queries.stop // LANES)
     rows = None if refs.wq is None else refs.wq.at[:, registers]
     if config.mix_keys:
-        mixed = existing(buffer).at[:, queries] if layout.mixes else None
+        mixed = existing(buffer).at[:, :, queries] if layout.mixes else None
         return StripCompose(config, layout.query_only(), rows, mixed=mixed)
     return StripCompose(config, layout, rows, buffer, static_ref)
 
@@ -251,13 +264,14 @@ def scores(config: KernelConfig, k: Ref, q: Ref, out: Ref) -> None:
 
 def logits(
     config: KernelConfig, a: Sequence[Array], pre: StripCompose | None, mask: Array | None
-) -> tuple[list[Array], HiddenPlanes]:
+) -> tuple[Iterable[Array], HiddenPlanes]:
     """Return composed and masked scores in units of log 2, and the hidden planes.
 
     The packed weights of the pre-compose include the factor scale·log2(e).
     """
     if pre is None:
-        out, hidden = [x * (config.scale * LOG2_E) for x in a], HiddenPlanes([], [])
+        out: Iterator[Array] = (x * (config.scale * LOG2_E) for x in a)
+        hidden = HiddenPlanes([], [])
     else:
         out, hidden = pre.compose(a)
-    return out if mask is None else [jnp.where(mask, x, MASKED_SCORE) for x in out], hidden
+    return out if mask is None else (jnp.where(mask, x, MASKED_SCORE) for x in out), hidden

@@ -146,7 +146,9 @@ def make_config(
                 post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
                 mix_keys=0, compiled=True,
             )  # fmt: skip
-            config = config._replace(mix_keys=mix_keys_of_strips(config))
+            mixed = config._replace(strips_per_step=max(together, 2))
+            if keys_of_matrices := mix_keys_of_strips(mixed):
+                config = mixed._replace(mix_keys=keys_of_matrices)
             if queries_per_pass <= queries and backward_vmem_bytes(config) <= vmem_bytes:
                 return interleaved(config, batch)
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
