@@ -17,6 +17,7 @@ from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.pallas_tpu import api, tiling
 
 # Small, since each access to VMEM is a callback of the interpreter. `tile` is (Bq, Bk), and queries per backward pass.
+# In a case with several tiles that is "mixed", the matrix unit mixes heads.
 CASES = {
     "single tile": {"queries": 10, "batch": 2, "rank": 1, "tile": (128, 16)},
     "cross, groups, padding": {
@@ -33,6 +34,14 @@ CASES = {
     "blocks, window": {"queries": 132, "window": 20, "branches": "qg", "tile": (128, 48)},
     "blocks, masks, static": {
         "queries": 12, "keys": 40, "batch": 2, "mask": (2, 1, 12, 40), "branches": "s", "tile": (128, 16),
+    },
+    "blocks, mixed, causal, passes": {
+        "queries": 132, "keys": 40, "heads": 4, "groups": 2, "causal": True, "branches": "qkpgs", "post": "kgs",
+        "rank": 1, "tile": (128, 32, 128), "mixed": True,
+    },
+    "blocks, mixed, window, shared keys": {
+        "queries": 132, "keys": 20, "heads": 4, "key_heads": 2, "window": 20, "branches": "kpg", "post": "qkpg",
+        "mask": (1, 1, 132, 20), "tile": (128, 16), "mixed": True,
     },
     "interleaved examples": {
         "queries": 9, "keys": 11, "batch": 8, "head_dim": 64, "mask": (8, 1, 9, 11), "branches": "qkp", "post": "qkgs",
@@ -54,11 +63,12 @@ FULL = {  # the same with every dynamic branch in both composes, and the tiles t
 INTERPRETER = pltpu.InterpretParams()
 
 
-def set_tile(monkeypatch, tile):
-    """Replace the choice of blocks by `tile`."""
+def set_tile(monkeypatch, tile, mixed):
+    """Replace the choice of blocks by `tile`, and say if the matrix unit mixes heads."""
     if tile is None:
         return
-    replace_config(monkeypatch, **dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False)))
+    changes = {"mix_keys": tiling.STRIP} if mixed else {}
+    replace_config(monkeypatch, **dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False)), **changes)
 
 
 def replace_config(monkeypatch, **changes):
@@ -74,7 +84,7 @@ def run(case, interpret, dtype=jnp.float32, *, rounded=False):
     """
     case = dict(case)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        set_tile(monkeypatch, case.pop("tile", None))
+        set_tile(monkeypatch, case.pop("tile", None), case.pop("mixed", False))
         if rounded:
             replace_config(monkeypatch, rounded=True)
         args, options = random_case(**case, dtype=dtype)
@@ -115,9 +125,7 @@ def test_bfloat16_is_close_to_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["interleaved examples", pytest.param("blocks, causal, passes", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", ["interleaved examples", "blocks, mixed, window, shared keys"])
 def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(name):
     (out, gradients), expected = run(CASES[name], INTERPRETER, rounded=True)
     errors = relative_errors((out, gradients), expected)
@@ -147,7 +155,8 @@ def check_without_races(monkeypatch, name, case):
     watched = watch_races(monkeypatch)
     errors = relative_errors(*run(case, DETECT_RACES))
     assert worst(errors) < 2e-5, errors
-    assert len(watched) == (3 if "blocks" in name else 2) + ("passes" in name)  # the kernels of forward and backward
+    kernels = (3 if "blocks" in name else 2) + ("passes" in name) + 2 * ("mixed" in name)
+    assert len(watched) == kernels  # of forward and backward
     assert not any(kernel.races_found for kernel in watched)
 
 
@@ -188,6 +197,14 @@ def test_several_strips_per_step_equal_the_reference(monkeypatch, case):
     monkeypatch.setattr(tiling, "strips_per_step", lambda heads, keys: 3)
     monkeypatch.setattr(api, "by_platform", lambda f, config, inputs, interpret: f(config, inputs, interpret))
     errors = relative_errors(*run({**case, "mask": (1, 1, 1, 70)}, INTERPRETER))
+    assert worst(errors) < 2e-5, errors
+
+
+@pytest.mark.exhaustive
+def test_matrices_of_several_registers_of_columns_equal_the_reference():
+    """18 heads of 8 keys have 144 columns."""
+    case = {"queries": 132, "keys": 16, "heads": 18, "branches": "kpg", "rank": 1, "tile": (128, 16), "mixed": True}
+    errors = relative_errors(*run(case, INTERPRETER))
     assert worst(errors) < 2e-5, errors
 
 
@@ -236,7 +253,7 @@ def test_forward_and_backward_are_lowered_to_mosaic(batch, dtype):
 # dcvit/models/presets.py. scripts/compile_kernels.py compiles all of them.
 COMPILED = {
     "v5e:2x2": [(6, 64, 197, None, 8), (16, 72, 196, None, 1), (16, 64, 2048, 256, 1)],
-    "v6e:2x2": [(6, 64, 196, None, 8)],
+    "v6e:2x2": [(6, 64, 196, None, 8), (32, 80, 2048, 256, 1)],
     "v5p:2x2x1": [(16, 64, 2048, 0, 1), (6, 64, 197, None, 16)],
 }
 
