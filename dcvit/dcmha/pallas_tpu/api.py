@@ -6,10 +6,14 @@ row statistics, phase 1 the output. Between the phases it keeps the scores in VM
 otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
 step. Blocks that no query attends to are neither fetched nor computed.
 
+With several tiles, and at most 32 heads of an even number, the matrix unit computes the key-wise branches
+(`dcvit.dcmha.pallas_tpu.mixing`), one step of a loop ahead of the vector operations (`dcvit.dcmha.pallas_tpu.strips`).
+A small kernel computes the matrices of all keys once (`dcvit.dcmha.pallas_tpu.matrices`).
+
 Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
-(`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit
-(`dcvit.dcmha.pallas_tpu.mixing`) and overlap the matrix products of an example with the vector operations of its
-neighbor (`forward_examples`, `backward_examples`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
+(`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit, too, and overlap the
+matrix products of an example with the vector operations of its neighbor (`forward_examples`, `backward_examples`).
+`dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
 Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The

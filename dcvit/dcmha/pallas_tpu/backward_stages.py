@@ -29,7 +29,7 @@ from dcvit.dcmha.pallas_tpu.stages import (
     visible_keys,
 )
 from dcvit.dcmha.pallas_tpu.strips import stack
-from dcvit.dcmha.pallas_tpu.tile import HiddenPlanes, StripCompose, TileRefs, dot, split
+from dcvit.dcmha.pallas_tpu.tile import HiddenPlanes, StoredPlanes, StripCompose, TileRefs, dot, split
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 
@@ -57,7 +57,7 @@ class StageRefs(TileRefs):
     dmix_post: Ref | None = None
 
 
-def complete(config: KernelConfig, ref: Ref, b: int) -> list[Array]:
+def complete(config: KernelConfig, ref: Ref, b: int) -> StoredPlanes:
     """Return the planes of all heads in a block of keys for all queries."""
     return planes(config, ref, b, slice(0, config.block_q))
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, KernelConfig, Which
 from dcvit.dcmha.pallas_tpu.strips import Strip, stack, visible
-from dcvit.dcmha.pallas_tpu.tile import StripCompose, TileRefs, dot, join, split
+from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, StripCompose, TileRefs, dot, join, split
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 Work: TypeAlias = Callable[[], None]
@@ -84,14 +84,14 @@ def queries_of(config: KernelConfig) -> list[slice]:
     return [slice(start, start + LANES) for start in range(0, config.block_q, LANES)]
 
 
-def planes(config: KernelConfig, ref: Ref, b: int, queries: slice) -> list[Array]:
+def planes(config: KernelConfig, ref: Ref, b: int, queries: slice) -> StoredPlanes:
     """Return the planes of all heads in a block of keys."""
-    return [split(ref[h, keys_of(config, b), queries]) for h in range(config.heads)]
+    return StoredPlanes(lambda h: split(ref[h, keys_of(config, b), queries]), config.heads)
 
 
-def ring_planes(config: KernelConfig, ref: Ref, b: int, queries: slice) -> list[Array]:
+def ring_planes(config: KernelConfig, ref: Ref, b: int, queries: slice) -> StoredPlanes:
     """Return the planes of all heads from a ring."""
-    return [split(ref[slot(b), keys_of(config, h), queries]) for h in range(config.heads)]
+    return StoredPlanes(lambda h: split(ref[slot(b), keys_of(config, h), queries]), config.heads)
 
 
 def operand_scratch(config: KernelConfig) -> pl.MemoryRef:
