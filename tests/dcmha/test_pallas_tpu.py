@@ -252,9 +252,9 @@ def test_forward_and_backward_are_lowered_to_mosaic(batch, dtype):
 # Heads, dimensions, tokens, window (0: causal over all keys) and batch of variants of the ViT and of presets in
 # dcvit/models/presets.py. scripts/compile_kernels.py compiles all of them.
 COMPILED = {
-    "v5e:2x2": [(6, 64, 197, None, 8), (16, 72, 196, None, 1), (16, 64, 2048, 256, 1)],
-    "v6e:2x2": [(6, 64, 196, None, 8), (32, 80, 2048, 256, 1)],
-    "v5p:2x2x1": [(16, 64, 2048, 0, 1), (6, 64, 197, None, 16)],
+    "v5e:2x2": [(6, 64, 197, None, 8), (16, 64, 2048, 256, 1)],
+    "v6e:2x2": [(32, 80, 2048, 256, 1)],
+    "v5p:2x2x1": [(16, 64, 2048, 0, 1), (16, 72, 196, None, 1)],
 }
 
 

@@ -1,4 +1,4 @@
-"""Fused TPU kernels of DCMHA: one forward, and one or two backward. No array of size H×T×S is written to HBM.
+"""Fused TPU kernels of DCMHA, forward and backward. No array of size H×T×S is written to HBM.
 
 A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VMEM; `dcvit.dcmha.pallas_tpu.tile`
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
@@ -6,9 +6,10 @@ row statistics, phase 1 the output. Between the phases it keeps the scores in VM
 otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
 step. Blocks that no query attends to are neither fetched nor computed.
 
-With several tiles, and at most 32 heads of an even number, the matrix unit computes the key-wise branches
+With several tiles, and an even number of heads, at most 32, the matrix unit computes the key-wise branches
 (`dcvit.dcmha.pallas_tpu.mixing`), one step of a loop ahead of the vector operations (`dcvit.dcmha.pallas_tpu.strips`).
-A small kernel computes the matrices of all keys once (`dcvit.dcmha.pallas_tpu.matrices`).
+`dcvit.dcmha.pallas_tpu.tiling.mixed_by_matrices` has the rule. In each pass, a small kernel computes the matrices of
+all keys before (`dcvit.dcmha.pallas_tpu.matrices`).
 
 Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
 (`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit, too, and overlap the

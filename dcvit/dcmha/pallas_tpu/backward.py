@@ -24,15 +24,15 @@ from dcvit.dcmha.pallas_tpu.config import (
     KernelConfig,
     block_specs,
     conditions,
+    hidden_planes,
     key_shape,
     key_spec,
     query_shape,
     query_spec,
 )
-from dcvit.dcmha.pallas_tpu.matrices import rows_scratch, with_matrices
-from dcvit.dcmha.pallas_tpu.mixing_gradients import static_gradients
+from dcvit.dcmha.pallas_tpu.matrices import with_matrices
 from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch
-from dcvit.dcmha.pallas_tpu.weights import packed_columns
+from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, packed_columns
 from dcvit.dcmha.shapes import Array
 
 
@@ -49,7 +49,7 @@ def backward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpre
     dq, dk and dv are arrays of tokens, as their inputs. dwq, dwk and dstatic_… are float32 gradients of the packed
     weights.
     """
-    inputs = with_matrices(config, inputs, MATRICES, interpret)
+    inputs = with_matrices(config, inputs, MATRICES, interpret) | {k: inputs[k] for k in ("wk",) if k in inputs}
     if config.blocks_k > 1 and "delta" not in inputs:
         inputs = {**inputs, "delta": delta(config, inputs, interpret)}
     if config.queries_per_pass >= config.queries:
@@ -122,7 +122,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
     )(*inputs.values())
     found = dict(zip(outputs, results, strict=True))
     if config.mix_keys:
-        found |= {name: static_gradients(config, x) for name, x in found.items() if "static" in name}
+        found |= {name: mixing_gradients.static_gradients(config, x) for name, x in found.items() if "static" in name}
     return found
 
 
@@ -196,7 +196,7 @@ def gradient_scratch(
         of_keys = pltpu.VMEM((config.key_heads * config.head_dim, config.block_k), jnp.float32)
         scratch |= {"dk_acc": of_keys, "dv_acc": of_keys}
     layouts = {"pre_hidden": config.pre, "post_hidden": config.post}
-    hidden = {name: 0 if layout is None else layout.hidden_planes(config.groups) for name, layout in layouts.items()}
+    hidden = {name: hidden_planes(config, layout) for name, layout in layouts.items()}
     hidden["g_hidden"] = max(hidden.values())
     scratch |= {name: pltpu.VMEM((n, *plane), jnp.float32) for name, n in hidden.items() if n}
     if "dwq" in outputs:
@@ -205,7 +205,7 @@ def gradient_scratch(
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)
     if "dwk" in outputs and config.mix_keys:
         columns = inputs["wk"].shape[2]
-        scratch |= {"wk_rows": rows_scratch(columns), "dwk_rows": pltpu.VMEM((columns, LANES), jnp.float32)}
+        scratch |= {"wk_rows": key_rows_scratch(columns), "dwk_rows": pltpu.VMEM((columns, LANES), jnp.float32)}
     elif "dwk" in outputs:
         scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
     for name in ("pre", "post") if config.mix_keys else ():

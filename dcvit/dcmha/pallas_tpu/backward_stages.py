@@ -53,7 +53,7 @@ class StageRefs(TileRefs):
     post_hidden: Ref | None = None
     g_hidden: Ref | None = None  # hidden planes of the transposed compose in use
     gq: Ref | None = None  # gradients of query-wise weights, (columns, 8, Bq)
-    dmix_pre: Ref | None = None  # their gradients, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
+    dmix_pre: Ref | None = None  # gradients of matrices, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
     dmix_post: Ref | None = None
 
 

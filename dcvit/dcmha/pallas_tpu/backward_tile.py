@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
-from dcvit.dcmha.pallas_tpu.matrices import transpose_weights
 from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals, matrix_gradients
 from dcvit.dcmha.pallas_tpu.strips import Strip, mix, over_strips, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import (
@@ -30,6 +29,7 @@ from dcvit.dcmha.pallas_tpu.tile import (
     strip_compose,
     total,
 )
+from dcvit.dcmha.pallas_tpu.weights import transpose_key_weights
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
@@ -70,8 +70,7 @@ class GradientRefs(BackwardRefs):
     gk: Ref | None = None  # gradients of key-wise weights of a key block, (Bk, columns)
     dmix_pre: Ref | None = None  # gradients of matrices, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
     dmix_post: Ref | None = None
-    wk_rows: Ref | None = None  # key-wise weights of a key block and their gradients, (columns, keys)
-    dwk_rows: Ref | None = None
+    dwk_rows: Ref | None = None  # gradients of key-wise weights of a key block, (columns, keys)
     gstatic_pre: Ref | None = None  # gradients of static weights, not yet summed over a register
     gstatic_post: Ref | None = None
     dq_acc: Ref | None = None  # gradients of all queries, transposed; None if they are written directly
@@ -412,7 +411,7 @@ def write_key_gradients(refs: GradientRefs, factor: float) -> None:
 def write_matrix_gradients(config: KernelConfig, refs: GradientRefs) -> None:
     """Write the gradients of key-wise weights of a key block, and add those of static weights, from `refs.dmix_…`."""
     if refs.wk is not None and refs.wk_rows is not None:
-        transpose_weights(refs.wk, refs.wk_rows)
+        transpose_key_weights(refs.wk, refs.wk_rows)
     composes = (config.pre, refs.dmix_pre, refs.gstatic_pre), (config.post, refs.dmix_post, refs.gstatic_post)
     for layout, packed, static in composes:
         if layout is not None and packed is not None:

@@ -199,6 +199,13 @@ class KernelConfig(NamedTuple):
         return jnp.clip(i, low, jnp.maximum(high, low))
 
 
+def hidden_planes(config: KernelConfig, layout: ComposeLayout | None) -> int:
+    """Return the number of hidden planes that the vector units compute for a compose."""
+    if layout is None:
+        return 0
+    return (layout.query_only() if config.mix_keys else layout).hidden_planes(config.groups)
+
+
 def _minimum(a: Index, b: int) -> Index:
     return min(a, b) if isinstance(a, int) else jnp.minimum(a, b)
 

@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import (
-    MATRICES,
     Index,
     Interpret,
     KernelConfig,
@@ -74,7 +73,10 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
     def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
             pre = strip_compose(config, refs, "pre", buffers[0], queries)
-            out, _ = logits(config, planes(strip, queries), pre, visible(config, i, j, strip, refs.mask, queries))
+            a: Sequence[Array] = planes(strip, queries)
+            if not config.mix_keys:  # static weights read all heads for each one, which replaces its scores
+                a = list(a)
+            out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.mask, queries))
             for h, x in enumerate(out):
                 refs.x[slot, h, strip.rows, queries] = join(x)
 
@@ -187,9 +189,7 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
     batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
-    inputs = with_matrices(config, inputs, MATRICES[:2], interpret)
-    if config.mix_keys:
-        inputs.pop("wk", None)
+    inputs = with_matrices(config, inputs, ("mix_pre", "mix_post"), interpret)
     steps = config.max_key_blocks
     slots = steps if keeps_scores(config) else 1
     phases = 1 if steps == 1 else 2
@@ -207,7 +207,8 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         block = key_block(i, phase, step)
         return block if phases == 1 else jnp.where(phase == 1, block, config.first_key_block(i))
 
-    specs = block_specs(config, inputs, lambda i, phase, step: i, key_block, k=block_of_k, v=block_of_v)
+    specs = block_specs(config, inputs, lambda i, phase, step: i, key_block,
+                        k=block_of_k, v=block_of_v, mix_pre=block_of_k, mix_post=block_of_v)  # fmt: skip
     block_q, block_k, wide = config.block_q, config.block_k, config.heads * config.head_dim
     scratch = {
         "x": pltpu.VMEM((slots, config.heads, block_k, block_q), jnp.float32),

@@ -1,7 +1,8 @@
 """Kernel that computes the mixing matrices of all keys, for the kernels with several tiles.
 
 A block of keys meets several blocks of queries, so that its matrices (`dcvit.dcmha.pallas_tpu.mixing`) are computed
-once, and kept in HBM.
+once in the forward pass, and once in the backward pass, with their transposes. They are in HBM in between: 4·H² bytes
+for each key and matrix, if H·keys is a complete register.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.pallas_tpu import mixing
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret, KernelConfig, Which, key_spec
+from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig, Which, key_spec
+from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, transpose_key_weights
 from dcvit.dcmha.shapes import Array, Ref, existing
 
 
@@ -34,23 +35,11 @@ class MatrixRefs:
     wk_rows: Ref | None = None  # key-wise weights, (columns + 8, keys)
 
 
-def transpose_weights(wk: Ref, out: Ref) -> None:
-    """Write key-wise weights (1, Bk, columns) to (columns + 8, keys), in complete registers."""
-    for start in range(0, wk.shape[2], LANES):
-        out[start : start + LANES, : wk.shape[1]] = wk[0, :, start : start + LANES].T
-
-
-def rows_scratch(columns: int) -> pl.MemoryRef:
-    """Return the buffer of the result of `transpose_weights`."""
-    found: pl.MemoryRef = pltpu.VMEM((columns + SUBLANES, LANES), jnp.float32)
-    return found
-
-
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
     """Compute the matrices of a block of keys; grid index (b, j)."""
     refs = MatrixRefs(**dict(zip(names, arguments, strict=True)))
     if refs.wk is not None:
-        transpose_weights(refs.wk, existing(refs.wk_rows))
+        transpose_key_weights(refs.wk, existing(refs.wk_rows))
     composes: tuple[Which, ...] = ("pre", "post")
     for which in composes:
         for suffix in ("", "_back"):
@@ -63,7 +52,7 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 def with_matrices(
     config: KernelConfig, inputs: dict[str, Array], names: Sequence[str], interpret: Interpret
 ) -> dict[str, Array]:
-    """Return the inputs of a kernel with some matrices, (B, S/keys, H, H·keys), instead of static weights.
+    """Return the inputs of a kernel with some matrices, (B, S/keys, H, H·keys), instead of key-wise and static weights.
 
     Args:
       config: the sizes; nothing changes where vector units mix heads.
@@ -73,7 +62,7 @@ def with_matrices(
     """
     if not config.mix_keys:
         return inputs
-    kept = {name: x for name, x in inputs.items() if not name.startswith("static")}
+    kept = {name: x for name, x in inputs.items() if name != "wk" and not name.startswith("static")}
     return kept | matrices(config, inputs, names, interpret)
 
 
@@ -89,7 +78,7 @@ def matrices(
     if "wk" in inputs:
         columns = inputs["wk"].shape[2]
         specs["wk"] = key_spec(config, columns, lambda j: j)
-        scratch["wk_rows"] = rows_scratch(columns)
+        scratch["wk_rows"] = key_rows_scratch(columns)
     block = mixing.rows_shape(config)
     shape = (batch, config.blocks_k * block.shape[0], *block.shape[1:])
     results = pl.pallas_call(

@@ -135,7 +135,8 @@ def _pack_side(
 ) -> Array | None:
     """Return the weights of one side of both composes, or None if there are none.
 
-    If examples are interleaved, the kernels make rows and words of them; see `dcvit.dcmha.pallas_tpu.weights`.
+    Kernels convert the weights of interleaved examples, and key-wise weights that become matrices; see
+    `dcvit.dcmha.pallas_tpu.weights`.
     """
     columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:

@@ -33,7 +33,7 @@ class HiddenPlanes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileRefs:
-    """References that the kernels share: inputs, and buffers of key-wise weights broadcast over lanes.
+    """References that the kernels share: inputs, buffers of key-wise weights broadcast over lanes, and matrices.
 
     A reference is None where the attention has no such weight or mask.
     """
@@ -53,7 +53,7 @@ class TileRefs:
     mix_pre_back: Ref | None = None  # their transposes
     mix_post_back: Ref | None = None
     diagonal: Ref | None = None  # bits of their diagonals
-    mixed: Ref | None = None  # planes of the strips in work, see `mixed_scratch`
+    mixed: Ref | None = None  # planes of the strips in work, see `dcvit.dcmha.pallas_tpu.strips.mixed_scratch`
     q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.examples`
     k_tile: Ref | None = None
     v_tile: Ref | None = None
@@ -88,8 +88,8 @@ class StripCompose:
 
     Query-wise weights come from `rows`, (1, Bq/128, columns, 128), where a load broadcasts a row of 128 lanes over
     sublanes at no cost. Key-wise weights come from `broadcast`, (words, strip, 128), where `broadcast_columns` has
-    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. `mixed`, (H·strip, Bq), is what
-    a product of the matrix unit contributes, if `layout` lacks the weights of keys and static ones.
+    repeated them over lanes. Static weights come from `static_ref`, (H, H/G), in SMEM. `mixed`, (strips, H·strip, Bq),
+    is what the matrix unit contributes, where `layout` has only the query-wise branch.
     """
 
     def __init__(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import round_up
-from dcvit.dcmha.pallas_tpu import backward_examples
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig
+from dcvit.dcmha.pallas_tpu import backward_examples, mixing
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
 from dcvit.dcmha.pallas_tpu.packing import compose_layouts
+from dcvit.dcmha.pallas_tpu.strips import mixed_scratch
+from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch
 from dcvit.dcmha.shapes import Array
 
 STRIP = SUBLANES  # keys of a strip: the rows of one register
@@ -19,7 +26,7 @@ STRIP = SUBLANES  # keys of a strip: the rows of one register
 # for these chips only.
 VMEM_BYTES = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20}
 
-COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel with blocks of eight examples
+COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
 
 
 def check_device() -> None:
@@ -79,12 +86,21 @@ def mix_keys(heads: int) -> int:
     return STRIP if heads <= LANES // STRIP and heads % 2 == 0 else 0
 
 
-def mix_keys_of_strips(config: KernelConfig) -> int:
-    """Return the keys of a block whose heads one matrix product mixes in kernels with several tiles; 0 for none."""
+def mixed_by_matrices(config: KernelConfig) -> KernelConfig:
+    """Return the configuration whose key-wise branches the matrix unit computes, if kernels with several tiles can.
+
+    One iteration of their loops computes two steps. The matrix of a strip has at most 256 columns.
+    """
+    found = config._replace(mix_keys=config.strip, strips_per_step=max(config.strips_per_step, 2))
     mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
-    pairs = config.block_k % (2 * config.strip * config.strips_per_step) == 0  # of steps, which one iteration computes
+    pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
     fits = config.heads % 2 == 0 and config.heads * config.strip <= 2 * LANES
-    return config.strip if mixes and pairs and fits and not config.is_single_tile else 0
+    return found if mixes and pairs and fits and not config.is_single_tile else config
+
+
+def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
+    """Return the bytes of buffers in VMEM."""
+    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
 
 
 def backward_vmem_bytes(config: KernelConfig) -> int:
@@ -95,17 +111,19 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     layouts = [layout for layout in (config.pre, config.post) if layout is not None]
     rows = sum(config.heads * (2 * layout.query_rank + 1) for layout in layouts)
     columns = sum(len(layout.key_columns(rounded=False)) for layout in layouts)
-    hidden = [layout.hidden_planes(config.groups) for layout in layouts] or [0]
+    hidden = [hidden_planes(config, layout) for layout in layouts] or [0]
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
     tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
-    windows = tokens * max(jnp.dtype(config.token_dtype).itemsize, 3)
+    windows = tokens * max(itemsize, 2 if config.mix_keys else 3)
     windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
     broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
     if config.mix_keys:
-        matrices = sum(layout.mixes for layout in layouts) * config.heads * config.block_k * 4
-        windows += 2 * matrices * round_up(config.heads, SUBLANES)
-        stacked = config.heads * config.strip * config.block_q * 4
-        broadcast = matrices * config.heads + 4 * config.strips_per_step * stacked
+        mixes = sum(layout.mixes for layout in layouts)
+        matrices = math.prod(mixing.rows_shape(config).shape) * 4
+        windows += 2 * mixes * matrices
+        buffers = [*mixed_scratch(config).values(), key_rows_scratch(2 * round_up(columns, LANES))]
+        broadcast = mixes * (matrices + matrices // config.block_k * config.strip) + declared_bytes(buffers)
+        broadcast += COMPILER_BYTES
     scratch = (
         plane * (16 + 2 * itemsize)
         + (sum(hidden) + max(hidden)) * config.block_k * config.block_q * 4
@@ -120,7 +138,7 @@ def make_config(
     q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *,
     causal: bool, window: int | None, groups: int, scale: float, vmem_bytes: int,
 ) -> KernelConfig:  # fmt: skip
-    """Return the configuration with the largest blocks that fit into `vmem_bytes`.
+    """Return the configuration with the largest blocks that fit into `vmem_bytes`, with matrices if any such fits.
 
     A tile holds all scores of an example if they fit, and otherwise at most 256 queries by 128 keys. If the gradients
     of all queries do not fit into VMEM, the backward pass processes the queries in several passes.
@@ -135,10 +153,11 @@ def make_config(
     blocks = [(256, 128), (128, 128), (128, 64)]
     if queries <= 256 and keys <= 512:
         blocks.insert(0, (round_up(queries, LANES), round_up(keys, STRIP * unroll)))
+    found = []
     for block_q, block_k in blocks:
         block_q, block_k = min(block_q, round_up(queries, LANES)), min(block_k, round_up(keys, 4 * STRIP))
         together = unroll if block_k % (STRIP * unroll) == 0 else min(unroll, 2)
-        for queries_per_pass in (queries, 4096, 2048, 1024, 512):
+        for queries_per_pass in (queries, *(n for n in (4096, 2048, 1024, 512) if n <= queries)):
             config = KernelConfig(
                 heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0, queries=queries,
                 keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
@@ -146,11 +165,10 @@ def make_config(
                 post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
                 mix_keys=0, compiled=True,
             )  # fmt: skip
-            mixed = config._replace(strips_per_step=max(together, 2))
-            if keys_of_matrices := mix_keys_of_strips(mixed):
-                config = mixed._replace(mix_keys=keys_of_matrices)
-            if queries_per_pass <= queries and backward_vmem_bytes(config) <= vmem_bytes:
-                return interleaved(config, batch)
+            found.append(config)
+    for config in (*map(mixed_by_matrices, found), *found):
+        if backward_vmem_bytes(config) <= vmem_bytes:
+            return interleaved(config, batch)
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
 
 

@@ -2,7 +2,8 @@
 
 The packed weights of a side are (tokens, columns); `dcvit.dcmha.pallas_tpu.packing.compose_layouts` says which column
 is which weight. A kernel that reads interleaved examples reads them like tokens and converts them in VMEM, where a
-transposition costs little; for other kernels XLA converts them.
+transposition costs little. For other kernels XLA converts them, except for key-wise weights of which the kernel of
+`dcvit.dcmha.pallas_tpu.matrices` makes matrices.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
 from dcvit.dcmha.shapes import Array, Ref
 
 Side = Literal["q", "k"]
@@ -115,3 +117,15 @@ def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref |
     if wk is not None and wk_rows is not None:
         for start in range(0, packed_columns(config, "k"), LANES):
             wk_rows[start : start + LANES] = wk[start // LANES].T
+
+
+def transpose_key_weights(wk: Ref, out: Ref) -> None:
+    """Write key-wise weights (1, Bk, columns) for `mixing.build`, as `key_rows_scratch`."""
+    for start in range(0, wk.shape[2], LANES):
+        out[start : start + LANES, : wk.shape[1]] = wk[0, :, start : start + LANES].T
+
+
+def key_rows_scratch(columns: int) -> pl.MemoryRef:
+    """Return a buffer for the key-wise weights of at most 128 keys, (columns + 8, 128)."""
+    found: pl.MemoryRef = pltpu.VMEM((columns + SUBLANES, LANES), jnp.float32)
+    return found
