@@ -21,7 +21,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,9 +170,9 @@ def bundles(
     """Return the bundles of a step of the grid for each kernel.
 
     The kernels are dcmha_forward, with `backward` also dcmha_delta and dcmha_gradients, and dcmha_decode for a single
-    query. dcmha_matrices prepares a block of keys, once in each pass; the bundles of both are added up. If one tile
-    holds all scores, a step is an image; otherwise it is a block of queries and a block of keys. A step of dcmha_decode
-    reads a block of keys and a block of values.
+    query. A step of dcmha_matrices, and of dcmha_gradient_matrices in the backward pass, prepares a block of keys. If
+    one tile holds all scores, a step of the others is an image; otherwise it is a block of queries and a block of keys.
+    A step of dcmha_decode reads a block of keys and a block of values.
 
     Raises:
       RuntimeError: the compilation failed; the message is the end of the compiler's output.
@@ -191,10 +190,7 @@ def bundles(
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        found: Counter[str] = Counter()
-        for name, text in schedules(folder).items():
-            found[name.partition(".")[0]] += round(count(text))
-        return dict(found)
+        return {name.partition(".")[0]: round(count(text)) for name, text in schedules(folder).items()}
 
 
 def main() -> int:

@@ -261,7 +261,7 @@ def test_conditions_of_compiled_kernels_are_counted(library_promotion, tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "rows.json").read_text())
     assert {name.partition(".")[0] for name in result["kernels"]} == {
-        "dcmha_matrices", "dcmha_forward", "dcmha_delta", "dcmha_gradients",
+        "dcmha_matrices", "dcmha_forward", "dcmha_gradient_matrices", "dcmha_delta", "dcmha_gradients",
     }  # fmt: skip
 
 

@@ -92,6 +92,6 @@ def matrices(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
         ),
         interpret=interpret,
-        name="dcmha_matrices",
+        name="dcmha_gradient_matrices" if any(name.endswith("_back") for name in names) else "dcmha_matrices",
     )(*inputs.values())
     return dict(zip(names, results, strict=True))
