@@ -20,7 +20,7 @@ COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
     "check_data", "reproduce",
 }  # fmt: skip
-ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors"}
+ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 

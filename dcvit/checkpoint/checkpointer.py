@@ -21,7 +21,8 @@ import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
 
-from dcvit.checkpoint import big_vision, checksums, orbax_patches, steps
+from dcvit import versions
+from dcvit.checkpoint import big_vision, checksums, steps
 from dcvit.checkpoint.big_vision import Tensor
 from dcvit.checkpoint.commit import CommittedObjects, RenamedFolder
 from dcvit.checkpoint.files import Folder, absolute, remove
@@ -205,8 +206,8 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 
 def _writer(processes: ocp.options.MultiprocessingOptions, path_class: type[object]) -> ocp.AsyncCheckpointer:
     """Return the writer of checkpoints, which are completed by the given subclass of Orbax's temporary path."""
-    orbax_patches.stop_leak()
-    orbax_patches.silence_failed_saves()
+    versions.stop_leak_of_saves()
+    versions.silence_failed_saves()
     # Not compressed: trained weights hardly shrink, and compression takes CPU time from the input pipeline.
     trees = {
         name: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes) for name in ITEMS

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.versions import shard_alike
 
 Axis = str | Sequence[str] | None  # the mesh axes that split a dimension: one, several or none
 AXES = ("data", "fsdp", "tensor")
@@ -83,8 +83,7 @@ def shard_as(x: Float[Array, "*shape"], like: Float[Array, "..."]) -> Float[Arra
     """Return `x`, sharded as `like` if they have the same shape and there is no `active_mesh` to constrain them to."""
     if active_mesh() is not None or x.shape != like.shape or not splits_arrays():
         return x
-    alike: Float[Array, "*shape"] = shard_alike(like, x)[1]
-    return alike
+    return shard_alike(x, like)
 
 
 def divisible_axes(shape: Sequence[int], axes: Sequence[Axis], mesh: Mesh | AbstractMesh) -> list[Axis]:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from dcvit.errors import ConfigError, escaped, first_line
 from dcvit.parallel.aborts import StderrRelay
 from dcvit.parallel.liveness import BEAT_SECONDS, FAILURE, LOST_SECONDS, Coordinator, Liveness
+from dcvit.versions import on_cloud_tpu, process_state
 
 HEARTBEAT_SECONDS = 120  # of JAX, which aborts a process; longer than LOST_SECONDS
 STOP = "dcvit/stop"  # key: request that all processes stop
@@ -79,7 +80,7 @@ def initialize(args: argparse.Namespace) -> None:
         raise ConfigError(f"cannot connect to the other processes: {first_line(e)}") from None
     coordinator = _coordinator()
     assert coordinator
-    liveness = Liveness(coordinator, index(), _distributed_state().num_processes, _end_because)
+    liveness = Liveness(coordinator, index(), process_state().num_processes, _end_because)
     atexit.register(liveness.close)  # before JAX's own exit handler
     atexit.register(ENDED.set)
     if not is_first():
@@ -94,9 +95,7 @@ def in_cluster() -> bool:
 
 def on_tpu_vm() -> bool:
     """Return True if JAX uses the chips of a Cloud TPU VM, whose metadata list the other workers."""
-    from jax._src import cloud_tpu_init  # JAX detects a TPU VM here and has no public name for the result
-
-    return cloud_tpu_init.running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
+    return on_cloud_tpu() and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
 
 
 def is_first() -> bool:
@@ -106,7 +105,7 @@ def is_first() -> bool:
 
 def index() -> int:
     """Return the index of this process, from 0."""
-    return int(_distributed_state().process_id)
+    return int(process_state().process_id)
 
 
 def is_single_process() -> bool:
@@ -149,7 +148,7 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
     if coordinator is None:
         return [value]
     coordinator.key_value_set(f"dcvit/{name}/{index()}", json.dumps(value))
-    keys = [f"dcvit/{name}/{i}" for i in range(_distributed_state().num_processes)]
+    keys = [f"dcvit/{name}/{i}" for i in range(process_state().num_processes)]
     return [json.loads(coordinator.blocking_key_value_get(key, seconds * 1000)) for key in keys]
 
 
@@ -216,20 +215,9 @@ def _exit(status: int) -> NoReturn:
         os._exit(status)
 
 
-def _distributed_state() -> Any:
-    """Return JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
-
-    The public `jax.process_index` and `jax.process_count` set up the backend, which can block, and must not happen
-    before `initialize`. The client has no public name.
-    """
-    from jax._src import distributed
-
-    return distributed.global_state
-
-
 def _coordinator() -> Coordinator | None:
     """Return the client of the coordinator; None in a run of one process."""
-    client: Coordinator | None = _distributed_state().client
+    client: Coordinator | None = process_state().client
     return client
 
 

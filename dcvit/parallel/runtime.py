@@ -12,6 +12,7 @@ from typing import NoReturn
 import jax
 
 from dcvit.errors import ConfigError, first_line
+from dcvit.versions import on_cloud_tpu, replace_backend
 
 CACHE_BYTES = 10**10  # limit of the compilation cache
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on Cloud TPU VMs and in their containers
@@ -58,9 +59,7 @@ def check_devices() -> None:
 
 def has_tpu() -> bool:
     """Return whether this machine shows any sign of a TPU; asks no backend."""
-    from jax._src import cloud_tpu_init  # JAX's own PCI check, which has no public name
-
-    if cloud_tpu_init.running_in_cloud_tpu_vm or any(name in os.environ for name in TPU_VARIABLES):
+    if on_cloud_tpu() or any(name in os.environ for name in TPU_VARIABLES):
         return True
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
 
@@ -71,11 +70,8 @@ def skip_absent_tpu() -> None:
     An installed libtpu prints errors where it finds no TPU. JAX then uses the next backend, as without this function.
     Compilation for a TPU topology still works.
     """
-    # The public setting, jax_platforms, cannot exclude one platform: it lists platforms that must all be available.
-    from jax._src import xla_bridge
-
-    if not has_tpu() and not xla_bridge.backends_are_initialized():
-        xla_bridge.register_backend_factory("tpu", _no_tpu, priority=300, fail_quietly=True)
+    if not has_tpu():
+        replace_backend("tpu", _no_tpu, priority=300)
 
 
 def _no_tpu() -> NoReturn:

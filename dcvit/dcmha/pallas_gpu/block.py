@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -13,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig
 from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.versions import load_any, store_any
 
 Planes: TypeAlias = tuple[Array, ...]
 
@@ -100,14 +100,14 @@ class Block:
     def load(self, ref: Ref, *index: Array | int) -> Array:
         """Load this tile of a float32 array in global memory whose last axes are queries and keys."""
         where = ref.at[(*index, self.query_span, self.key_span)]
-        return where[...] if self.config.interpret else _load(where)
+        return where[...] if self.config.interpret else load_any(where)
 
     def store(self, where: Ref, x: Array) -> None:
-        """Store to global memory. From JAX 0.12, writes of partial cache lines require `optimized=False`."""
-        if self.config.interpret or not hasattr(plgpu, "store"):
+        """Store to global memory."""
+        if self.config.interpret:
             where[...] = x
         else:
-            plgpu.store(where, x, optimized=False)
+            store_any(where, x)
 
     def save_planes(self, planes: Planes) -> None:
         """Store the hidden planes of this tile for a later kernel."""
@@ -119,14 +119,3 @@ class Block:
         """Load hidden planes of this tile that an earlier kernel has stored."""
         numbers = range(first, first + count)
         return tuple(self.load(existing(self.operands.planes), self.example, self.group, n) for n in numbers)
-
-
-def _load(ref: Ref) -> Array:
-    """Load from global memory into the register layout of a matrix product's result, with any access pattern.
-
-    Until JAX 0.11, `plgpu.load` requires the argument `idx`.
-    """
-    parameter = inspect.signature(plgpu.load).parameters.get("idx")
-    index: list[tuple[()]] = [] if parameter is None or parameter.default is not parameter.empty else [()]
-    out: Array = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)  # type: ignore[arg-type]
-    return out

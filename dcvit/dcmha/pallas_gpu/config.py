@@ -103,13 +103,6 @@ def swizzled(columns: int, dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plg
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def interpret_params() -> object:
-    """Return the parameters that make `plgpu.kernel` interpret a kernel. JAX has no public name for them yet."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams()
-
-
 def is_gpu() -> bool:
     """Return True if JAX's default backend is a GPU."""
     return jax.default_backend() == "gpu"

@@ -14,11 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu import backward, forward
 from dcvit.dcmha.pallas_gpu.block import Block, Operands, Outputs, Scratch
-from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, interpret_params, swizzled
+from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, swizzled
 from dcvit.dcmha.pallas_gpu.ring import Ring
 from dcvit.dcmha.pallas_gpu.staging import Staging
 from dcvit.dcmha.pallas_gpu.tile import Tile
 from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.versions import interpret_gpu
 
 Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
 Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]
@@ -192,8 +193,12 @@ def run(
         num_threads=c.warpgroups + 1,
         thread_name="w",
         kernel_name=f"dcmha_{kind}",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpret_params() if c.interpret else None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # the default until JAX 0.10; these kernels set layouts
+        ),
+        interpret=interpret_gpu() if c.interpret else None,
     )
     sides = [part for pair in pairs for side in pair for part in side]
     outs = kernel(*sides, rows, cols, bias, *([] if planes is None else [planes]))

@@ -1,0 +1,194 @@
+"""Every switch by version, and every private name of JAX and Orbax that the package uses. Supports JAX 0.10 to 0.12.
+
+The docstring of each function states why a public name does not suffice, and when the function can be deleted. All
+imports are inside functions: the modules that use this one also work where a library is not installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import itertools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs as Unraisable
+
+    from jax.extend.core import Primitive
+    from jaxtyping import Array, Float
+
+Spec = dict[str, object]  # of TensorStore, as JSON
+
+
+def shard_alike(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return `x`; the compiler gives `x` and `like` the same sharding, whichever of the two determines it.
+
+    JAX 0.12 removed `jax.experimental.shard_alike` without a replacement: while a function is traced, arrays on axes of
+    type Auto have no sharding that could be passed on. This primitive adds both arrays to a sharding group of Shardy,
+    JAX's only partitioner from 0.12. Delete it when JAX has a public function for sharding groups.
+
+    Raises:
+      NotImplementedError: when lowered with `jax_use_shardy_partitioner=False`, which JAX 0.10 and 0.11 allow.
+    """
+    alike: Float[Array, "*shape"] = _shard_alike().bind(x, like)[0]
+    return alike
+
+
+@functools.cache
+def _shard_alike() -> Primitive:
+    """Return the primitive (x, like) -> (x, like), which is linear in both."""
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+    from jaxlib.mlir.dialects import sdy  # JAX has no public name for Shardy's operations
+
+    primitive = Primitive("dcvit_shard_alike")
+    primitive.multiple_results = True
+    ids = itertools.count(2**32)  # of groups in one program; JAX 0.10 and 0.11 count theirs from 0
+
+    def lower(ctx: Any, x: Any, like: Any) -> tuple[Any, Any]:
+        if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+            raise NotImplementedError("dcvit needs the Shardy partitioner: set jax_use_shardy_partitioner=True")
+        group = next(ids)
+        for value in (x, like):
+            sdy.sharding_group(value, group)
+        return x, like
+
+    def transpose(cotangents: Any, x: Any, like: Any) -> Any:
+        if any(isinstance(ct, ad.Zero) for ct in cotangents):
+            return cotangents
+        return primitive.bind(*cotangents)
+
+    def batch(args: Any, axes: Any) -> Any:
+        size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+        return primitive.bind(*(batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True))), (
+            0,
+            0,
+        )
+
+    primitive.def_impl(lambda *args: jax.jit(primitive.bind)(*args))
+    primitive.def_abstract_eval(lambda x, like: (x, like))
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+def process_state() -> Any:
+    """Return JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
+
+    The public `jax.process_index` and `jax.process_count` set up the backend, which can block, and must not happen
+    before `jax.distributed.initialize`. The client of the key-value store has no public name. Delete when it has one.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def on_cloud_tpu() -> bool:
+    """Return True on a Cloud TPU VM. JAX detects this by PCI devices, and has no public name for the result."""
+    from jax._src import cloud_tpu_init
+
+    return bool(cloud_tpu_init.running_in_cloud_tpu_vm)
+
+
+def replace_backend(name: str, factory: Callable[[], object], priority: int) -> None:
+    """Let JAX call `factory` for a backend, if it has initialized none yet, and skip the backend if `factory` raises.
+
+    The public setting, jax_platforms, cannot exclude one platform: it lists platforms that must all be available.
+    Delete when it can.
+    """
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized():
+        xla_bridge.register_backend_factory(name, factory, priority=priority, fail_quietly=True)
+
+
+def interpret_gpu() -> object:
+    """Return the parameters that make `plgpu.kernel` interpret a kernel. Delete when JAX has a public name for them."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+def load_any(ref: Any) -> Any:
+    """Load an array of global memory into the register layout of a matrix product's result, with any access pattern.
+
+    Before JAX 0.12, `plgpu.load` requires the argument `idx`. Delete with JAX 0.11.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    parameter = inspect.signature(plgpu.load).parameters.get("idx")
+    index: list[tuple[()]] = [] if parameter is None or parameter.default is not parameter.empty else [()]
+    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def store_any(ref: Any, x: Any) -> None:
+    """Store an array in global memory, with any access pattern.
+
+    From JAX 0.12, writes of partial cache lines need `plgpu.store(optimized=False)`. Delete with JAX 0.11.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+@functools.cache
+def stop_leak_of_saves() -> None:
+    """Keep the memory of a process from growing with each save by Orbax 0.12 and TensorStore 0.1.86.
+
+    TensorStore never frees the Python objects in the JSON that it returns. Orbax asks for such JSON once for each array
+    that it saves, only to learn the default fields of the folder's spec, and twice for each item, only to log a rate.
+    Delete when TensorStore frees them: `tests/checkpoint/test_checkpoint.py` counts the objects.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    def replace(name: str, wrap: Callable[[Callable[..., Spec]], Callable[..., object]]) -> None:
+        if original := getattr(tensorstore_utils, name, None):
+            setattr(tensorstore_utils, name, wrap(original))
+
+    replace("_build_ocdbt_kvstore_tspec", _once_per_folder)
+    replace("get_tensorstore_raw_bytes", lambda _: lambda *_: 0)
+
+
+def _once_per_folder(build: Callable[..., Spec]) -> Callable[..., Spec]:
+    """Return a function that computes the spec of a folder once, and adds the name of each array to a copy of it."""
+    latest: dict[str, Spec] = {}
+
+    def spec(directory: str, name: str | None = None, **options: object) -> Spec:
+        key = repr((directory, options))
+        if key not in latest:
+            latest.clear()
+            latest[key] = build(directory, None, **options)
+        found = copy.deepcopy(latest[key])
+        return found if name is None else {**found, "path": name}
+
+    return spec
+
+
+@functools.cache
+def silence_failed_saves() -> None:
+    """Print no traceback when a save fails: the caller of Orbax gets the first error, and reports it in one line.
+
+    Orbax 0.12 closes its event loop at the first error of a save. Other writes that are still in progress then report
+    their own errors to asyncio's logger, or cannot report their success because the loop is closed.
+    """
+    logging.getLogger("asyncio").addFilter(lambda record: "was never retrieved" not in record.getMessage())
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report = sys.unraisablehook
+
+    def except_closed_loop(error: Unraisable) -> None:
+        closed = error.object is None and str(error.exc_value) == "Event loop is closed"
+        if not closed and error.object is not asyncio.BaseEventLoop.__del__:  # of a loop that could not be opened
+            report(error)
+
+    sys.unraisablehook = except_closed_loop  # TensorStore's threads call it
