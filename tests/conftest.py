@@ -11,16 +11,20 @@ import resource
 import shutil
 import tempfile
 
+import jaxlib.version
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+XLA_FLAGS = ["--xla_backend_optimization_level=0"]
+if jaxlib.version.__version_info__ < (0, 11):  # XLA aborts if it does not know a flag
+    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit the variables
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
+import libraries
 import pytest
 from jaxtyping import install_import_hook
 from trained_workdirs import DIGITS, TEXT, TINY, train_once
@@ -31,11 +35,29 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
 
 
+def pytest_configure(config):
+    """Start JAX's backend while output is not captured: XLA ends the process at an unknown flag, after a message."""
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        jax.devices()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark tests as slow that train a model or use a trained one."""
+    """Check that tests are marked that need libraries outside the default extras; mark tests that train as slow."""
+    if missing := libraries.unmarked(items):
+        tests = ", ".join(f"{test} (needs {library})" for test, library in missing.items())
+        raise pytest.UsageError(f"tests without the mark `interop`: {tests}")
     for item in items:
         if {"digits_run", "digits_workdir", "lm_workdir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Skip a test that fails because a library of an extra is not installed."""
+    report = yield
+    libraries.skip_if_missing(report)
+    return report
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ LAYERS = [
     ["dcvit.checkpoint"],
     ["dcvit.parallel"],
     ["dcvit.config", "dcvit.config_keys", "dcvit.big_vision", "dcvit.dcmha", "input_pipeline"],
-    ["dcvit.errors", "input_pipeline.errors"],
+    ["dcvit.errors", "dcvit.versions", "input_pipeline.errors"],
 ]
 
 
@@ -74,6 +75,27 @@ def test_imports_point_downwards(name):
     assert not roots(name) & {"scripts", "configs", "tests"}
 
 
+def test_every_imported_library_is_declared():
+    """Not only brought by another one, which may stop to need it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        re.match(r"[\w.-]+", need)[0].lower().replace("_", "-")
+        for needs in (project["dependencies"], *project["optional-dependencies"].values())
+        for need in needs
+    }
+    packages = importlib.metadata.packages_distributions()
+    imported = {root for name in MODULES for root in roots(name)} - {
+        *sys.stdlib_module_names,
+        "dcvit",
+        "input_pipeline",
+    }
+    undeclared = {
+        name for name in imported
+        if not {d.lower().replace("_", "-") for d in packages.get(name, [name])} & declared
+    }  # fmt: skip
+    assert undeclared <= {"jaxlib"}  # jax requires the version that fits
+
+
 def test_imports_have_no_cycle():
     done = set()
 
@@ -93,7 +115,12 @@ def test_imports_have_no_cycle():
 def test_the_core_imports_jax_and_numpy_only(name):
     outside = roots(name) - set(sys.stdlib_module_names) - {"dcvit"}
     assert outside <= {"jax", "numpy", "jaxtyping"}
-    assert all(i.startswith("dcvit.dcmha") for i in MODULES[name] if i.startswith("dcvit."))
+    assert all(i.startswith(("dcvit.dcmha", "dcvit.versions")) for i in MODULES[name] if i.startswith("dcvit."))
+
+
+def test_private_names_of_libraries_are_in_one_module():
+    private = {(name, i) for name in MODULES for i in MODULES[name] if re.search(r"\._|^jaxlib", i)}
+    assert {name for name, imported in private if not imported.startswith(name)} == {"dcvit.versions"}, private
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("input_pipeline")])

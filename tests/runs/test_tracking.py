@@ -107,7 +107,7 @@ def test_missing_package_is_refused_before_anything_compiles(monkeypatch):
         small_setup(wandb=OPTIONS)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.interop
 def test_the_real_package_writes_a_run_offline(digits_run):
     wandb = pytest.importorskip("wandb", reason="the extra wandb (80 MB) is not installed")
     status, workdir = digits_run(wandb=OPTIONS)
