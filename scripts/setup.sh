@@ -17,7 +17,13 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 if [ ! -e "$stamp" ]; then
+  versions=(--constraint constraints.txt)
+  if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; then
+    versions=()
+    echo "$("$venv/bin/python" --version) is newer than the versions in constraints.txt (for Python 3.11 to 3.13):" \
+      "installing the newest releases, which are not tested together; set PYTHON to an older one for the tested ones" >&2
+  fi
   echo "installing $package into $venv (takes minutes the first time)"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$package"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${versions[@]}" --editable "$package"
   touch "$stamp"
 fi
