@@ -14,10 +14,14 @@ import tempfile
 import jaxlib.version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-XLA_FLAGS = ["--xla_backend_optimization_level=0"]
-if jaxlib.version.__version_info__ < (0, 11):  # XLA aborts if it does not know a flag
-    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        # Removed in jaxlib 0.11, and XLA ends the process at a flag that it does not know.
+        *(["--xla_cpu_use_fusion_emitters=false"] if jaxlib.version.__version_info__ < (0, 11) else []),
+    ]
+)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit the variables
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dcvit-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

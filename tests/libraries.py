@@ -1,4 +1,4 @@
-"""The libraries that tests need: a check of the mark `interop`, and skips where a library of an extra is not installed."""
+"""Libraries that tests need: a check of the mark `interop`, and skips where a library of an extra is not installed."""
 
 import dis
 import functools
