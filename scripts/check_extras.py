@@ -1,0 +1,135 @@
+"""Installs each extra alone into a new environment, and uses every optional part of the package there.
+
+    python scripts/check_extras.py [--extras none,data,lm] [--no-constraints]
+
+Prints a table: "works", or the extra that the command's error names. Fails if a part does not work with its extra, or
+if its error without the extra is not one line that names it. Installations take about ten minutes.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("none", "data", "lm", "eval", "gcs", "wandb", "interop", "docs")
+TASK = """
+task: colors
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/colors.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: [red, green]
+doc_to_target: label
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+SHORT = ["--config.total_steps=2", "--config.batch_size=4", "--config.model.depth=1", "--config.input.data.context=32"]
+# name of the part -> its extra, and the arguments of `dcvit` in a folder with the files of `prepare`
+PARTS = {
+    "digits": ("none", "train --config vit_digits:epochs=1 --workdir run"),
+    "embedded text": ("none", ["train", "--config", "lm_stdlib", "--workdir", "lm", *SHORT]),
+    "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
+                          "res=32,batch_size=2,epochs=1 --workdir folder"),
+    "tfds": ("data", "check_data --config vit_i1k"),
+    "BPE tokenizer": ("lm", ["train", "--config", "lm_text:data_dir=text,tokenizer=train,vocab_size=300", "--workdir",
+                             "bpe", *SHORT]),
+    "zstd": ("lm", ["train", "--config", "lm_text:data_dir=zstd", "--workdir", "zst", *SHORT]),
+    "lm_eval": ("eval", "lm_eval --workdir lm --tasks colors --include_path tasks"),
+    "gs://": ("gcs", "evaluate --workdir gs://dcvit-does-not-exist/run"),
+    "W&B": ("wandb", "train --config vit_digits:epochs=1 --workdir wb --config.total_steps=2 "
+            "--config.wandb.mode=offline --config.wandb.project=p"),
+    "PyTorch, timm": ("interop", "convert run timm --to timm"),
+    "ONNX": ("interop", "convert run onnx --to onnx"),
+}  # fmt: skip
+# Errors of a part that works, which has no data or no server here.
+EXPECTED = {
+    "tfds": r"not prepared|not found|no dataset|download",
+    "gs://": r"gs://dcvit-does-not-exist/run(?!.*needs gcsfs)",
+}
+
+
+def run(command, **options):
+    """Run a command; return its status and its output."""
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    return done.returncode, done.stdout
+
+
+def prepare(folder):
+    """Write the files that the parts read."""
+    for label, name in (("four", "a"), ("four", "b"), ("seven", "a"), ("seven", "b")):
+        path = folder / "images" / label / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((ROOT / "tests" / "data" / f"{label}.png").read_bytes())
+    for name in ("text", "zstd", "tasks"):
+        (folder / name).mkdir()
+    text = Path(__file__).read_text() * 8
+    (folder / "text" / "a.txt").write_text(text)
+    # A frame of zstd with one raw block, so that no library is needed to write it: RFC 8878, section 3.1.1.
+    line = json.dumps({"text": text[:60_000]}).encode() + b"\n"
+    header = b"\x28\xb5\x2f\xfd\xa0" + len(line).to_bytes(4, "little")
+    (folder / "zstd" / "a.jsonl.zst").write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)
+    (folder / "tasks" / "colors.yaml").write_text(TASK.replace("FOLDER", str(folder / "tasks")))
+    questions = [{"question": "grass is", "label": 1}, {"question": "blood is", "label": 0}]
+    (folder / "tasks" / "colors.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+
+
+def use(part, python, folder, installed):
+    """Use one part; return a cell of the table, and whether it is as it should be."""
+    extra, words = PARTS[part]
+    words = words.split() if isinstance(words, str) else words
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "NO_GCE_CHECK": "true"}
+    status, output = run([python, "-m", "dcvit", *words], cwd=folder, env=environment, timeout=900)
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    named = re.search(r"dcvit\[(\w+)\]", lines[0]) if len(lines) == 1 else None
+    if named and status == 2:
+        return f"needs [{named[1]}]", named[1] != installed and named[1] == extra
+    if status == 0 or (part in EXPECTED and lines and re.search(EXPECTED[part], lines[0])):
+        return "works", True
+    print(f"\n{part} with [{installed}]: status {status}\n{output[-2000:]}", file=sys.stderr)
+    return "**fails**", False
+
+
+def check(installed, folder, constraints):
+    """Install one extra and use all parts; return the cells of its column, and whether all are right."""
+    venv = folder / "venv"
+    package = str(ROOT) if installed == "none" else f"{ROOT}[{installed}]"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*pip, *constraints, package], check=True)
+    prepare(folder)
+    cells = {part: use(part, venv / "bin" / "python", folder, installed) for part in PARTS}
+    if installed == "docs":
+        out = ["--fail-on-warning", "--keep-going", "--quiet", ROOT / "docs", folder / "html"]
+        status, output = run(
+            [venv / "bin" / "python", "-m", "sphinx", *out], env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        )
+        print(output, file=sys.stderr, end="")
+        cells["documentation"] = ("works", True) if status == 0 else ("**fails**", False)
+    return {part: cell for part, (cell, _) in cells.items()}, all(right for _, right in cells.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--extras", default=",".join(EXTRAS), help="comma-separated, by default all")
+    parser.add_argument("--no-constraints", action="store_true", help="install the newest releases")
+    args = parser.parse_args()
+    constraints = [] if args.no_constraints else ["--constraint", ROOT / "constraints.txt"]
+    columns, right = {}, True
+    for extra in args.extras.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            columns[extra], found = check(extra, Path(folder), constraints)
+            right &= found
+            print(f"{extra}: {columns[extra]}", flush=True)
+    print("\n| part | " + " | ".join(f"`[{extra}]`" for extra in columns) + " |\n|---|" + "---|" * len(columns))
+    for part in (*PARTS, "documentation"):
+        print(f"| {part} | " + " | ".join(cells.get(part, "–") for cells in columns.values()) + " |")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
