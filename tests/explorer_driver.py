@@ -1,14 +1,37 @@
 """Pages of the explorer in a browser: the models of a page, and functions that change its state."""
 
+import functools
 import json
+from collections.abc import Mapping
 
 import explorer_pages as pages
 
-MODELS = {
-    "image": pages.image_model(),
-    "plain image": pages.image_model(compose=None, groups=1, static=False),
-    "text": pages.text_model(),
+MAKERS = {
+    "image": pages.image_model,
+    "plain image": functools.partial(pages.image_model, compose=None, groups=1, static=False),
+    "text": pages.text_model,
 }
+
+
+@functools.cache
+def make(name):
+    return MAKERS[name]()
+
+
+class Models(Mapping):
+    """The models of the page by name, each made on its first use."""
+
+    def __getitem__(self, name):
+        return make(name)
+
+    def __iter__(self):
+        return iter(MAKERS)
+
+    def __len__(self):
+        return len(MAKERS)
+
+
+MODELS = Models()
 
 
 def opened(browser, file, **options):

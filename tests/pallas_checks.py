@@ -1,5 +1,6 @@
 """Race detection in interpreted TPU kernels, and compilation by the real TPU compiler in one process."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,8 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import ComposeWeights
 
-# Two cores, as a chip may have; a race needs two.
-DETECT_RACES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+# Two cores, as a chip may have; a race needs two. From JAX 0.11 on, a race is an error unless it is to be a warning.
+RACES = {"detect_races": True, "num_cores_or_threads": 2}
+if "on_race" in inspect.signature(pltpu.InterpretParams).parameters:
+    RACES["on_race"] = "warn"
+DETECT_RACES = pltpu.InterpretParams(**RACES)
 
 
 def watch_races(monkeypatch):

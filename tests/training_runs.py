@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit import config as configs
@@ -32,15 +33,18 @@ def small_setup(**overrides):
 
 
 def small_lm_setup(**overrides):
-    """Return the setup of a small language model."""
-    options = LM_TINY | overrides
+    """Return the setup of a small language model with plain attention."""
+    options = LM_TINY | {"model.depth": 1, "model.compose": None} | overrides
     return make_setup(configs.load("lm_stdlib", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
 
 
 def perturbed_params(setup):
     """Return initial parameters plus a pattern, so that no layer is zero."""
-    params = step.init_params(setup, jax.random.key(0))
-    return jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
+
+    def perturbed(p):
+        return p + 0.1 * jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape)
+
+    return jax.jit(lambda: jax.tree.map(perturbed, step.init_params(setup, jax.random.key(0))))()
 
 
 def make_step(setup):
@@ -55,6 +59,13 @@ def shared_step():
     with jax.numpy_dtype_promotion("standard"):
         setup = small_setup(ema_decay=0.8)
         return setup, *make_step(setup)
+
+
+def digits_command(workdir, **overrides):
+    """Train a tiny classifier of digits as the command does; return the exit status."""
+    options = [f"--config.{key}={value}" for key, value in {**TINY, **overrides}.items()]
+    with jax.numpy_dtype_promotion("standard"):
+        return cli.run(train.main, ["--config", "vit_digits", "--workdir", str(workdir), *options])
 
 
 def lm_command(workdir, *words, **overrides):

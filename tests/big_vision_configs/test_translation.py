@@ -241,9 +241,10 @@ def test_key_without_equivalent_is_refused_in_one_line(changes, message):
     assert "\n" not in str(error.value)
 
 
-def replacements(config):
-    """Yield configs with one value, at any depth, replaced by a value of another type."""
-    for key, value in config.items():
+def replacements(config, keys=None):
+    """Yield configs with one value, at any depth below the keys, replaced by a value of another type."""
+    for key in keys or config:
+        value = config[key]
         for other in (3, -1.5, "x", True, [1], (("a", "b", "c"),), {"a": {"b": 1}}, [{}], [["a", None, 2]]):
             yield {**config, key: other}
         if isinstance(value, dict):
@@ -253,7 +254,7 @@ def replacements(config):
 @pytest.mark.parametrize("changes", [changes for changes, _, _ in TRANSLATED[-12:]] + [DIGITS], ids=str)
 def test_value_of_another_type_is_translated_or_refused_in_one_line(changes):
     messages = []
-    for config in replacements(merged(changes)):
+    for config in replacements(merged(changes), {key.partition(".")[0] for key in changes}):
         try:
             if big_vision.is_big_vision(config):
                 big_vision.translate(config)
@@ -261,7 +262,7 @@ def test_value_of_another_type_is_translated_or_refused_in_one_line(changes):
             messages.append(str(e))
     # Annotations, which tests execute, raise other errors.
     messages = [message for message in messages if "TypeCheckError" not in message]
-    assert len(messages) > 20
+    assert len(messages) > 5
     key, facts = r"config\.[\w.]+", "( should (be|have) |; (expected|known:) | of big_vision has no equivalent: )"
     assert [message for message in messages if not re.match(f"{key}(=.*{facts}|: .* is not a )", message)] == []
     assert [message for message in messages if "\n" in message] == []

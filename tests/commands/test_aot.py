@@ -103,7 +103,9 @@ def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("preset=DCFormer++-405M", []), ("variant=ViT-S/16", ["model.scan=true"])],  # one layer's kernels are compiled
+    [
+        (name, ["model.scan=true"]) for name in ("preset=DCFormer++-405M", "variant=ViT-S/16")
+    ],  # one layer's kernels are compiled
 )
 def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, name, overrides):
     """Two of them; the command compiles all with --all."""
@@ -119,7 +121,7 @@ def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, n
 @pytest.mark.exhaustive
 def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_promotion, tmp_path, capsys):
     argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", "--out", str(tmp_path / "rows.json")]
-    argv.append("--config.model.implementation=reference")
+    argv += ["--config.model.implementation=reference", "--config.model.scan=true"]
     assert cli.run(aot.main, argv) == 1
     assert re.search(r"does not fit, over by \d+\.\d\d GiB", capsys.readouterr().out)
     (row,) = json.loads((tmp_path / "rows.json").read_text())

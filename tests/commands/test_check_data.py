@@ -69,7 +69,9 @@ def test_damaged_texts_are_listed_once_with_their_lines(tmp_path, capsys):
 def test_damaged_lines_of_marked_answers_are_listed(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"task_id": "a", "texts": "b [ c ]"}) + '\n{"task_id": "a"}\n')
     data = {"kind": "answers", "path": str(tmp_path / "a.jsonl"), "context": 16}
-    status, lines, _ = check(capsys, "--config", "lm_stdlib", f"--config.evals.validation.data={data}")
+    (tmp_path / "text.txt").write_text("some words " * 90)
+    config = TEXT.format(tmp_path / "text.txt")
+    status, lines, _ = check(capsys, "--config", config, f"--config.evals.validation.data={data}")
     assert status == 1
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines if "no key 'texts'" in line] == ["a.jsonl:2"]
 

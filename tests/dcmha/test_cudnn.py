@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import random_case
 from jax._src.cudnn import fused_attention_stablehlo
-from test_derivatives import check_forward_mode, check_second_derivatives
+from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
 from dcvit import dcmha
 from dcvit.dcmha import cudnn, dispatch
@@ -105,7 +105,8 @@ def test_without_cudnn_the_reference_attends(monkeypatch, log):
     assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
 
 
-def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_reference(monkeypatch):
+@pytest.mark.parametrize("names", [ALL[:1], pytest.param(ALL[1:], marks=pytest.mark.exhaustive)], ids=["first", "all"])
+def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_reference(monkeypatch, names):
     """XLA computes attention in place of cuDNN, so that the derivatives around it run without a GPU, in float32."""
     args, options = random_case(16, branches=None, heads=4, window=5, key_heads=2)
     by_cudnn = jax.nn.dot_product_attention
@@ -115,7 +116,7 @@ def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_refer
         return cudnn._attention(cudnn.Static(True, window, scale), (q, k, v))
 
     check_forward_mode(attention, args, options)
-    check_second_derivatives(attention, args, options, 2e-5)
+    check_second_derivatives(attention, args, options, 2e-5, names)
 
 
 def test_forward_mode_calls_cudnn_for_the_value_only():

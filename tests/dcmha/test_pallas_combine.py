@@ -1,5 +1,6 @@
 """The TPU kernels that combine the vectors of heads: equality with XLA's sum, gradients, sizes, and their use."""
 
+import functools
 import importlib.util
 
 import jax
@@ -16,43 +17,60 @@ from dcvit.dcmha.pallas_tpu import combine
 
 
 def vectors_and_weights(length, groups, per_group, head_dim, dtype=jnp.float32, shared=False):
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, d_out = (jax.random.normal(key, (2, length, groups * per_group, head_dim), dtype) for key in keys[:2])
-    w = jax.random.normal(keys[2], (*((1, 1) if shared else (2, length)), groups, per_group, per_group))
+    rng = np.random.default_rng(0)
+    x, d_out = (jnp.asarray(y, dtype) for y in rng.normal(size=(2, 2, length, groups * per_group, head_dim)))
+    w = rng.normal(size=(*((1, 1) if shared else (2, length)), groups, per_group, per_group))
+    w = jnp.asarray(w, jnp.float32)
     return x, w, d_out
+
+
+def output_and_gradients(interpret, *args):
+    """Of the kernels, or of the sum if `interpret` is None."""
+
+    @jax.jit
+    def both(x, w, d_out):
+        combined = folded.combine_heads if interpret is None else kernels
+        out, pull = jax.vjp(combined, x, w)
+        return out, *pull(d_out)
+
+    kernels = functools.partial(combine.combine_heads, interpret=interpret)
+    return both(*args)
 
 
 @pytest.mark.parametrize(
     ("length", "groups", "per_group", "head_dim", "shared"),
-    [(300, 2, 4, 16, False), (512, 1, 2, 80, False), (257, 4, 1, 32, False), (384, 2, 3, 16, True)],
+    [
+        (300, 2, 4, 16, False),
+        (384, 2, 3, 16, True),
+        pytest.param(512, 1, 2, 80, False, marks=pytest.mark.exhaustive),
+        pytest.param(257, 4, 1, 32, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_vectors_and_gradients_are_those_of_the_sum(length, groups, per_group, head_dim, shared):
-    x, w, d_out = vectors_and_weights(length, groups, per_group, head_dim, shared=shared)
-    right, right_gradients = jax.vjp(folded.combine_heads, x, w)
-    found, gradients = jax.vjp(lambda x, w: combine.combine_heads(x, w, interpret=True), x, w)
+    args = vectors_and_weights(length, groups, per_group, head_dim, shared=shared)
     scale = length if shared else head_dim  # terms of the sums in the gradient of the weights
-    for a, b in zip([found, *gradients(d_out)], [right, *right_gradients(d_out)], strict=True):
+    for a, b in zip(output_and_gradients(True, *args), output_and_gradients(None, *args), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * scale)
 
 
 def test_bfloat16_is_rounded_once():
     x, w, d_out = vectors_and_weights(300, 2, 4, 16, jnp.bfloat16)
-    found, gradients = jax.vjp(lambda x, w: combine.combine_heads(x, w, interpret=True), x, w)
-    wide = folded.combine_heads(x.astype(jnp.float32), w)
+    found, d_x, d_w = output_and_gradients(True, x, w, d_out)
+    wide = jax.jit(folded.combine_heads)(x.astype(jnp.float32), w)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, wide.astype(jnp.bfloat16))
-    d_x, d_w = gradients(d_out)
     assert (d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_forward_mode_and_second_derivatives_are_those_of_the_sum():
     x, w, d_out = vectors_and_weights(257, 1, 2, 16)
 
-    def tangents(f):
+    @functools.partial(jax.jit, static_argnums=0)
+    def tangents(f, x, w, d_out):
         return jax.jvp(lambda x, w: jax.vjp(f, x, w)[1](d_out), (x, w), (d_out, w))
 
-    found = tangents(lambda x, w: combine.combine_heads(x, w, interpret=True))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tangents(folded.combine_heads)), strict=True):
+    found = tangents(functools.partial(combine.combine_heads, interpret=True), x, w, d_out)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tangents(folded.combine_heads, x, w, d_out)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
@@ -78,18 +96,16 @@ def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows(monkeypatch, le
 
 def test_blocks_of_two_cores_do_not_race(monkeypatch):
     watched = watch_races(monkeypatch)
-    x, w, d_out = vectors_and_weights(600, 2, 2, 16)
-    jax.vjp(lambda x, w: combine.combine_heads(x, w, interpret=DETECT_RACES), x, w)[1](d_out)
+    output_and_gradients(DETECT_RACES, *vectors_and_weights(600, 2, 2, 16))
     assert len(watched) == 2
     assert not any(state.races_found for state in watched)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_kernels_of_the_presets_compile():
     """The heads of DCFlash-405M, -2.8B, -6.9B and -33B, in groups of four, and a gate for each head."""
-    large = [(8, 4, 80), (8, 4, 128), (13, 4, 128)]
-    cases = {"v5e:2x2": [(4, 4, 64), *large, (6, 1, 64)], "v6e:2x2": large[2:], "v5p:2x2x1": large[2:]}
+    cases = {"v5e:2x2": [(4, 4, 64), (6, 1, 64)], "v6e:2x2": [(8, 4, 80), (13, 4, 128)], "v5p:2x2x1": [(8, 4, 128)]}
     compile_in_subprocess("test_pallas_combine", cases)
 
 

@@ -30,12 +30,9 @@ CASES = {
 }  # fmt: skip
 
 
-DEFAULT = {"float32, grouped queries, padding", "bfloat16, causal"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in CASES]
+    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.exhaustive) for name in CASES]
 )
 def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     if name != "float32, grouped queries, padding":
@@ -61,9 +58,7 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
 LOWERED = [  # preset, dtype, tokens, window
     ("DCViT-S", jnp.bfloat16, 196, None),
     ("DCViT-S", jnp.float32, 197, None),
-    ("DCFormer++-405M", jnp.bfloat16, 512, 256),
-    ("DCPythia-2.8B", jnp.bfloat16, 256, 256),
-    ("DCPythia-6.9B", jnp.bfloat16, 256, 10**6),
+    ("DCPythia-2.8B", jnp.bfloat16, 256, 10**6),
     ("DCPythia-6.9B", jnp.float32, 256, 256),
 ]
 

@@ -38,7 +38,12 @@ def stated(monkeypatch, **options):
 
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "window"),
-    [(1024, 1024, True, None), (1024, 1024, True, 256), (700, 700, True, 100), (512, 640, False, None)],
+    [
+        (700, 700, True, 100),
+        (512, 640, False, None),
+        pytest.param(1024, 1024, True, None, marks=pytest.mark.exhaustive),
+        pytest.param(1024, 1024, True, 256, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, queries, keys, causal, window):
     distance = np.arange(queries)[:, None] - np.arange(keys)

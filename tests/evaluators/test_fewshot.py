@@ -106,8 +106,9 @@ def test_scores_equal_the_closed_form(number, offset, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize(
+    ("batch", "devices"), [(7, 8), (64, 1), *(pytest.param(1, n, marks=pytest.mark.exhaustive) for n in (1, 8))]
+)
 def test_accuracy_is_independent_of_batch_size_and_device_count(sources, batch, devices):
     expected = {f"{shots}shot": by_hand(shots, 2, 2.0**10)[0] for shots in (1, 10)}
     got = evaluate(devices=devices, batch_size=batch, shots=(1, 10), num_seeds=2)

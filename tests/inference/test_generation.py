@@ -16,7 +16,6 @@ GREEDY = Sampling(temperature=0)
 PROMPTS = [[3], [1, 2, 5], [4, 4, 1, 2, 6, 3, 5, 1, 0], [2, 6, 1, 3, 3, 1]]
 MODELS = [
     pytest.param(LLAMA | DC | {"qk_norm": "rmsnorm"}, id="DCFormer++", marks=pytest.mark.slow),
-    pytest.param(GPT3 | DC, id="DCFormer", marks=pytest.mark.exhaustive),
     pytest.param(GPT3 | DC | {"end_of_text": 0, "scan": True}, id="documents", marks=pytest.mark.exhaustive),
 ]
 

@@ -16,13 +16,6 @@ from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
 
-EXHAUSTIVE = [name if name == "DCFormer++" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
-
-
-@pytest.fixture(params=EXHAUSTIVE)
-def model(request):
-    return made(request.param)
-
 
 @pytest.fixture
 def one():
@@ -44,7 +37,11 @@ def greedy(model, tokens, count):
 
 
 @pytest.mark.slow
-def test_log_likelihoods_equal_forward_passes_for_every_batch_size(model):
+@pytest.mark.parametrize(
+    "name", [name if name == "DCFormer++" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
+)
+def test_log_likelihoods_equal_forward_passes_for_every_batch_size(name):
+    model = made(name)
     pairs = [
         ("", "x"), ("a", "b"), ("the cat ", "sat"), ("é", " ü"), ("q", "r" * CONTEXT),
         ("long" * 30, " answer"), ("x" * (CONTEXT - 3), "yz"), *((f"{i}" * (3 * i + 1), f" {i}") for i in range(9)),
@@ -70,7 +67,7 @@ def test_a_continuation_longer_than_the_context_is_an_error(one):
 
 
 @pytest.mark.slow
-def test_rolling_log_likelihood_scores_every_token_once(model):
+def test_rolling_log_likelihood_scores_every_token_once(one):
     texts, sums = [], []
     for length in (0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT, 133):
         tokens = list(np.random.default_rng(length).integers(97, 123, length))
@@ -79,8 +76,8 @@ def test_rolling_log_likelihood_scores_every_token_once(model):
         for start in range(0, length, CONTEXT):
             end = min(length, start + CONTEXT)
             window = [END, *tokens][max(0, end - CONTEXT) : end + 1]
-            sums[-1] += direct(model, window, end - start)[0]
-    found = model.sized[16].loglikelihood_rolling(requests(*((text,) for text in [*texts, *texts[::-1]])))
+            sums[-1] += direct(one, window, end - start)[0]
+    found = one.sized[16].loglikelihood_rolling(requests(*((text,) for text in [*texts, *texts[::-1]])))
     assert found == pytest.approx(sums + sums[::-1], abs=2e-4)
 
 

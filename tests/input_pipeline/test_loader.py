@@ -53,8 +53,7 @@ def test_each_epoch_of_the_stream_is_a_permutation(size, batch):
     assert size < 4 or len(set(map(tuple, epochs))) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [0, 1, 3, None])
+@pytest.mark.parametrize("threads", [0, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, None))])
 def test_stream_can_start_at_any_step(threads):
     source = ip.open_source("digits", split="train", limit=70)
     complete = list(itertools.islice(ip.train_batches(source, PP, 10, seed=1, threads=1), 15))  # two epochs
@@ -80,7 +79,7 @@ def test_global_batch_does_not_depend_on_the_number_of_hosts(hosts):
     source = ip.open_source("digits", split="train")
     one = ip.train_batches(source, PP, 64, seed=2, start_step=20)
     many = [ip.train_batches(source, PP, 64, seed=2, start_step=20, rows=rows) for rows in shares(64, hosts)]
-    for complete, *parts in itertools.islice(zip(one, *many, strict=True), 5):
+    for complete, *parts in itertools.islice(zip(one, *many, strict=True), 2):
         assert {len(part["image"]) for part in parts} == {64 // hosts}
         assert_same(complete, {k: np.concatenate([part[k] for part in parts]) for k in complete})
 

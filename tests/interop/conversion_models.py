@@ -1,8 +1,10 @@
 """Small models with random parameters, as folders of this project that can be converted."""
 
+import functools
 from pathlib import Path
 
 import flax.traverse_util
+import jax
 import jax.numpy as jnp
 import numpy as np
 import small_models
@@ -12,7 +14,7 @@ from dcvit.export.source import Model
 from dcvit.interop import dcvit_hf
 from dcvit.interop.family import Description
 from dcvit.interop.tensors import Tensor
-from dcvit.models import vit
+from dcvit.models import lm, vit
 
 PP = "decode|resize(16)|value_range(-1, 1)"
 VIT = dict(width=32, depth=2, mlp_dim=48, num_heads=4, patch_size=(4, 4))
@@ -29,9 +31,15 @@ def tensors(params):
     return {name: Tensor(x.shape, lambda x=x: np.asarray(x)) for name, x in flat.items()}
 
 
+@functools.cache  # tracing takes seconds
+def random_params(net, example):
+    return small_models.random_params(small_models.param_shapes(net, example))
+
+
 def language_model(preset="DCFormer++-405M", **fields):
     """Return a small language model: module, parameters, and both as a model to convert."""
-    net, params = small_models.make_lm(preset, **fields)
+    net = lm.Model(small_models.VOCAB, preset=preset, **{**small_models.SMALL, **fields})
+    params = random_params(net, jax.ShapeDtypeStruct((1, 2), jnp.int32))
     description = Description("lm", small_models.VOCAB, fields_of(net, "lm"))
     return net, params, Model(Path("lm"), "dcvit", description, tensors(params), {})
 
@@ -39,7 +47,7 @@ def language_model(preset="DCFormer++-405M", **fields):
 def image_model(shape=(16, 16, 3), **fields):
     """Return a small vision transformer, with composition unless the fields say otherwise."""
     net = vit.Model(10, **{**VIT, "compose": "both", **fields})
-    params = small_models.random_params(small_models.param_shapes(net, jnp.zeros((1, *shape))))
+    params = random_params(net, jax.ShapeDtypeStruct((1, *shape), jnp.float32))
     described = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(net, "vit").items()}
     pp = PP if shape[0] == shape[1] else PP.replace("(16)", f"({list(shape[:2])})")
     return net, params, Model(Path("vit"), "dcvit", Description("vit", 10, described, pp), tensors(params), {})

@@ -283,9 +283,12 @@ CASES = {
     "big_vision, no shape": (metadata(shape=None), "cannot read .*zarray"),
     "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
 }  # fmt: skip
+OF_TORCH = ("object in a file of torch", "sparse")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.interop if name in OF_TORCH else ()) for name in CASES]
+)
 def test_broken_file_is_an_error_of_one_line(tmp_path, name):
     write, match = CASES[name]
     path = write(tmp_path)

@@ -1,7 +1,10 @@
 """Conversions are bitwise or within the tolerance, and leave nothing behind when they fail."""
 
+import ast
 import dataclasses
 import errno
+import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -39,17 +42,31 @@ from input_pipeline import memory
 
 SHARD = 64 << 20  # bytes
 OWN = ("npz", "bv", "safetensors", "dcvit")
+NATIVE_VIT = "ViTForImageClassification"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    """Compile the comparison of each model once: conversions keep that of the newest model only."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_compiled", "_compiled_layer"):
+            patch.setattr(logits, name, functools.cache(getattr(logits, name).__wrapped__))
+        yield
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A language model and a vision transformer, as folders to convert."""
     root = tmp_path_factory.mktemp("models")
-    text = conversion_models.language_model(window_pattern="1:1", end_of_text=3)[2]
+    text = conversion_models.language_model(depth=1, end_of_text=3)[2]
     return {
         "lm": conversion_models.write(text, root / "lm"),
-        "vit": conversion_models.write(conversion_models.image_model()[2], root / "vit"),
+        "vit": conversion_models.write(conversion_models.image_model(depth=1)[2], root / "vit"),
     }
+
+
+def plain_image_model():
+    return conversion_models.image_model(compose=None, pool_type="tok", depth=1)[2]
 
 
 def values(path):
@@ -62,13 +79,11 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.slow if to == "dcvit" else ()) for to in OWN])
 @pytest.mark.parametrize("name", ["lm", "vit"])
-def test_round_trips_are_bitwise(name, to, folders, tmp_path):
+def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
     report = conversion.convert(folders[name], tmp_path / "out", to)
     assert report.difference == 0
     assert same_bits(values(tmp_path / "out"), values(folders[name]))
     assert build(open_model(tmp_path / "out").description) == build(open_model(folders[name]).description)
-    conversion.convert(tmp_path / "out", tmp_path / "back", "safetensors")
-    assert same_bits(values(tmp_path / "back"), values(folders[name]))
 
 
 def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
@@ -98,13 +113,15 @@ def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
     assert open_model(tmp_path / "weights").description == open_model(folders["lm"]).description
 
 
-@pytest.mark.slow
-def test_layers_one_at_a_time_have_the_logits_of_the_whole_model():
-    for fields in (dict(window_pattern="3:1", depth=3), dict(preset="DCFormer-405M", tied=True, end_of_text=5)):
-        net, params, model = conversion_models.language_model(**fields)
-        tokens = logits.inputs(model)
-        whole = small_models.logits_of(net, params, jnp.asarray(tokens))
-        assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
+@pytest.mark.parametrize("fields", [
+    dict(window_pattern="1:1", tied=True, end_of_text=5),
+    pytest.param(dict(preset="DCFormer-405M", window_pattern="3:1", depth=3), marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_layers_one_at_a_time_have_the_logits_of_the_whole_model(fields):
+    net, params, model = conversion_models.language_model(**fields)
+    tokens = logits.inputs(model)
+    whole = small_models.logits_of(net, params, jnp.asarray(tokens))
+    assert np.abs(logits.compute(model, tokens) - whole).max() < 1e-5
 
 
 def test_inputs_reach_beyond_a_window_and_all_over_the_vocabulary():
@@ -121,18 +138,23 @@ LIBRARIES = {
 }  # fmt: skip
 
 
+def skip_without(*names):
+    for name in names:
+        pytest.importorskip(name, reason=f"needs {name}; pip install -e .[interop]", exc_type=Exception)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("to", LIBRARIES)
+@pytest.mark.parametrize(
+    "to", [pytest.param(to, marks=pytest.mark.interop if needed else ()) for to, needed in LIBRARIES.items()]
+)
 @pytest.mark.parametrize("name", ["lm", "vit"])
 def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, folders, tmp_path):
-    for library in LIBRARIES[to]:
-        pytest.importorskip(library, reason=f"needs {library}; pip install -e .[interop]", exc_type=Exception)
+    skip_without(*LIBRARIES[to])
     source, out = folders[name], tmp_path / "out"
     if to == "timm":
         if name == "lm":
             pytest.skip("timm has no language models")
-        plain = conversion_models.image_model(compose=None, pool_type="tok")[2]
-        source = conversion_models.write(plain, tmp_path / "plain")
+        source = conversion_models.write(plain_image_model(), tmp_path / "plain")
     if (name, to) == ("lm", "onnx"):  # which lacks the cumulative maximum that finds documents
         unlimited = conversion_models.language_model("DCFormer-405M", window_pattern="1:1", context=160)[2]
         source = conversion_models.write(unlimited, tmp_path / "unlimited")
@@ -147,6 +169,7 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     run_snippets(out, tmp_path)
 
 
+@pytest.mark.interop
 @pytest.mark.exhaustive
 def test_an_operation_that_onnx_lacks_is_named(folders, tmp_path):
     pytest.importorskip("jax2onnx", reason="needs jax2onnx; pip install -e .[interop]")
@@ -196,31 +219,31 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_converted_workdir_serves_all_commands(folders, lm_workdir, tmp_path, capsys, library_promotion):
+def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_path, library_promotion):
     assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
+    assert same_bits(values(tmp_path / "run"), values(lm_workdir))
+    source, converted = (open_model(path).description for path in (lm_workdir, tmp_path / "run"))
+    assert (build(converted), converted.pp) == (build(source), source.pp)
     assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    argv = ["--workdir", str(tmp_path / "run"), "--prompt", "def ", "--tokens", "4", "--temperature", "0"]
-    assert cli.run(generate.main, argv) == 0
-    converted = capsys.readouterr().out
-    argv[1] = str(lm_workdir)
-    assert cli.run(generate.main, argv) == 0
-    assert capsys.readouterr().out == converted
+
+
+def test_foreign_images_become_runs_that_predict(tmp_path, capsys, library_promotion):
+    Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
+    conversion.convert(conversion_models.write(plain_image_model(), tmp_path / "vit"), tmp_path / "run", "dcvit")
+    argv = ["--workdir", str(tmp_path / "run"), str(tmp_path / "a.png"), "--format", "json"]
+    assert cli.run(predict.main, argv) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 5
 
 
 @pytest.mark.slow
-def test_foreign_models_become_runs_that_predict_and_generate(folders, tmp_path, capsys, library_promotion):
-    Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
-    conversion.convert(folders["vit"], tmp_path / "vit", "dcvit")
-    argv = ["--workdir", str(tmp_path / "vit"), str(tmp_path / "a.png"), "--format", "json"]
-    assert cli.run(predict.main, argv) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 5
-    source = conversion_models.write(conversion_models.language_model(window_pattern="1:1")[2], tmp_path / "source")
-    conversion.convert(source, tmp_path / "tokens", "dcvit")
+def test_foreign_texts_become_runs_that_generate_with_their_tokenizer(tmp_path, capsys, library_promotion):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
+    model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
+    source = conversion_models.write(model, tmp_path / "source")
     argv = ["--prompt", "ab", "--tokens", "3", "--workdir"]
+    conversion.convert(source, tmp_path / "tokens", "dcvit")
     assert cli.run(generate.main, [*argv, str(tmp_path / "tokens")]) == 2
     assert "give --tokenizer" in capsys.readouterr().err
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
     vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnop?")}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?")).save(str(source / "tokenizer.json"))
     conversion.convert(source, tmp_path / "text", "dcvit")
@@ -228,10 +251,9 @@ def test_foreign_models_become_runs_that_predict_and_generate(folders, tmp_path,
     assert set(capsys.readouterr().out.split()[0]) <= set(vocabulary)
 
 
-@pytest.mark.slow
 def test_scanned_layers_are_written_one_by_one(tmp_path):
     """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
-    _, params, model = conversion_models.language_model(window_pattern="1:1", depth=5)
+    _, params, model = conversion_models.language_model(window_pattern="1:1", depth=3)
     fields = {**model.description.fields, "scan": True}
     write_run(tmp_path / "run", model, lm.stack_blocks(params, 2), model=fields)
     assert same_bits(values(tmp_path / "run"), dict(model.read()))
@@ -396,6 +418,7 @@ NATIVE = {
 }
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NATIVE)
 def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path):
@@ -414,6 +437,7 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
     assert same_bits(values(tmp_path / "run"), values(source))
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), [
     ("vit", dict(pool_type="tok", mlp="gelu")),
@@ -431,7 +455,7 @@ def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, t
 
 
 def test_the_log_says_why_there_is_no_processor(tmp_path, caplog):
-    _, _, model = conversion_models.image_model(compose=None, pool_type="tok")
+    model = plain_image_model()
     padded = model._replace(description=model.description._replace(pp="decode|resize(12)|pad(2)|value_range(-1, 1)"))
     with caplog.at_level("INFO", "dcvit"):
         formats.write_hf(padded, tmp_path)
@@ -500,7 +524,7 @@ def test_weights_that_one_call_loads_are_one_file(to, tmp_path, monkeypatch):
     """timm and the code in the card of a program read model.safetensors."""
     monkeypatch.setattr(formats, "SHARD_BYTES", 1000)
     monkeypatch.setitem(inspect.unwrap(write_shards).__kwdefaults__, "max_shard_bytes", 1000)
-    conversion.WRITERS[to](conversion_models.image_model(compose=None, pool_type="tok", depth=1)[2], tmp_path)
+    conversion.WRITERS[to](plain_image_model(), tmp_path)
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
@@ -517,7 +541,7 @@ def test_gray_images_stay_gray():
 
 def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_path, caplog):
     """Files of big_vision hold no size, which the native classes of other libraries need."""
-    arrays = {f"params/{k}": v for k, v in conversion_models.image_model(compose=None, pool_type="tok")[2].read()}
+    arrays = {f"params/{k}": v for k, v in plain_image_model().read()}
     np.savez(tmp_path / "params.npz", **arrays)
     with caplog.at_level("INFO", "dcvit"):
         model = open_model(tmp_path / "params.npz")
@@ -525,12 +549,13 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
         formats.write_hf(model, tmp_path / "hf")
     assert (model.origin, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
-    assert "class of the model: ViTForImageClassification" in caplog.text
+    assert f"class of the model: {NATIVE_VIT}" in caplog.text
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
     assert formats.native_family(model, ("timm",))[0] == "timm"
     assert open_model(folders["vit"]).description.pp == conversion_models.PP
 
 
+@pytest.mark.interop
 def test_rows_are_padded_to_the_fixed_length_of_a_program(tmp_path):
     """An ONNX file has rows of the model's context, longer than those that are compared."""
     onnx = pytest.importorskip("onnx", reason="needs onnx; pip install -e .[interop]")
@@ -568,8 +593,19 @@ def test_the_comparison_sees_the_order_of_the_channels():
 @pytest.mark.parametrize(("net", "outputs"), [(vit.ViT, "num_classes"), (lm.LM, "vocab_size")])
 def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
     """A field of training, such as the initial bias of the head, prevents no export; `heads` does."""
-    fields = {field.name for field in dataclasses.fields(net)} - {"parent", "name", outputs, "heads"}
-    assert fields - set(WITHOUT_EFFECT) == set(dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"])
+    defaults = {field.name: field.default for field in dataclasses.fields(net)}
+    in_file = dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"]
+    assert defaults.keys() - {"parent", "name", outputs, "heads"} - set(WITHOUT_EFFECT) == in_file.keys()
+    for key, value in in_file.items():
+        assert (tuple(value) if isinstance(value, list) else value) == defaults[key], key
+
+
+def test_the_modeling_file_imports_torch_and_transformers_only():
+    found, file = set(), importlib.util.find_spec("dcvit.interop.modeling_dcvit").origin
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[0] for name in [*names, *([node.module] if isinstance(node, ast.ImportFrom) else [])]}
+    assert found - set(sys.stdlib_module_names) == {"torch", "transformers"}
 
 
 def test_the_size_of_images_is_that_of_the_preprocessing(tmp_path):
@@ -595,12 +631,11 @@ def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
     assert libraries.transformers_logits(tmp_path, np.zeros((1, 4, 4, 3), np.float32)) is None
 
 
-def test_the_known_classes_are_those_that_are_written():
-    for make in (conversion_models.image_model, conversion_models.language_model):
-        model = make()[2]
+def test_the_known_classes_are_those_that_are_written(folders):
+    for folder in folders.values():
+        model = open_model(folder)
         assert libraries.class_name(dcvit_hf.config(model.description)) in sum(dcvit_hf.CLASSES.values(), ())
-    _, _, plain = conversion_models.image_model(compose=None, pool_type="tok")
-    assert libraries.class_name(formats.native_family(plain, ("hf_vit",))[1]) == "ViTForImageClassification"
+    assert libraries.class_name(formats.native_family(plain_image_model(), ("hf_vit",))[1]) == NATIVE_VIT
 
 
 @pytest.mark.parametrize("error", ["SIGTERM", "full disk"])

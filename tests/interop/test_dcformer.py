@@ -56,6 +56,7 @@ def save(folder, name, **changes):
     return state
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
@@ -82,6 +83,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert {key: config[key] for key in kept} == kept
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DCPythia", "DCFormer"])
 def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
@@ -104,6 +106,7 @@ def test_decoding_has_the_smaller_window_that_their_cache_has(name, tmp_path):
         assert largest_difference(oracle.forward(torch, MODELS[name], state, tokens, other), expected) > 1e-3
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DCPythia", "DCFormer mgate"])
 def test_a_wrong_field_is_a_difference_of_logits(name, tmp_path):
@@ -119,6 +122,7 @@ def test_a_wrong_field_is_a_difference_of_logits(name, tmp_path):
         assert difference > 2e-4, wrong
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_qk_norm_is_told_by_the_file_if_its_config_does_not_tell(tmp_path):
     for name, expected in (("DCFormer", "rmsnorm"), ("DCFormer-2.8B", None)):
@@ -143,6 +147,7 @@ UNSUITABLE = [
 ]
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "message"), UNSUITABLE)
 def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):

@@ -48,9 +48,9 @@ def photo(gray=False):
 
 def processor_class(name):
     """The class of transformers that needs Pillow only, of which the others are equivalents."""
+    transformers = foreign_models.libraries()[1]
     import torchvision_ops  # noqa: F401
 
-    transformers = foreign_models.libraries()[1]
     kind = name.removesuffix("ImageProcessor").removesuffix("ImageProcessorPil")
     return getattr(transformers, f"{kind}ImageProcessorPil")
 
@@ -68,6 +68,7 @@ def assert_same_pixels(pp, processor, image, tmp_path):
     assert np.abs(found - expected).max() < 2.3 * scale
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_model_without_the_file_is_preprocessed_as_transformers_would(kind, tmp_path):
@@ -80,6 +81,7 @@ def test_model_without_the_file_is_preprocessed_as_transformers_would(kind, tmp_
     assert_same_pixels(open_weights(tmp_path).description.pp, processor, photo(), tmp_path)
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", STRINGS)
 def test_processor_of_transformers_yields_the_pixels_of_the_string_and_reads_back(pp, tmp_path):
@@ -94,6 +96,7 @@ def test_processor_of_transformers_yields_the_pixels_of_the_string_and_reads_bac
 GIVEN = [{}, {"size": 240}, {"size": 48, "crop_size": 40, "do_center_crop": True}]
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "given"), [
     (name, given) for name in hf_processor.DEFAULTS for given in GIVEN

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.interop
 pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
 import torchvision_ops  # noqa: F401
 

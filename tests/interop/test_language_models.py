@@ -83,6 +83,7 @@ def their_logits(model, tokens):
         return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
@@ -120,6 +121,7 @@ def same_params(a, b):
         np.testing.assert_array_equal(a[name], b[name])
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2 tied", "neox parallel .25", "llama grouped"])
 def test_shards_and_files_of_pytorch_hold_the_same_model(name, tmp_path):
@@ -168,6 +170,7 @@ def saved(tmp_path):
     return save
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_parameters(saved):
     folder = saved("gpt2 tied")
@@ -190,6 +193,7 @@ def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_paramet
     assert found.tensors.keys() - buffers == written_back(found).keys()
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "old"),
@@ -209,6 +213,7 @@ def test_configs_before_transformers_5_describe_the_same_model(name, old, saved)
     assert open_weights(folder).description == expected
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
     folder = saved("llama grouped tied")
@@ -279,6 +284,7 @@ def folders(tmp_path_factory):
     return root
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "change", "config", "message"), UNSUITABLE)
 def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
@@ -296,6 +302,7 @@ def test_an_unsuitable_file_is_refused_in_one_line_that_names_the_reason(
     assert str(raised.value).startswith(str(folder))
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_weights_without_config_are_refused(folders, tmp_path):
     file = tmp_path / "model.safetensors"
@@ -304,6 +311,7 @@ def test_weights_without_config_are_refused(folders, tmp_path):
         open_weights(file)
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "shape"),

@@ -11,6 +11,7 @@ from dcvit.errors import CheckpointError
 from dcvit.interop import links
 from dcvit.interop.weights import open_weights
 
+pytestmark = pytest.mark.interop  # their parameters are random tensors of PyTorch
 CONFIG = {
     "model_type": "dcformer", "vocab_size": 61, "dim": 32, "n_head": 4, "intermediate_size": 44, "use_qk_norm": True,
     "window_type": "LG", "window_size": 256, "n_layer": 4, "norm_eps": 1e-5, "qk_epsilon": 1e-5, "rope_base": 10_000,

@@ -1,11 +1,7 @@
 """The PyTorch file computes the logits and gradients of the JAX models, decodes, trains, and is read back."""
 
-import ast
-import dataclasses
 import json
-import sys
 import warnings
-from pathlib import Path
 
 import conversion_models
 import flax.traverse_util
@@ -20,8 +16,8 @@ from dcvit.export import formats
 from dcvit.export.source import open_model
 from dcvit.interop import dcvit_hf
 from dcvit.interop import links as linking
-from dcvit.models import lm, vit
 
+pytestmark = pytest.mark.interop
 torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
 transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
 modeling = pytest.importorskip("dcvit.interop.modeling_dcvit", reason="needs transformers 5")
@@ -194,22 +190,11 @@ def non_default(fields):
     return {key: value for key, value in fields.items() if value != dcvit_hf.FIELDS["lm"][key]}
 
 
-@pytest.mark.parametrize(("name", "net"), [("vit", vit.ViT), ("lm", lm.LM)])
-def test_the_fields_of_the_file_have_the_defaults_of_the_models(name, net):
-    defaults = {field.name: field.default for field in dataclasses.fields(net)}
-    for key, value in dcvit_hf.FIELDS[name].items():
-        assert (tuple(value) if isinstance(value, list) else value) == defaults[key], key
+@pytest.mark.parametrize("name", ["vit", "lm"])
+def test_the_fields_of_the_file_have_the_defaults_of_the_models(name):
     in_file = modeling.IMAGE_FIELDS if name == "vit" else modeling.TEXT_FIELDS
     differing = {k for k, v in dcvit_hf.FIELDS[name].items() if k != "tied" and in_file[k] != v}
     assert differing == {"compose"}  # the classes are named for DCMHA
-
-
-def test_the_file_imports_torch_and_transformers_only():
-    found = set()
-    for node in ast.walk(ast.parse(Path(modeling.__file__).read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[0] for name in [*names, *([node.module] if isinstance(node, ast.ImportFrom) else [])]}
-    assert found - set(sys.stdlib_module_names) == {"torch", "transformers"}
 
 
 def test_new_models_start_close_to_plain_attention():

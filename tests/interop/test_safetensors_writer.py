@@ -48,6 +48,7 @@ def test_every_tensor_is_read_back_with_its_bits_from_one_file_or_shards(tmp_pat
         assert same_bits(read[name], array), name
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_the_index_lists_sizes_and_files_as_hugging_face_does(tmp_path):
     torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")

@@ -129,8 +129,10 @@ def reads(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("compose", [None, "both"])
+@pytest.mark.parametrize(("scan", "compose"), [
+    (False, None), (True, "both"),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((False, "both"), (True, None))),
+])  # fmt: skip
 def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, scan, compose):
     """Each tensor is read once and released before the next; the parameters are in their shards."""
     folder = small[0].path

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import HEADS, LENGTH, jit, logits_of, make_lm, make_tokens, param_shapes, random_params
-from test_attention_maps import MODELS, VITS
+from small_models import HEADS, LENGTH, jit, logits_of, make_lm, make_tokens
+from test_attention_maps import captured
 
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-from dcvit.models import sharded_attention, vit
+from dcvit.models import sharded_attention
 
 
 def attention_of(params, layer):
@@ -23,37 +23,9 @@ def changed(params, layer, change):
     return copy
 
 
-def make_vit(**fields):
-    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), **fields)
-    images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 8, 3)), jnp.float32)
-    return net, random_params(param_shapes(net, images)), images
-
-
-@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
-def test_the_output_and_the_residual_stream_are_those_of_the_model(fields):
-    net, params = make_lm(**fields)
-    tokens = make_tokens().at[:, 5].set(0)
-    found = run_with_cache(net, params, tokens)
-    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, tokens)
-    np.testing.assert_allclose(found.output, out["logits"], rtol=2e-4, atol=2e-5)
-    for layer in range(net.depth):
-        expected = out["decoder"][f"block{layer:02d}"]
-        for name, of in (("resid_post", "+mlp"), ("attention_out", "sa"), ("mlp_out", "mlp")):
-            np.testing.assert_allclose(found.arrays[f"block{layer:02d}/{name}"], expected[of], rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [*VITS.values(), dict(compose="both", pool_type="map")], ids=[*VITS, "MAP head"])
-def test_the_output_is_that_of_a_vision_transformer(fields):
-    net, params, images = make_vit(**fields)
-    found = run_with_cache(net, params, images)
-    np.testing.assert_allclose(found.output, logits_of(net, params, images), rtol=2e-4, atol=2e-5)
-    assert {name.split("/")[0] for name in found.arrays} == {"block00", "block01"}
-
-
 def test_each_composition_is_that_of_its_factors_in_float64_numpy():
-    net, params = make_lm(compose="both", groups=2, static=True)
-    arrays = run_with_cache(net, params, make_tokens()).arrays
+    net, _, found, _ = captured("documents, static, groups, shared keys, windows of rows")
+    arrays = found.arrays
     double = lambda x: np.asarray(x, np.float64)  # noqa: E731
     for layer in range(net.depth):
         for where, before, after in (("pre", "scores", "composed_scores"), ("post", "weights", "composed_weights")):
@@ -63,17 +35,25 @@ def test_each_composition_is_that_of_its_factors_in_float64_numpy():
     assert compose_weights_of(arrays, net.depth, "pre") is None
 
 
-def test_an_ablated_head_is_a_head_without_output_weights():
+def test_hooks_with_other_numbers_do_not_compile_again_and_remove_a_head_as_its_output_weights_do():
     net, params = make_lm(compose="both")
-    tokens = make_tokens()
-    hooks = {"block01/heads": lambda x: x.at[:, :, 2].set(0)}
+    tokens, traced = make_tokens(), []
+    logits = jit(lambda params: net.apply({"params": params}, tokens)[0])
 
-    def remove(attention):
-        attention["out"]["kernel"][2] = 0
+    def without(head, x):
+        traced.append(head)
+        return x.at[:, :, head].set(0)
 
-    expected = logits_of(net, changed(params, 1, remove), tokens)
-    np.testing.assert_allclose(run_with_cache(net, params, tokens, hooks).output, expected, rtol=1e-4, atol=1e-5)
-    assert np.abs(expected - logits_of(net, params, tokens)).max() > 0.01
+    for head in range(HEADS):
+        found = run_with_cache(net, params, tokens, {"block01/heads": jax.tree_util.Partial(without, head)}).output
+
+        def remove(attention, head=head):
+            attention["out"]["kernel"][head] = 0
+
+        expected = logits(changed(params, 1, remove))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        assert np.abs(expected - logits(params)).max() > 0.01
+    assert len(traced) == 1
 
 
 def test_ablated_branches_are_those_of_a_model_without_them():
@@ -92,12 +72,17 @@ def test_ablated_branches_are_those_of_a_model_without_them():
 def test_a_patched_residual_stream_restores_the_run_that_it_is_from():
     net, params = make_lm(compose="both")
     clean, corrupted = make_tokens(seed=2), make_tokens(seed=3)
-    of_clean = run_with_cache(net, params, clean)
+
+    def run(tokens, stream, at):
+        """Replace the stream of layer 1 at some positions."""
+        hook = jax.tree_util.Partial(lambda stream, at, x: jnp.where(at[:, None], stream, x), stream, at)
+        return run_with_cache(net, params, tokens, {"block01/resid_pre": hook})
+
+    nowhere = jnp.zeros(LENGTH, bool)
+    of_clean = run(clean, jnp.zeros((2, LENGTH, net.width)), nowhere)
     stream = of_clean.arrays["block01/resid_pre"]
-    patched = run_with_cache(net, params, corrupted, {"block01/resid_pre": lambda _: stream})
-    np.testing.assert_allclose(patched.output, of_clean.output, rtol=1e-4, atol=1e-5)
-    at = run_with_cache(net, params, corrupted, {"block01/resid_pre": lambda x: x.at[:, 4].set(stream[:, 4])}).output
-    plain = run_with_cache(net, params, corrupted).output
+    np.testing.assert_allclose(run(corrupted, stream, ~nowhere).output, of_clean.output, rtol=1e-4, atol=1e-5)
+    at, plain = (run(corrupted, stream, where).output for where in (nowhere.at[4].set(True), nowhere))
     difference = np.abs(np.asarray(at - plain)).max(axis=(0, 2))
     assert not difference[:4].any()  # causal
     assert difference[4] > 0.01
@@ -110,22 +95,6 @@ def test_hooks_see_the_arrays_of_hooks_before_them_and_returned_arrays_are_repla
     counts = np.arange(1, LENGTH + 1)
     expected = np.tril(np.ones((LENGTH, LENGTH))) / counts[:, None]
     np.testing.assert_allclose(arrays["block00/weights"][0, 0], expected, rtol=1e-6)
-
-
-def test_hooks_with_other_numbers_do_not_compile_again():
-    net, params = make_lm(compose="both")
-    tokens = make_tokens()
-    traced = []
-
-    def without(head, x):
-        traced.append(head)
-        return x.at[:, :, head].set(0)
-
-    for head in range(HEADS):
-        found = run_with_cache(net, params, tokens, {"block01/heads": jax.tree_util.Partial(without, head)}).output
-        once = {"block01/heads": lambda x, head=head: x.at[:, :, head].set(0)}
-        np.testing.assert_allclose(found, run_with_cache(net, params, tokens, once).output, rtol=1e-5, atol=1e-6)
-    assert len(traced) == 1
 
 
 def test_the_first_of_two_hooks_counts():
@@ -162,7 +131,7 @@ def test_variants_that_are_no_composition_are_refused():
 
 
 def test_the_implementation_of_the_model_is_used_outside_of_the_call_only(monkeypatch):
-    net, params = make_lm(compose="both", implementation="blockwise")
+    net, params = make_lm(compose="both", implementation="blockwise", depth=1)
     tokens = make_tokens()
     calls = []
     attention = sharded_attention.attention
@@ -171,5 +140,5 @@ def test_the_implementation_of_the_model_is_used_outside_of_the_call_only(monkey
     )
     run_with_cache(net, params, tokens, {"*/heads": jnp.zeros_like})
     assert calls == []
-    logits_of(net, params, tokens)
+    jax.eval_shape(net.apply, {"params": params}, tokens)
     assert [call["implementation"] for call in calls] == ["blockwise"] * net.depth

@@ -1,4 +1,6 @@
-"""The attention matrices are those by which a model computes its outputs."""
+"""The attention matrices are those by which a model computes its outputs, and all captured arrays are the model's."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +10,16 @@ import oracle
 import pytest
 from small_models import LENGTH, WINDOW, jit, make_lm, make_tokens, param_shapes, random_params
 
+from dcvit.dcmha.reference import AttentionMatrices
+from dcvit.interpret.activations import run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import lm, vit
 
-DOCUMENTS = dict(end_of_text=0)
 MODELS = {
     "plain": {},
-    "composed": dict(compose="both"),
     "windows, scanned": dict(compose="both", window_pattern="1:1", scan=True),
-    "documents, grouped queries, windows of rows": dict(
-        compose="both", groups=2, num_key_heads=2, window_pattern="1:1", prefill_window=5, **DOCUMENTS
+    "documents, static, groups, shared keys, windows of rows": dict(
+        compose="both", static=True, groups=2, num_key_heads=2, window_pattern="1:1", prefill_window=5, end_of_text=0
     ),
     "static, rematerialized": dict(compose="post", static=True, remat="full"),
 }
@@ -27,15 +29,41 @@ def block(params, layer):
     return params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
 
 
-@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
-def test_composed_weights_sum_the_values_to_the_output_of_the_layer(fields):
-    net, params = make_lm(**fields)
-    tokens = make_tokens().at[:, 5].set(0)
-    maps = attention_maps(net, params, tokens)
-    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, tokens)
+def capture(net, params, inputs):
+    """Everything that is captured, and everything that the model itself returns."""
+    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, inputs)
+    found = run_with_cache(net, params, inputs)
+    np.testing.assert_allclose(found.output, out["logits"], rtol=2e-4, atol=2e-5)
+    assert {name.split("/")[0] for name in found.arrays} == {"block00", "block01"}
+    return found, out
+
+
+@functools.cache
+def captured(name):
+    """`capture` of a model of `MODELS`, after the model and its parameters."""
+    net, params = make_lm(**MODELS[name])
+    return net, params, *capture(net, params, make_tokens().at[:, 5].set(0))
+
+
+def matrices(found, layer):
+    return AttentionMatrices(*(found.arrays[f"block{layer:02d}/{name}"] for name in AttentionMatrices._fields))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.exhaustive] if n in ("plain", "static, rematerialized") else [])
+        for n in MODELS
+    ],
+)
+def test_captured_arrays_are_those_of_the_model_and_composed_weights_sum_the_values_to_its_outputs(name):
+    net, params, captured_run, out = captured(name)
     unrolled = lm.unstack_blocks(params)
-    assert sorted(maps) == list(range(net.depth))
-    for layer, found in maps.items():
+    for layer in range(net.depth):
+        found, of_layer = matrices(captured_run, layer), out["decoder"][f"block{layer:02d}"]
+        for array, of in (("resid_post", "+mlp"), ("attention_out", "sa"), ("mlp_out", "mlp")):
+            array = captured_run.arrays[f"block{layer:02d}/{array}"]
+            np.testing.assert_allclose(array, of_layer[of], rtol=2e-4, atol=2e-5)
         attention = block(unrolled, layer)
         before = np.asarray(out["stem"] if layer == 0 else out["decoder"][f"block{layer - 1:02d}"]["+mlp"])
         scale = np.asarray(unrolled["Transformer"][f"decoderblock_{layer}"]["attention_norm"]["scale"])
@@ -44,10 +72,12 @@ def test_composed_weights_sum_the_values_to_the_output_of_the_layer(fields):
         values = np.repeat(values, net.num_heads // values.shape[2], axis=2)
         heads = np.einsum("bhts,bshd->bthd", found.composed_weights, values)
         expected = np.einsum("bthd,hdm->btm", heads, attention["out"]["kernel"])
-        np.testing.assert_allclose(out["decoder"][f"block{layer:02d}"]["sa"], expected, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(of_layer["sa"], expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("compose", ["both", "pre", "post", None])
+@pytest.mark.parametrize(
+    "compose", ["pre", "post", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("both", None))]
+)
 def test_compositions_change_their_own_matrix_only(compose):
     net, params = make_lm(compose=compose)
     found = attention_maps(net, params, make_tokens(), layers=[-1])[net.depth - 1]
@@ -62,7 +92,7 @@ def test_compositions_change_their_own_matrix_only(compose):
 
 VITS = {
     "plain": {},
-    "composed, scanned": dict(compose="both", scan=True),
+    "composed, scanned, MAP head": dict(compose="both", scan=True, pool_type="map"),
     "ablation, registers": dict(compose="pre", branches="q", static=True, pool_type="tok", registers=2),
     "QK-norm, LayerScale": dict(compose="post", gate=False, rank=1, qk_norm="layernorm", layer_scale=0.3),
 }
@@ -90,22 +120,22 @@ def expected_matrices(p, x, heads, rank):
     return matrices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields",
-    [pytest.param(each, id=name, marks=() if "registers" in each else pytest.mark.slow) for name, each in VITS.items()],
+    "name",
+    [pytest.param(n, marks=[] if "registers" in n else pytest.mark.exhaustive) for n in VITS],
 )
-def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of_the_layer(fields):
+def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of_the_layer(name):
     """Of patches, and of class token and registers before them."""
-    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), **fields)
+    net = vit.Model(5, width=16, depth=2, num_heads=2, mlp_dim=16, patch_size=(4, 4), **VITS[name])
     images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 8, 3)), jnp.float32)
     params = random_params(param_shapes(net, images))
-    maps = attention_maps(net, params, images)
-    _, out = jit(lambda p, x: net.apply({"params": p}, x))(params, images)
+    captured_run, out = capture(net, params, images)
     unrolled = jax.tree.map(np.asarray, vit.unstack_blocks(params))
     tokens = [np.tile(params[name], (2, 1, 1)) for name in ("cls", "registers") if name in params]
     before = np.concatenate([*tokens, out["with_posemb"]], axis=1, dtype=np.float64)
-    assert sorted(maps) == [0, 1]
-    for layer, found in maps.items():
+    for layer in range(net.depth):
+        found = matrices(captured_run, layer)
         block_params = unrolled["Transformer"][f"encoderblock_{layer}"]
         p = block_params["MultiHeadDotProductAttention_0"]
         x = lm_oracle.normalize(before, block_params["LayerNorm_0"], net.norm_epsilon)
@@ -122,6 +152,7 @@ def test_local_layers_have_the_window_of_whole_rows():
     """`prefill_window` instead of `window`, which concerns tokens that are generated one by one."""
     net, params = make_lm(compose="both", window_pattern="1:1", prefill_window=WINDOW + 2)
     maps = attention_maps(net, params, make_tokens())
+    assert [*maps] == [0, 1]
     distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
     for layer, window in {0: WINDOW + 2, 1: LENGTH}.items():
         attended = (np.abs(np.asarray(maps[layer].composed_weights)) > 0).any(axis=(0, 1))

@@ -7,18 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import logits_of, param_shapes
+from small_models import param_shapes
 
 from dcvit.interpret.activations import run_with_cache
 from dcvit.interpret.explorer import samples
 from dcvit.models import vit
 
 
-def test_packed_arrays_are_those_of_the_model():
-    net, params, image = pages.image_model()
-    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, layers=[1], ablate=False)])
-    (layer,) = pages.facts_of(text)["samples"][0]["layers"]
-    arrays = run_with_cache(net, params, image).arrays
+@pytest.fixture(scope="module")
+def image_page():
+    """The page of one image, and the arrays of the model."""
+    net, params, image = pages.image_model(groups=1)
+    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
+    return text, run_with_cache(net, params, image).arrays
+
+
+def test_packed_arrays_are_those_of_the_model(image_page):
+    text, arrays = image_page
+    layer = pages.facts_of(text)["samples"][0]["layers"][1]
     found = pages.unpack(text, layer)
     assert layer["number"] == 1
     assert {"q", "k", "v", "pre.static", "pre.q1", "post.kg"} <= found.keys()
@@ -41,10 +47,8 @@ def test_numbers_of_any_size_keep_their_precision(scale):
     assert not found["k"].any()
 
 
-def test_rollout_is_the_product_over_the_layers():
-    net, params, image = pages.image_model(groups=1)
-    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
-    arrays = run_with_cache(net, params, image).arrays
+def test_rollout_is_the_product_over_the_layers(image_page):
+    text, arrays = image_page
     found = pages.unpack(text, pages.facts_of(text)["samples"][0]["rollout"])
     for name in ("weights", "composed_weights"):
         mean = [np.abs(np.asarray(arrays[f"block0{i}/{name}"][0], np.float64)).mean(axis=0) for i in range(2)]
@@ -56,14 +60,18 @@ def test_rollout_is_the_product_over_the_layers():
 def test_predictions_are_the_five_best_and_change_with_ablations():
     net, params, tokens = pages.text_model()
     (facts,) = pages.facts_of(pages.page([pages.sample_of(0, 0, "text", net, params, tokens)]))["samples"]
-    logits = logits_of(net, params, tokens)[0, -1].astype(np.float64)
+
+    def last_logits(kept):
+        """The logits of the last token if head 1 of layer 0 is multiplied by `kept`."""
+        scale = jax.tree_util.Partial(lambda kept, x: x.at[:, 1].multiply(kept), kept)
+        hooks = {f"block00/{name}": scale for name in ("scores", "weights", "composed_weights")}
+        return np.asarray(run_with_cache(net, params, tokens, hooks).output[0, -1], np.float64)
+
+    logits, changed = last_logits(jnp.float32(1)), last_logits(jnp.float32(0))
     p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     assert [int(label) for label, _ in facts["predictions"]] == [*np.argsort(-p)[:5]]
     np.testing.assert_allclose([p for _, p in facts["predictions"]], np.sort(p)[::-1][:5], atol=1e-4)
     (found,) = [a for a in facts["ablations"] if a.get("head") == 1 and a["layer"] == 0]
-    zero = lambda x: x.at[:, 1].set(0)  # noqa: E731
-    hooks = {f"block00/{name}": zero for name in ("scores", "weights", "composed_weights")}
-    changed = np.asarray(run_with_cache(net, params, tokens, hooks).output[0, -1], np.float64)
     q = np.exp(changed - changed.max()) / np.exp(changed - changed.max()).sum()
     assert abs(found["change"] - (q - p)[np.argmax(p)]) < 1e-4
     assert [int(label) for label, _ in found["predictions"]] == [*np.argsort(-q)[:5]]
@@ -77,25 +85,26 @@ def test_documents_and_windows_limit_the_keys():
     assert facts["causal"]
 
 
-def test_names_are_escaped():
+def test_names_are_escaped_and_a_page_has_the_layers_that_are_named():
     net, params, tokens = pages.text_model(compose=None)
     hostile = "</script><img src=x onerror=alert(1)>"
-    sample = pages.sample_of(0, 0, hostile, net, params, tokens, ablate=False)
+    sample = pages.sample_of(0, 0, hostile, net, params, tokens, layers=[1], ablate=False)
     text = pages.page([sample], runs=[hostile])
     assert "<img" not in text
+    assert [layer["number"] for layer in pages.facts_of(text)["samples"][0]["layers"]] == [1]
     assert pages.facts_of(text)["samples"][0]["name"] == hostile
     assert html.escape("<title>explorer</title>") not in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_image_in_a_small_vision_transformer_needs_less_than_8_megabytes():
-    """With the numbers of all 12 layers, which are random."""
-    net = vit.Model(1000, variant="DCViT-S/16", compose="both", static=True, rep_size=True, posemb="sincos2d")
+    """The numbers of its 12 layers are random, so that each layer has as many bytes as the last of two."""
+    net = vit.Model(1000, variant="DCViT-S/16", depth=2, compose="both", static=True, rep_size=True, posemb="sincos2d")
     image = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, size=(1, 224, 224, 3)), jnp.float32)
     shapes = param_shapes(net, image)
     params = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(0, 0.05, x.shape), jnp.float32), shapes)
-    text = pages.page([pages.sample_of(0, 0, "image", net, params, image, ablate=False)])
-    assert 4e6 < len(text) < 8e6
+    sample = pages.sample_of(0, 0, "image", net, params, image, ablate=False)
+    assert 4e6 < len(pages.page([sample])) + 10 * len(sample.blocks[sample.facts["layers"][1]["block"]]) < 8e6
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -108,10 +117,12 @@ def test_activations_that_are_not_finite_are_refused_with_their_name(value):
 
 
 @pytest.mark.parametrize(
-    "model", [pages.image_model(size=(64, 64)), pages.text_model(), pages.text_model(compose=None, static=False)]
-)
-def test_the_size_of_a_page_is_estimated(model):
-    net, *_ = model
+    "make", [lambda: pages.image_model(size=(64, 64)), pages.text_model,
+             lambda: pages.text_model(compose=None, static=False)],
+    ids=["image", "text", "plain text"],
+)  # fmt: skip
+def test_the_size_of_a_page_is_estimated(make):
+    net, *_ = model = make()
     found = pages.sample_of(0, 0, "sample", *model, ablate=False)
     expected = samples.packed_size(net, found.facts["tokens"], net.depth)
     assert 0.5 * expected < sum(map(len, found.blocks.values())) < 1.05 * expected

@@ -18,6 +18,11 @@ FIELDS = {
 }
 
 
+def exhaustive(*values):
+    """A parameter set that only `scripts/test.sh --all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def inputs(*lead, tokens=5, width=16):
     return jax.random.normal(jax.random.key(0), (*lead, tokens, width))
 
@@ -39,10 +44,14 @@ def decode(layer, variables, x, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["composed", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FIELDS if n != "composed")]
-)
-@pytest.mark.parametrize(
-    "lead", [(2,), pytest.param((2, 3), marks=pytest.mark.exhaustive), pytest.param((), marks=pytest.mark.exhaustive)]
+    ("name", "lead"),
+    [
+        ("composed", (2,)),
+        exhaustive("groups, static, shared keys", (2, 3)),
+        exhaustive("post, query-wise", ()),
+        exhaustive("window", (2,)),
+        exhaustive("norms, plain", (2, 3)),
+    ],
 )
 def test_tokens_one_by_one_get_the_outputs_of_the_causal_sequence(name, lead):
     x, layer = inputs(*lead), dcmha.DCMHA(4, decode=True, **FIELDS[name])

@@ -18,6 +18,11 @@ ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIA
 LENGTH, WIDTH, LAYER = 6, 24, 2
 
 
+def exhaustive(*values):
+    """A parameter set that only `scripts/test.sh --all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def make_layer(name, heads, key_heads, **fields):
     """Return the attention layer of a language model with a name, with random parameters and inputs."""
     net = lm.Model(7, heads=name, num_heads=heads, num_key_heads=key_heads, width=WIDTH)
@@ -38,35 +43,28 @@ def expected(name, params, x, mask, heads, key_heads):
     return np.stack([oracle(params, row, seen) for row, seen in zip(x, mask, strict=True)])
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2)])
-@pytest.mark.parametrize("name", ORACLES)
-def test_outputs_equal_the_formulas_of_the_paper(name, heads, key_heads):
-    """With causality, a window and a mask, and for all pairs."""
-    rng = np.random.default_rng(1)
-    query, key = np.mgrid[:LENGTH, :LENGTH]
-    mask = (rng.random((2, LENGTH, LENGTH)) < 0.7) | np.eye(LENGTH, dtype=bool)
-    cases = {
-        "all pairs": ({}, None, np.ones_like(mask)),
-        "causal": ({"causal": True}, None, np.broadcast_to(key <= query, mask.shape)),
-        "window and mask": ({"causal": True, "window": 3}, mask, mask & (key <= query) & (key > query - 3)),
-    }
-    for case, (fields, given, seen) in cases.items():
-        layer, params, x = make_layer(name, heads, key_heads, **fields)
-        mask_of = None if given is None else jnp.asarray(given)[:, None]
-        found = jit(layer.apply)({"params": params}, jnp.asarray(x, jnp.float32), mask=mask_of)
-        wanted = expected(name, params, x, seen, heads, key_heads)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max(), err_msg=case)
+def output(layer, params, x, mask=None):
+    return jit(layer.apply)({"params": params}, np.asarray(x, np.float32), mask=mask)
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_each_name_computes_another_function_than_plain_attention(name):
+def test_outputs_equal_the_formula_of_the_paper_which_is_not_that_of_plain_attention(name):
     layer, params, x = make_layer(name, 4, 4)
-    plain = Attention(4, use_bias=False)
-    if name in ("mha", "diff2"):  # the queries of "diff2" have another shape
-        return
-    shared = {key: params[key] for key in ("query", "key", "value", "out")}
-    outputs = [jit(m.apply)({"params": p}, jnp.asarray(x, jnp.float32)) for m, p in ((layer, params), (plain, shared))]
-    assert float(jnp.abs(outputs[0] - outputs[1]).max()) > 1e-2
+    every = np.ones((2, LENGTH, LENGTH), bool)
+    wanted = expected(name, params, x, every, 4, 4)
+    np.testing.assert_allclose(output(layer, params, x), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    if name not in ("mha", "diff2"):  # the queries of "diff2" have another shape
+        assert np.abs(expected("mha", params, x, every, 4, 4) - wanted).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_outputs_with_grouped_queries_causality_a_window_and_a_mask_equal_the_formula(name):
+    query, key = np.mgrid[:LENGTH, :LENGTH]
+    mask = (np.random.default_rng(1).random((2, LENGTH, LENGTH)) < 0.7) | np.eye(LENGTH, dtype=bool)
+    layer, params, x = make_layer(name, 8, 2, causal=True, window=3)
+    wanted = expected(name, params, x, mask & (key <= query) & (key > query - 3), 8, 2)
+    found = output(layer, params, x, mask[:, None])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_head_convolution_inside_groups():
@@ -77,10 +75,10 @@ def test_head_convolution_inside_groups():
     params = random_params(shapes, std=0.4)
     assert params["post"]["w_b"].shape == (2, 2, 2)
     wanted = expected("mta", params, x, np.ones((2, LENGTH, LENGTH), bool), 4, 4)
-    np.testing.assert_allclose(jit(layer.apply)({"params": params}, jnp.asarray(x, jnp.float32)), wanted, atol=1e-4)
+    np.testing.assert_allclose(output(layer, params, x), wanted, atol=1e-4)
 
 
-TINY = {"context": 12, "width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
+TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
 
 
 def make_net(name, **fields):
@@ -97,7 +95,10 @@ def text_loss(net):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", head_settings.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [*head_settings.VARIANTS, "folded", *map(exhaustive, sorted(head_settings.SETTINGS.keys() - {"folded"}))],
+)
 def test_gradients_are_finite_and_reach_every_parameter(name):
     net, params = make_net(name)
     loss, gradients = jit(jax.value_and_grad(text_loss(net)))(params)
@@ -108,7 +109,7 @@ def test_gradients_are_finite_and_reach_every_parameter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diff", "diff2", "moh"])  # rounding changes the choice of "moh_topk"
+@pytest.mark.parametrize("name", ["diff2", "moh", exhaustive("diff")])  # rounding changes the choice of "moh_topk"
 def test_bfloat16_is_near_float32(name):
     net, params = make_net(name)
     tokens = make_tokens(2, 12)
@@ -118,7 +119,7 @@ def test_bfloat16_is_near_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diff", "diff2", "moh_topk"])
+@pytest.mark.parametrize("name", ["moh_topk", exhaustive("diff"), exhaustive("diff2")])
 def test_outputs_on_a_mesh_equal_those_of_one_device(name):
     net, params = make_net(name)
     tokens = make_tokens(4, 12)
@@ -133,18 +134,19 @@ def test_outputs_on_a_mesh_equal_those_of_one_device(name):
 def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, example, monkeypatch):
     """The loss of a model with one layer, whose input follows from the parameters."""
     if model == "lm":
-        net, params = make_net("moh_topk", depth=1)
+        net, params = make_net("moh_topk")
         inputs, name = make_tokens(*example)[:, :-1], "decoderblock_0"
     else:
         net = vit.Model(3, heads="moh_topk", patch_size=(4, 4), width=16, depth=1, mlp_dim=16, num_heads=4)
-        inputs, name = jax.random.normal(jax.random.key(0), example), "encoderblock_0"
+        inputs = jnp.asarray(np.random.default_rng(0).normal(size=example), jnp.float32)
+        name = "encoderblock_0"
         params = random_params(jax.eval_shape(net.init, jax.random.key(0), inputs)["params"])
-    seen = []
-    project = Attention.project
+    seen, project = [], Attention.project
     monkeypatch.setattr(Attention, "project", lambda self, x, *rest: seen.append(x) or project(self, x, *rest))
-    _, sown = net.apply({"params": params}, inputs, mutable=[head_variants.LOSSES])
+    of_layer = lambda p: (net.apply({"params": p}, inputs, mutable=[head_variants.LOSSES])[1], seen[-1])  # noqa: E731
+    sown, attended = jit(of_layer)(params)
     router = jax.tree.map(np.asarray, params["Transformer"][name]["MultiHeadDotProductAttention_0"]["moh_topk"])
-    wanted = head_oracle.balance(router, np.asarray(seen[0], np.float64).reshape(-1, 16), chosen=2)
+    wanted = head_oracle.balance(router, np.asarray(attended, np.float64).reshape(-1, 16), chosen=2)
     (found,) = jax.tree.leaves(sown)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert found > 0.5
@@ -171,9 +173,9 @@ def test_balance_of_equal_use_is_the_number_of_chosen_heads_and_of_one_sided_use
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moh_topk", "diff2"])
+@pytest.mark.parametrize("name", ["moh_topk", exhaustive("diff2")])
 def test_scanned_layers_equal_unrolled_ones_also_in_the_loss(name):
-    net, params = make_net(name)
+    net, params = make_net(name, depth=2)
     scanned = net.clone(scan=True)
     stacked = lm.stack_blocks(params, 1)
     np.testing.assert_allclose(jit(text_loss(scanned))(stacked), jit(text_loss(net))(params), rtol=1e-5)

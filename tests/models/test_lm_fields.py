@@ -76,16 +76,11 @@ def exhaustive(*values):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "key_heads"),
-    [
-        ("DCFormer++-405M", 2),
-        ("Transformer-405M", 1),
-        exhaustive("DCFormer++-405M", 1),
-        exhaustive("Transformer-405M", 2),
-    ],
+    [("DCFormer++-405M", 2), exhaustive("Transformer-405M", 1)],
 )
 def test_neighboring_query_heads_share_a_key_head(preset, key_heads):
     """Repeated keys and values in a model without grouped queries give the same logits."""
-    (net, params), tokens = make_lm(preset, num_key_heads=key_heads), make_tokens()
+    (net, params), tokens = make_lm(preset, num_key_heads=key_heads, depth=1), make_tokens()
 
     def repeated(path, x):
         shared = name_of(path).endswith(("key/kernel", "key/bias", "value/kernel", "value/bias"))
@@ -97,9 +92,8 @@ def test_neighboring_query_heads_share_a_key_head(preset, key_heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["Transformer++-405M", exhaustive("DCFormer++-405M")])
-def test_tied_head_is_the_embedding_and_its_gradient_is_the_sum_of_both(preset):
-    (net, params), tokens = make_lm(preset, tied=True, depth=1), make_tokens()
+def test_tied_head_is_the_embedding_and_its_gradient_is_the_sum_of_both():
+    (net, params), tokens = make_lm("Transformer++-405M", tied=True, depth=1), make_tokens()
     assert "head" not in params
     table = params["embedding"]["embedding"]
     np.testing.assert_array_equal(lm.head_kernel(params), table.T)
@@ -123,7 +117,7 @@ def test_tied_head_is_the_embedding_and_its_gradient_is_the_sum_of_both(preset):
 
 @pytest.mark.slow
 def test_logits_are_the_head_on_the_last_hidden_states():
-    (net, params), tokens = make_lm("DCPythia-2.8B"), make_tokens()
+    (net, params), tokens = make_lm("Pythia-2.8B", depth=1), make_tokens()
     result, out = jit(net.apply)({"params": params}, tokens)
     np.testing.assert_array_equal(out["logits"], result)
     np.testing.assert_allclose(lm.unembed(out["pre_logits"], lm.head_kernel(params)), result, rtol=0, atol=1e-5)
@@ -131,7 +125,7 @@ def test_logits_are_the_head_on_the_last_hidden_states():
 
 @pytest.fixture(scope="module")
 def params():
-    return make_lm("DCFormer++-405M", depth=5)[1]
+    return make_lm("DCFormer++-405M", depth=5, branches="q")[1]
 
 
 class TestLoad:
@@ -140,10 +134,10 @@ class TestLoad:
         saved = params if request.param == "unrolled" else lm.stack_blocks(params, 2)
         return save_npz(tmp_path / "model.npz", {"params": saved})
 
-    @pytest.mark.parametrize("period", [None, 2, 4, exhaustive(1)])
+    @pytest.mark.parametrize("period", [None, 2, exhaustive(4)])
     def test_checkpoints_load_into_any_layout(self, file, params, period):
         wanted = lm.stack_blocks(params, period) if period else params
-        loaded = lm.load(jax.tree.map(jnp.zeros_like, wanted), file, {})
+        loaded = lm.load(jax.tree.map(np.zeros_like, wanted), file, {})
         assert_trees_equal(loaded, wanted)
 
     def test_dont_load_keeps_the_initial_values(self, file, params):
@@ -154,19 +148,19 @@ class TestLoad:
         assert loaded["head"]["kernel"].shape == (32, 99)
         at = lambda tree: tree["Transformer"]["decoderblock_3"]["MultiHeadDotProductAttention_0"]  # noqa: E731
         np.testing.assert_array_equal(at(loaded)["pre"]["w_qg"], at(init)["pre"]["w_qg"])
-        np.testing.assert_array_equal(at(loaded)["pre"]["w_kg"], at(params)["pre"]["w_kg"])
+        np.testing.assert_array_equal(at(loaded)["pre"]["w_q1"], at(params)["pre"]["w_q1"])
 
     def test_plain_checkpoint_loads_into_a_composed_model_with_dont_load(self, tmp_path, params):
         _, plain = make_lm("Transformer++-405M", depth=5)
         file = save_npz(tmp_path / "plain.npz", plain)
-        with pytest.raises(CheckpointError, match=r"70 only in the model: .*and 64 more") as e:
+        with pytest.raises(CheckpointError, match=r"40 only in the model: .*and 34 more") as e:
             lm.load(params, file, {})
         assert "\n" not in str(e.value)
         loaded = lm.load(params, file, {}, dont_load=[".*/(pre|post)/.*", ".*_norm/scale"])
         np.testing.assert_array_equal(loaded["head"]["kernel"], plain["head"]["kernel"])
 
     def test_checkpoint_of_another_depth_raises(self, file, params):
-        fewer = make_lm("DCFormer++-405M", depth=3)[1]
+        fewer = make_lm("DCFormer++-405M", depth=3, branches="q")[1]
         for wanted in (fewer, lm.stack_blocks(fewer, 2)):
             with pytest.raises(CheckpointError, match=r"only in the checkpoint|checkpoint \(3, .*model \(1, "):
                 lm.load(wanted, file, {})
@@ -227,7 +221,8 @@ def test_rotary_models_accept_rows_longer_than_their_context():
     assert logits.shape == (2, LENGTH, VOCAB)
 
 
-@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("full", 2), ("full_but_attention", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "forwards"), [exhaustive("none", 1), ("full", 2), ("full_but_attention", 1)])
 def test_rematerialization_repeats_the_forward_kernel_unless_its_results_are_kept(monkeypatch, remat, forwards):
     """The gradient of a scanned layer, lowered for TPUs."""
     monkeypatch.setattr(dispatch, "ONLY_ON", {})  # TPU kernels may be traced without a TPU

@@ -1,5 +1,7 @@
 """Upcycling keeps the function of the plain model, and trains every parameter of the compositions that it adds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,9 @@ from dcvit.errors import CheckpointError
 from dcvit.models import lm, vit
 from dcvit.models.upcycling import COMPOSITION, identity_compositions, other_function
 
-IMAGES = jax.random.normal(jax.random.key(9), (2, 8, 8, 3))
+IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.float32)
 RANK = 3
-VIT = dict(patch_size=(4, 4), width=16, depth=2, mlp_dim=24, num_heads=4)
+VIT = dict(patch_size=(4, 4), width=16, depth=1, mlp_dim=24, num_heads=4)
 # What a user may ask of the compositions: every branch alone and all together, both places, ranks and groups.
 SETTINGS = {
     "default": {},
@@ -36,19 +38,36 @@ SETTINGS = {
     "static alone": {"static": True, "projection": False, "gate": False},
     "groups": {"groups": 2, "rank": 3, "static": True},
 }
-LAYOUTS = [*((setting, False) for setting in SETTINGS), ("all", True), ("groups", True)]  # scanned or not
-LMS = {"GPT-3": "Transformer-405M", "LLaMA": "Transformer++-405M", "Pythia": "Pythia-2.8B"}
+GPT3, LLAMA, PYTHIA = "Transformer-405M", "Transformer++-405M", "Pythia-2.8B"
+SHARED_KEYS, LOCAL = {"num_key_heads": 2, "qk_norm": "rmsnorm"}, {"window_pattern": "1:1"}
+SCANNED = {"depth": 2, "scan": True}
+# Settings, the plain model (None is a ViT), and its fields: every setting, architecture, field and layout occurs.
+STARTS = [
+    ("all", None, SCANNED),
+    ("groups", None, {}),
+    ("keys before the softmax", None, {}),
+    ("queries", LLAMA, SHARED_KEYS),
+    ("static alone", GPT3, SHARED_KEYS),
+    ("groups", PYTHIA, SCANNED),
+    ("gates after the softmax", LLAMA, LOCAL),
+]
+MORE_STARTS = [
+    *((setting, None, {}) for setting in ("default", "queries", "static alone")),
+    ("all", LLAMA, SCANNED),
+    ("keys before the softmax", PYTHIA, SHARED_KEYS),
+]
 
 
 def image_models(**fields):
     """Return a plain and a composed ViT, and a batch of images."""
-    return vit.Model(7, **VIT), vit.Model(7, **VIT, **{"compose": "both", **fields}), IMAGES
+    composed = vit.Model(7, **{**VIT, "compose": "both", **fields})
+    return composed.clone(compose=None, scan=False), composed, IMAGES
 
 
-def language_models(preset="Transformer++-405M", **fields):
+def language_models(preset=LLAMA, **fields):
     """Return a plain and a composed language model, and a batch of tokens."""
-    plain = lm.Model(VOCAB, preset=preset, **SMALL)
-    return plain, plain.clone(**{"compose": "both", **fields}), make_tokens()
+    composed = lm.Model(VOCAB, preset=preset, **{**SMALL, "depth": 1, "compose": "both", **fields})
+    return composed.clone(compose=None, scan=False), composed, make_tokens()
 
 
 def upcycled(tmp_path, plain, composed, inputs):
@@ -67,23 +86,13 @@ def assert_same_function(tmp_path, plain, composed, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setting", "scan"), LAYOUTS)
-def test_composed_vit_starts_as_the_function_of_the_plain_one(tmp_path, setting, scan):
-    assert_same_function(tmp_path, *image_models(scan=scan, **SETTINGS[setting]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("setting", "scan"), LAYOUTS)
-def test_composed_language_model_starts_as_the_function_of_the_plain_one(tmp_path, setting, scan):
-    assert_same_function(tmp_path, *language_models(scan=scan, **SETTINGS[setting]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"num_key_heads": 2, "qk_norm": "rmsnorm"}, {"window_pattern": "1:1"}], ids=str)
-@pytest.mark.parametrize("preset", LMS.values())
-def test_architectures_and_fields_of_the_plain_language_model_are_kept(tmp_path, preset, fields):
-    plain, composed, tokens = language_models(preset, static=True)
-    assert_same_function(tmp_path, plain.clone(**fields), composed.clone(**fields), tokens)
+@pytest.mark.parametrize(
+    ("setting", "preset", "fields"),
+    [*STARTS, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_STARTS)],
+)
+def test_composed_model_starts_as_the_function_of_the_plain_one(tmp_path, setting, preset, fields):
+    models = functools.partial(language_models, preset) if preset else image_models
+    assert_same_function(tmp_path, *models(**fields, **SETTINGS[setting]))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -129,31 +138,33 @@ def by_name(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", [image_models, language_models])
+@pytest.mark.parametrize("models", [image_models, pytest.param(language_models, marks=pytest.mark.exhaustive)])
 def test_gradient_reaches_up_projections_gates_and_static_at_once_and_everything_soon(tmp_path, models):
     plain, composed, inputs = models(groups=2, static=True)
-    plain, composed = plain.clone(depth=1), composed.clone(depth=1)
-    _, initial = upcycled(tmp_path, plain, composed, inputs)
-    outputs = jax.eval_shape(composed.apply, {"params": initial}, inputs)[0]
-    target = jax.random.normal(jax.random.key(3), outputs.shape)
+    _, params = upcycled(tmp_path, plain, composed, inputs)
 
     @jit
-    def gradient(params):
-        return jax.grad(lambda p: jnp.mean((composed.apply({"params": p}, inputs)[0] - target) ** 2))(params)
+    def step(params):
+        def loss(params):
+            outputs = composed.apply({"params": params}, inputs)[0]
+            return jnp.mean((outputs - jax.random.normal(jax.random.key(3), outputs.shape)) ** 2)
 
-    first = by_name(gradient(initial))
-    assert len(first) == 14  # two compositions with seven parameters
-    reached = {name.rpartition("/")[2]: np.mean(leaf != 0) for name, leaf in first.items()}
+        gradient = jax.grad(loss)(params)
+        return gradient, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    gradients = []
+    for _ in range(3):
+        gradient, params = step(params)
+        gradients.append(by_name(gradient))
+    assert len(gradients[0]) == 14  # two compositions with seven parameters
+    reached = {name.rpartition("/")[2]: np.mean(leaf != 0) for name, leaf in gradients[0].items()}
     assert reached == {"w_q1": 0, "w_q2": 0.5, "w_qg": 1, "w_k1": 0, "w_k2": 0.5, "w_kg": 1, "w_b": 1}
-    params = initial
-    for _ in range(2):
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params))
-    assert {name for name, leaf in by_name(gradient(params)).items() if np.mean(leaf != 0) < 0.9} == set()
+    assert {name for name, leaf in gradients[2].items() if np.mean(leaf != 0) < 0.9} == set()
 
 
 @pytest.mark.parametrize("models", [image_models, language_models])
 def test_plain_checkpoint_without_the_option_is_one_line_that_names_it(tmp_path, models):
-    plain, composed, inputs = models()
+    plain, composed, inputs = models(depth=2)
     load = vit.load if models is image_models else lm.load
     file = save_npz(tmp_path / "plain.npz", random_params(param_shapes(plain, inputs)))
     init = param_shapes(composed, inputs)

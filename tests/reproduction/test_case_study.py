@@ -1,10 +1,12 @@
 """Figures 7 and 8: the rule that selects the example, the terms of its compositions, and its attention."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import HEADS, make_lm, make_tokens
+from small_models import HEADS, jit, make_lm, make_tokens
 
 from dcvit import cli, reproduce
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
@@ -14,14 +16,18 @@ from dcvit.training.trained import open_trained
 LENGTH = 9
 
 
-@pytest.fixture
-def case(monkeypatch):
-    """The case of a small random model with all terms."""
+@functools.cache
+def random_case():
+    """Return the case of a small random model with all terms."""
     net, params = make_lm(position="learned", compose="both", static=True, groups=2)
     arrays = run_with_cache(net, params, make_tokens(1, LENGTH)).arrays
-    found = case_study.Case(0, [f"w{i}" for i in range(LENGTH)], "right", "wrong", 0, net, arrays)
-    monkeypatch.setattr(case_study, "find_case", lambda runs, seeds: found)
-    return found
+    return case_study.Case(0, [f"w{i}" for i in range(LENGTH)], "right", "wrong", 0, net, arrays)
+
+
+@pytest.fixture
+def case(monkeypatch):
+    monkeypatch.setattr(case_study, "find_case", lambda runs, seeds: random_case())
+    return random_case()
 
 
 def heads_of(rows):
@@ -83,23 +89,25 @@ def test_a_grid_of_matrices_is_drawn(case, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion")
-def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_path):
+def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_path, capsys):
+    """The runs of Table 5 are those of Figures 5 to 8."""
     words = ["--steps", "20", "--seeds", "1", "--out", str(tmp_path)]
-    for name in ("figure7", "figure8", "figure5"):
+    for name in ("table5", "figure5", "figure6", "figure7", "figure8"):
         assert cli.run(reproduce.main, [name, *words]) == 0
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert ("in_context/plain/seed0" in capsys.readouterr().out) == (name == "table5")
     runs = tmp_path / "runs" / catalog.TRAINED["figure7"].runs
     case = case_study.find_case(runs, [0])
     trained = [open_trained(runs / name / "seed0", None, None) for name in ("plain", "DCMHA")]
-    models = [each.language_model() for each in trained]
+    greedy = [
+        jit(lambda tokens, net=net, params=params: net.apply({"params": params}, tokens)[0].argmax(axis=-1))
+        for net, params in (each.language_model() for each in trained)
+    ]
     source = trained[0].evaluators()[2]["validation"].source
     for i in range(len(source)):
         row = source[i]
         tokens = row["tokens"]
-        plain, composed = (
-            np.asarray(net.apply({"params": params}, jnp.asarray(tokens[None, :-1]))[0].argmax(axis=-1))[0]
-            for net, params in models
-        )
+        plain, composed = (np.asarray(each(jnp.asarray(tokens[None, :-1])))[0] for each in greedy)
         for at in np.flatnonzero(row["is_target"]):
             if composed[at - 1] == tokens[at] != plain[at - 1]:
                 decode = trained[0].tokenizer().decode

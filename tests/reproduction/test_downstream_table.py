@@ -1,5 +1,6 @@
 """Table 4: questions of local tasks, their results by the harness, and paired differences beside the paper's."""
 
+import csv
 import importlib.util
 import json
 
@@ -155,11 +156,14 @@ def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion", "small_library")
 def test_tiny_models_are_trained_once_for_the_table_and_figure_4(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "SIZES", ((32, 1, 2),))
+    monkeypatch.setattr(scaling, "SIZES", ((16, 1, 2), (32, 1, 2)))
     monkeypatch.setattr(local_tasks, "PER_FILE", 1)
     words = ["--steps", "4", "--seeds", "1", "--out", str(tmp_path)]
-    assert cli.run(reproduce.main, ["table4", *words]) == 0
-    capsys.readouterr()
-    assert cli.run(reproduce.main, ["table4", *words]) == 0
-    assert "seed0" not in capsys.readouterr().out  # nothing was trained or measured again
-    assert (tmp_path / "table4.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.run(reproduce.main, ["figure4", *words]) == 0
+    assert "DCPythia has a lower loss than Pythia" in capsys.readouterr().out
+    with (tmp_path / "figure4.csv").open(newline="") as file:
+        assert [row["family"] for row in csv.DictReader(file)] == ["Pythia", "Pythia", "DCPythia", "DCPythia"]
+    for name, absent in (("table4", f": {table4.METRIC} "), ("table4", "seed0"), ("figure4", "seed0")):
+        assert cli.run(reproduce.main, [name, *words]) == 0
+        assert absent not in capsys.readouterr().out  # nothing was trained, or measured, again
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from dcvit import cli, reproduce
 from dcvit.errors import ConfigError
 from dcvit.reproduction import in_context
 from input_pipeline.text import synthetic_tasks
@@ -63,14 +62,3 @@ def test_table_11_has_each_pattern_and_relation_with_the_answer_of_the_facts():
         elif row["pattern"] == "same" and row["relation"] == "the":
             (thing,) = [thing for person, thing in facts if person == row["example"].split()[-2]]
             assert row["answer"] == thing
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("library_promotion")
-def test_both_tables_come_from_the_same_runs(tmp_path, capsys):
-    words = ["--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
-    assert cli.run(reproduce.main, ["table5", *words]) == 0
-    assert "in_context/plain/seed0: validation/accuracy" in capsys.readouterr().out
-    assert cli.run(reproduce.main, ["figure6", *words]) == 0
-    assert "in_context/plain/seed0" not in capsys.readouterr().out
-    assert (tmp_path / "figure6.png").read_bytes().startswith(b"\x89PNG")

@@ -1,18 +1,17 @@
-"""Scaling curves: tokens per parameter, fitted lines, compute equivalents, and a figure of tiny runs."""
+"""Scaling curves: tokens per parameter, fitted lines and compute equivalents; runs are in test_downstream_table.py."""
 
-import csv
 import functools
 
 import numpy as np
 import pytest
 
-from dcvit import cli, config, reproduce
+from dcvit import config
 from dcvit.models import presets
 from dcvit.reproduction import arms, costs, scaling
 from dcvit.training.model import make_model
 
 
-@pytest.mark.parametrize("name", scaling.FIGURES)
+@pytest.mark.parametrize("name", [pytest.param("figure3", marks=pytest.mark.exhaustive), "figure4"])
 def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_the_same(name):
     found = scaling.points(name, 1200)
     steps = [[point.steps for point in each] for each in found.values()]
@@ -23,10 +22,18 @@ def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_th
         assert max(per_parameter) < 1.15 * min(per_parameter)
 
 
+@functools.cache
+def smallest(name):
+    """Return the smallest model of each family of a figure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaling, "SIZES", scaling.SIZES[:1])
+        return {family: each[0] for family, each in scaling.points(name, 1200).items()}
+
+
 @pytest.mark.parametrize("family", scaling.FAMILIES)
 def test_words_of_a_run_make_the_model_of_the_paper_in_small(family):
     """All fields but the shape are those of a preset of the family, windows of an eighth of the context."""
-    point = scaling.points("figure4" if "Pythia" in family else "figure3", 1200)[family][0]
+    point = smallest("figure4" if "Pythia" in family else "figure3")[family]
     words = [*arms.overrides(point.fields, 3), f"model.context={scaling.CONTEXT}"]  # as the data sets it
     net = make_model(config.load(f"lm_stdlib:steps={point.steps}", words))
     assert costs.parameters(net) == point.parameters
@@ -59,18 +66,3 @@ def test_intervals_contain_the_equivalent_of_each_seed_and_vanish_for_equal_seed
     low, high = scaling.bootstrapped(plain, composed, np.stack([losses, lower]))[0]
     each = [scaling.equivalents(plain, composed, some)[0] for some in (losses, lower)]
     assert (low, high) == pytest.approx((min(each), max(each)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("library_promotion")
-def test_figure_4_of_tiny_models_is_written_and_complete_runs_are_not_repeated(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "SIZES", ((16, 1, 2), (32, 1, 2)))
-    words = ["figure4", "--steps", "4", "--seeds", "1", "--out", str(tmp_path)]
-    assert cli.run(reproduce.main, words) == 0
-    assert "DCPythia has a lower loss than Pythia" in capsys.readouterr().out
-    with (tmp_path / "figure4.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["family"] for row in rows] == ["Pythia", "Pythia", "DCPythia", "DCPythia"]
-    assert (tmp_path / "figure4.png").read_bytes().startswith(b"\x89PNG")
-    train = functools.partial(pytest.fail, "a complete run was repeated")
-    assert scaling.train("figure4", tmp_path / "runs" / "figure4", [0], train, 4) == 0

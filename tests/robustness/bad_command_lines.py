@@ -15,6 +15,7 @@ from workspace import (
     misspelt,
     new,
     predict,
+    resume,
     train,
     vit_run,
 )
@@ -179,8 +180,8 @@ MISSPELT = {
     "--confg": misspelt(command("train", "--confg", "vit_digits", "--workdir", new), "--config"),
     "--confg.lr": misspelt(train("vit_digits", "--confg.lr=1"), "--config"),
     "--acept": misspelt(train("vit_digits", "--acept", "lr"), "--accept"),
-    "--accept sede": misspelt(train("vit_digits", "--accept", "sede"), "seed"),
-    "--accept optax_nam": misspelt(train("vit_digits", "--accept", "optax_nam"), "optax_name"),
+    "--accept sede": misspelt(resume(accept=("sede",)), "seed"),
+    "--accept optax_nam": misspelt(resume(accept=("optax_nam",)), "optax_name"),
     "--num_proceses": misspelt(train("vit_digits", "--num_proceses", "2"), "--num_processes"),
     "evaluate --chekpoint": misspelt(command("evaluate", "--workdir", "w", "--chekpoint", "c"), "--checkpoint"),
     "evaluate --format tabel": misspelt(command("evaluate", "--workdir", "w", "--format", "tabel"), "'table'"),

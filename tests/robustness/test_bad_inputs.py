@@ -4,6 +4,7 @@ One table of mistakes that people make in configs, data, checkpoints and command
 """
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -17,11 +18,13 @@ from bad_checkpoints import BAD_CHECKPOINTS
 from bad_command_lines import BAD_COMMAND_LINES
 from bad_configs import BAD_CONFIGS
 from bad_data import BAD_DATA
+from ml_collections import ConfigDict
 from workspace import Workspace
 
 from dcvit.__main__ import dispatch
 from dcvit.cli import run
 from dcvit.runs import metrics
+from dcvit.training import setup, step
 
 TABLES = {
     "config": BAD_CONFIGS, "data": BAD_DATA, "checkpoint": BAD_CHECKPOINTS, "command line": BAD_COMMAND_LINES
@@ -33,6 +36,27 @@ TABLE = {f"{kind}: {name}": row for kind, rows in TABLES.items() for name, row i
 def workspace(tmp_path, digits_workdir, lm_workdir):
     with contextlib.ExitStack() as stack, jax.numpy_dtype_promotion("standard"):
         yield Workspace(tmp_path, {"vit": digits_workdir, "lm": lm_workdir}, stack)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+    """Trace each model, and build the setup of each valid config, once: this takes most of the time of most rows."""
+    shapes, make, made = functools.cache(setup.param_shapes), setup.make_setup, {}
+
+    def make_once(config: ConfigDict, **options: Path) -> setup.Setup:
+        key = config.to_json()
+        if key not in made:
+            made[key] = make(config, **options)
+        return made[key]
+
+    def zeros(run: setup.Setup, key: jax.Array) -> setup.Params:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes(run.model, run.task.example))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "param_shapes", shapes)
+        patch.setattr(setup, "make_setup", make_once)
+        patch.setattr(step, "init_params", zeros)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 `scripts/fuzz.py` searches for longer, and writes its findings to the folder `corpus`.
 """
 
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -65,14 +65,8 @@ def test_example_that_takes_too_long_is_found(monkeypatch):
     assert list(search.findings) == ["more than 1 s of CPU time"]
 
 
-@pytest.mark.slow
 def test_signals_of_the_profiler_of_another_library_are_no_excess():
     """libtpu sends SIGPROF to its process at short intervals."""
-    code = (
-        "import os, signal, fuzz\n"
-        "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
-        "with fuzz.limits():\n"
-        "    os.kill(os.getpid(), signal.SIGPROF)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(fuzz.__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    before = signal.getsignal(signal.SIGPROF)
+    with fuzz.limits():
+        assert signal.getsignal(signal.SIGPROF) is before

@@ -179,7 +179,7 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     ("first", "second", "status"),
     [
         (signal.SIGTERM, signal.SIGTERM, 143),
-        (signal.SIGTERM, signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
         (signal.SIGINT, signal.SIGINT, 130),
     ],
 )
@@ -206,10 +206,10 @@ def test_handlers_are_restored():
 
 STOPS = [
     pytest.param("evaluating", "stays", 3, marks=pytest.mark.slow),
-    pytest.param("in a step", "raises", 3, marks=pytest.mark.slow),
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
+            ("in a step", "raises", 3),
             ("waiting for data", "stays", 4),
             ("compiling", "stays", None),
             ("evaluating", "returns", 3),

@@ -104,7 +104,6 @@ def test_accepted_difference_is_reported_and_recorded(folder, capsys):
     assert "accepted: config.total_steps (saved: 60, now: 62)" in capsys.readouterr().err
     assert saved_steps(folder)[-1] == 62
     assert configs.read_json(folder / "config.json").total_steps == 62
-    assert run(folder, total_steps=62) == 0
 
 
 def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder, capsys):

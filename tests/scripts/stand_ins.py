@@ -1,6 +1,6 @@
 """Stand-ins for gcloud and for the workers of a TPU slice, and a checkout with the launchers."""
 
-import json
+import ast
 import os
 import shlex
 import shutil
@@ -17,88 +17,102 @@ TOOLS = [
 RUN = ["--config", "configs/c.py:size=2", "--workdir", "/shared/w"]
 TIMEOUT = 600  # seconds after which a test fails; no test waits for time to pass
 
+# The stand-ins start many times, so they import little. They append their arguments to files as Python literals.
+COMMON = """
+import os, sys
+def path(name):
+    return os.path.join(os.environ["SANDBOX"], name)
+def read(name):
+    with open(path(name)) as file:
+        return file.read()
+def write(name, text, mode="w"):
+    with open(path(name), mode) as file:
+        file.write(text)
+"""
+
 # gcloud for one slice. The files "tpu-vm" and "queued-resources" hold the states that successive queries return; the
 # last state stays. A slice has two workers, whose home folders are home0 and home1.
-GCLOUD = """
-import json, os, shutil, subprocess, sys
-from pathlib import Path
-sandbox = Path(os.environ["SANDBOX"])
+GCLOUD = f"""{COMMON}
 words = sys.argv[1:]
-with (sandbox / "calls.jsonl").open("a") as calls:
-    calls.write(json.dumps(words) + "\\n")
+write("calls", repr(words) + "\\n", "a")
 assert words[:2] == ["compute", "tpus"]
 kind, verb, *rest = words[2:]
 options = dict(word.split("=", 1) for word in rest if word.startswith("--") and "=" in word)
-homes = [sandbox / f"home{i}" for i in range(2)]
-def read(kind):
-    path = sandbox / kind
-    return path.read_text().split() if path.exists() else []
-def write(kind, states):
-    (sandbox / kind).write_text("\\n".join(states))
+homes = [path("home0"), path("home1")]
+def states_of(kind):
+    return read(kind).split() if os.path.exists(path(kind)) else []
+def become(kind, states):
+    write(kind, "\\n".join(states))
     if kind == "tpu-vm" and states == ["READY"]:
         for home in homes:
-            home.mkdir(exist_ok=True)
-def refused(file):
-    if (sandbox / file).exists():
-        (sandbox / file).unlink()
-        sys.exit(f"ERROR: (gcloud) {file}")
+            os.makedirs(home, exist_ok=True)
+def removed(name):
+    if os.path.exists(path(name)):
+        os.remove(path(name))
+        return True
+def refused(name):
+    if removed(name):
+        sys.exit("ERROR: (gcloud) " + name)
+def run(home, line):
+    process = os.fork()
+    if process == 0:
+        os.closerange(3, 256)
+        os.chdir(home)
+        os.execvpe("bash", ["bash", "-c", line], {{**os.environ, "HOME": home, "WORKER": home[-1]}})
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 if verb == "list":
     refused("no-connection")
-    states = read(kind)
+    states = states_of(kind)
     if states:
         print(states[0])
-        write(kind, states[1:] or states)
-        if kind == "queued-resources" and states[0] == "ACTIVE" and not read("tpu-vm"):
-            write("tpu-vm", ["READY"])
+        become(kind, states[1:] or states)
+        if kind == "queued-resources" and states[0] == "ACTIVE" and not states_of("tpu-vm"):
+            become("tpu-vm", ["READY"])
 elif verb == "create":
     refused("no-capacity")
-    queue = (sandbox / "queue").read_text().split() if (sandbox / "queue").exists() else ["ACTIVE"]
-    write(kind, ["READY"] if kind == "tpu-vm" else queue)
+    become(kind, ["READY"] if kind == "tpu-vm" else states_of("queue") or ["ACTIVE"])
 elif verb == "delete":
-    assert read(kind), "nothing to delete"
-    for gone in {kind, "tpu-vm"}:
-        (sandbox / gone).unlink(missing_ok=True)
+    assert states_of(kind), "nothing to delete"
+    import shutil
+    for gone in {{kind, "tpu-vm"}}:
+        removed(gone)
     for home in homes:
         shutil.rmtree(home, ignore_errors=True)
 else:
-    if read("tpu-vm") != ["READY"] or (sandbox / "deaf").exists():
-        (sandbox / "deaf").unlink(missing_ok=True)
+    if states_of("tpu-vm") != ["READY"] or os.path.exists(path("deaf")):
+        removed("deaf")
         sys.exit("ERROR: (gcloud) cannot connect")
     chosen = homes if options["--worker"] == "all" else [homes[int(options["--worker"])]]
     status = 0
     for home in chosen:
         if verb == "scp":
             source, target = (word for word in rest if not word.startswith("--"))
-            shutil.copy(source, home / target.removeprefix("pod:"))
+            with open(source, "rb") as file, open(os.path.join(home, target.removeprefix("pod:")), "wb") as copy:
+                copy.write(file.read())
         else:  # split and joined by spaces, as gcloud and ssh do
-            line = " ".join(options["--command"].split(" "))
-            env = {**os.environ, "HOME": str(home), "WORKER": home.name[-1]}
-            status = subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode or status
-    if (sandbox / "preempt-after-status").exists() and options.get("--command", "").endswith("worker status"):
-        (sandbox / "preempt-after-status").unlink()
-        write("tpu-vm", ["PREEMPTED"])
+            status = run(home, " ".join(options["--command"].split(" "))) or status
+    if options.get("--command", "").endswith("worker status") and removed("preempt-after-status"):
+        become("tpu-vm", ["PREEMPTED"])
     sys.exit(status)
 """
 
 # Python on a worker: the n-th word of the file "plan" is the outcome of the n-th training run.
-TRAINING = """
-import json, os, signal, sys, time
-from pathlib import Path
-sandbox, worker = Path(os.environ["SANDBOX"]), os.environ["WORKER"]
-with (sandbox / f"runs{worker}.jsonl").open("a") as runs:
-    runs.write(json.dumps([str(Path.cwd()), sys.argv[1:]]) + "\\n")
-attempt = len((sandbox / f"runs{worker}.jsonl").read_text().splitlines())
-plan = (sandbox / "plan").read_text().split()[attempt - 1]
-print(f"training {attempt} on worker {worker}: {plan}", flush=True)
+TRAINING = f"""{COMMON}
+import time
+worker = os.environ["WORKER"]
+write("runs" + worker, repr([os.getcwd(), sys.argv[1:]]) + "\\n", "a")
+attempt = len(read("runs" + worker).splitlines())
+plan = read("plan").split()[attempt - 1]
+print(f"training {{attempt}} on worker {{worker}}: {{plan}}", flush=True)
 if plan == "preempted":
-    while worker == "1" and (sandbox / "tpu-vm").read_text() == "READY":
+    while worker == "1" and read("tpu-vm") == "READY":
         time.sleep(0.02)
-    (sandbox / "tpu-vm").write_text("PREEMPTED")
+    write("tpu-vm", "PREEMPTED")
     sys.exit(1)
 if plan == "gone":
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(0, 9)
 if plan == "waits":
-    while not (sandbox / "go").exists():
+    while not os.path.exists(path("go")):
         time.sleep(0.02)
 sys.exit(int(plan) if plan.isdigit() else 0)
 """
@@ -178,12 +192,12 @@ class Sandbox:
 
     def lines(self, name):
         path = self.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [ast.literal_eval(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def calls(self):
         """The arguments of all calls of gcloud, without "compute tpus"."""
-        return [words[2:] for words in self.lines("calls.jsonl")]
+        return [words[2:] for words in self.lines("calls")]
 
     @property
     def verbs(self):
@@ -192,7 +206,7 @@ class Sandbox:
         return [f"{kind} {verb}" for kind, verb in short if verb in ("create", "delete")]
 
     def trainings(self, worker=0):
-        return [words for _, words in self.lines(f"runs{worker}.jsonl")]
+        return [words for _, words in self.lines(f"runs{worker}")]
 
 
 def parsed(out):

@@ -11,7 +11,7 @@ import check_recipe
 import recipe_data
 from image_datasets import imagenet_a, label_file
 
-WORDS = ["input.batch_size=8", "total_epochs=3", "schedule.warmup_steps=4"]
+WORDS = ["input.batch_size=8", "total_epochs=3", "schedule.warmup_steps=4", "model.depth=1"]
 
 
 @pytest.fixture

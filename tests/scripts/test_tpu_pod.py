@@ -85,7 +85,7 @@ def test_dry_run_prints_the_commands_and_runs_none(sandbox, command):
     assert (status, err) == (0, "")
     assert parsed(out) == expected(sandbox, command)
     assert git(sandbox.checkout, "status", "--short") == before
-    assert not list(sandbox.folder.glob("*.jsonl"))
+    assert not (sandbox.folder / "calls").exists()
 
 
 def test_dry_run_of_a_queued_request(sandbox):
@@ -119,7 +119,7 @@ def test_run_on_a_new_slice(sandbox):
     assert sandbox.verbs == ["tpu-vm create"]
     assert sandbox.calls[:3] == [*QUERIES, [*CREATE, *WHERE]]
     for worker in WORKERS:
-        (run,) = sandbox.lines(f"runs{worker}.jsonl")
+        (run,) = sandbox.lines(f"runs{worker}")
         assert run == [
             str(sandbox.folder / f"home{worker}" / "dcvit"),
             ["-u", "-m", "dcvit.train", *RUN, "--config.seed=1"],
@@ -133,9 +133,12 @@ def test_run_on_a_new_slice(sandbox):
 
 @pytest.mark.slow
 def test_log_of_worker_0_is_printed_and_the_status_returned(sandbox):
+    """Status 75: no run is active."""
     sandbox.set(plan="waits 3")
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
     assert sandbox.pod("install", *SLICE)[0] == 0
+    status, _, err = sandbox.pod("follow", *SLICE)
+    assert (status, "no run is active" in err) == (75, True)
     assert sandbox.pod("start", *SLICE, *RUN)[0] == 0
     following = sandbox.start("tpu_pod.sh", "follow", *SLICE)
     assert following.stdout.readline() == "training 1 on worker 0: waits\n"
@@ -204,7 +207,7 @@ def test_preempted_slice_is_deleted_and_created_again(sandbox, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queued", [[], ["--queued"]], ids=["direct", "queued"])
+@pytest.mark.parametrize("queued", [[], pytest.param(["--queued"], marks=pytest.mark.exhaustive)])
 def test_preempted_run_restarts_with_the_same_commit(sandbox, queued):
     """The script waits if there is no capacity at first."""
     sandbox.set(plan="preempted 0", no_capacity="")
@@ -290,27 +293,13 @@ def test_broken_connection_does_not_end_the_run(sandbox):
     assert len(sandbox.trainings()) == 1
 
 
-@pytest.mark.slow
-def test_follow_without_a_run_is_status_75(sandbox):
-    assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
-    assert sandbox.pod("install", *SLICE)[0] == 0
-    status, _, err = sandbox.pod("follow", *SLICE)
-    assert status == 75
-    assert "no run is active" in err
-
-
-def test_export_is_mounted_on_every_worker(sandbox):
-    assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
-    assert sandbox.pod("install", *SLICE, "--nfs", "10.0.0.2:/share")[0] == 0
-    commands = (sandbox.folder / "sudo").read_text().splitlines()
-    assert commands.count("sudo mount -t nfs 10.0.0.2:/share /mnt/dcvit") == len(WORKERS)
-
-
-def test_only_committed_changes_are_installed(sandbox):
+def test_only_committed_changes_are_installed_and_the_export_is_mounted_on_every_worker(sandbox):
     (sandbox.checkout / "scripts" / "setup.sh").write_text(SETUP + "# more\n")
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0
-    status, _, err = sandbox.pod("install", *SLICE)
+    status, _, err = sandbox.pod("install", *SLICE, "--nfs", "10.0.0.2:/share")
     assert status == 0
+    commands = (sandbox.folder / "sudo").read_text().splitlines()
+    assert commands.count("sudo mount -t nfs 10.0.0.2:/share /mnt/dcvit") == len(WORKERS)
     assert "uncommitted changes are not installed" in err
     assert (sandbox.folder / "home0" / "dcvit" / "scripts" / "setup.sh").read_text() == SETUP
 

@@ -11,7 +11,10 @@ from dcvit.training.trained import TrainedModel
 from input_pipeline.text.synthetic import Source
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-TINY = ["model.width=16", "model.mlp_dim=16", "model.depth=1", "input.batch_size=8", "tensorboard=False"]
+TINY = [
+    "model.width=16", "model.mlp_dim=16", "model.depth=1", "model.compose=None", "input.batch_size=8",
+    "tensorboard=False",
+]  # fmt: skip
 
 
 def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
@@ -25,9 +28,8 @@ def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_path, capsys):
-    words = [
-        f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=116", "evals.validation.batch_size=58"]
-    ]
+    limits = [f"evals.validation.{word}" for word in ("data.limit=116", "batch_size=58", "log_percent=100")]
+    words = [f"--config.{word}" for word in [*TINY, *limits]]
     workdir = str(tmp_path / "run")
     argv = ["--config", "lm_synthetic:steps=3,shots=1", "--workdir", workdir, *words]
     assert cli.run(train.main, argv) == 0

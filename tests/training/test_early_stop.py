@@ -1,9 +1,10 @@
 """`config.early_stop`: when it stops, how it ends a run, and that a resumed run decides as an uninterrupted one."""
 
 import math
+import shutil
 
 import pytest
-from training_runs import interrupted_before, same
+from training_runs import digits_command, interrupted_before, same
 
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.steps import saved_steps
@@ -12,7 +13,22 @@ from dcvit.training.hooks import EarlyStop
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 # The test loss falls, so that its maximum is the first evaluation, at step 1; the run would have six steps.
-OPTIONS = {"early_stop": ("test/loss", "max", 3), "evals.test.log_steps": 1, "log_steps": 3, "ckpt_steps": 100}
+AGAIN = {
+    "type": "classification", "data": {"kind": "digits", "split": "test", "limit": 8}, "log_steps": 100,
+    "pp": 'value_range(-1, 1)|onehot(10)|keep("image", "labels")',
+}  # fmt: skip
+OPTIONS = {
+    "early_stop": ("test/loss", "max", 3), "evals.test.log_steps": 1, "evals.again": AGAIN, "log_steps": 3,
+    "ckpt_steps": 100, "model.depth": 0,  # compiles fastest
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The workdir of a run that stops early; a test that writes to it copies it first."""
+    workdir = tmp_path_factory.mktemp("early") / "run"
+    assert digits_command(workdir, **OPTIONS) == 0
+    return workdir
 
 
 def stopped_at(values, mode="min", patience=2):
@@ -56,45 +72,34 @@ def test_nothing_stops_a_run_without_the_key():
     assert early.reason is None
 
 
-@pytest.mark.exhaustive
-def test_stopped_run_is_evaluated_saved_and_complete(digits_run, capsys):
-    again = {"type": "classification", "data": {"kind": "digits", "split": "test", "limit": 8}, "pp": "onehot(10)"}
-    again["pp"] = 'value_range(-1, 1)|onehot(10)|keep("image", "labels")'
-    status, workdir = digits_run(**OPTIONS, **{"evals.again": again | {"log_steps": 100}})
-    assert status == 0
+@pytest.mark.slow
+def test_resumed_run_stops_at_the_same_step_with_the_same_bits(stopped, digits_run, monkeypatch, capsys):
+    options = OPTIONS | {"ckpt_steps": 2}
+    with interrupted_before(monkeypatch, 4):
+        assert digits_run("interrupted", **options)[0] == 130
+    capsys.readouterr()
+    status, workdir = digits_run("interrupted", **options)
+    assert (status, saved_steps(workdir)) == (0, [2, 4])
     out = capsys.readouterr().out
     assert out.count("stopped early at step 4: the best test/loss is ") == 1
     assert " at step 1, 3 evaluations ago" in out
-    rows = metrics.read(workdir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert ["again/loss" in row for row in rows] == [True, False, False, False, True]
-    assert saved_steps(workdir) == [4]
-    assert digits_run(**OPTIONS, **{"evals.again": again | {"log_steps": 100}})[0] == 0
-    assert "the run is complete: stopped early at step 4" in capsys.readouterr().out
-    assert metrics.read(workdir / "metrics.jsonl") == rows
-    more = OPTIONS | {"early_stop": ("test/loss", "max", 9)}
-    assert digits_run(**more, **{"evals.again": again | {"log_steps": 100}})[0] == 0
-    assert saved_steps(workdir) == [4, 6]
-
-
-@pytest.mark.slow
-def test_resumed_run_stops_at_the_same_step_with_the_same_bits(digits_run, monkeypatch):
-    options = OPTIONS | {"ckpt_steps": 2}
-    _, uninterrupted = digits_run("uninterrupted", **options)
-    with interrupted_before(monkeypatch, 4):
-        assert digits_run("interrupted", **options)[0] == 130
-    status, workdir = digits_run("interrupted", **options)
-    assert (status, saved_steps(workdir)) == (0, [2, 4])
-    assert (workdir / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
-    assert same(load_params(workdir), load_params(uninterrupted))
+    assert (workdir / "metrics.jsonl").read_bytes() == (stopped / "metrics.jsonl").read_bytes()
+    assert same(load_params(workdir), load_params(stopped))
 
 
 @pytest.mark.exhaustive
-def test_row_of_the_last_step_lost_in_a_kill_is_written_by_the_next_start(digits_run, capsys):
-    _, workdir = digits_run(**OPTIONS)
+def test_stopped_run_is_evaluated_saved_and_complete(stopped, digits_run, tmp_path, capsys):
+    """Also if a kill lost the row of its last step, which the next start writes. More patience continues the run."""
+    workdir = shutil.copytree(stopped, tmp_path / "run")
     path = workdir / "metrics.jsonl"
-    complete = path.read_bytes()
-    path.write_bytes(b"".join(complete.splitlines(keepends=True)[:-1]))
-    assert digits_run(**OPTIONS)[0] == 0
-    assert path.read_bytes() == complete
-    assert "the run is complete: stopped early at step 4" in capsys.readouterr().out
+    complete, rows = path.read_bytes(), metrics.read(path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert ["again/loss" in row for row in rows] == [True, False, False, False, True]
+    assert saved_steps(workdir) == [4]
+    for found in (complete, b"".join(complete.splitlines(keepends=True)[:-1])):
+        path.write_bytes(found)
+        assert digits_run(**OPTIONS)[0] == 0
+        assert "the run is complete: stopped early at step 4" in capsys.readouterr().out
+        assert path.read_bytes() == complete
+    assert digits_run(**OPTIONS | {"early_stop": ("test/loss", "max", 9)})[0] == 0
+    assert saved_steps(workdir) == [4, 6]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from small_models import make_tokens, param_shapes, random_params
+from small_models import logits_of, make_tokens, param_shapes, random_params
 
 import dcvit
 from dcvit import config as configs
@@ -27,8 +27,8 @@ FIELDS = dict(width=32, depth=2, mlp_dim=40, num_heads=4, context=12, norm="rmsn
 VOCAB = 17
 
 
-@pytest.fixture
-def weights(tmp_path):
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
     """A folder of LLaMA's layout, its module and its parameters."""
     net = lm.Model(VOCAB, **FIELDS)
     params = random_params(param_shapes(net, jnp.zeros((1, 2), jnp.int32)))
@@ -38,10 +38,10 @@ def weights(tmp_path):
         for path, leaf in jax.tree.leaves_with_path(params)
     }
     tensors = {path: Tensor(array.shape, lambda array=array: array) for path, array in flat.items()}
-    (tmp_path / "llama").mkdir()
-    write_shards(tmp_path / "llama", write(llama.links(description), tensors))
-    (tmp_path / "llama" / "config.json").write_text(json.dumps(llama.config(description)))
-    return tmp_path / "llama", net, params
+    folder = tmp_path_factory.mktemp("llama")
+    write_shards(folder, write(llama.links(description), tensors))
+    (folder / "config.json").write_text(json.dumps(llama.config(description)))
+    return folder, net, params
 
 
 def settings(init, **model):
@@ -55,7 +55,7 @@ def test_loaded_weights_are_the_model(weights):
     folder, net, params = weights
     model = dcvit.load(folder)
     tokens = make_tokens(length=8)
-    expected = net.apply({"params": params}, tokens)[0]
+    expected = logits_of(net, params, tokens)
     np.testing.assert_allclose(model.features(np.asarray(tokens), "logits"), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="no tokenizer"):
         model.generate("a")
@@ -72,9 +72,8 @@ def test_a_run_starts_from_them(weights, scan, caplog):
     shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     loaded = make_loader(config, model, shapes)(shapes)
     tokens = make_tokens(length=8)
-    np.testing.assert_allclose(
-        model.apply({"params": loaded}, tokens)[0], net.apply({"params": params}, tokens)[0], rtol=1e-4, atol=1e-5
-    )
+    found, expected = logits_of(model, loaded, tokens), logits_of(net, params, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert not caplog.records
 
 

@@ -29,7 +29,12 @@ def lm_pile():
     return module
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+SMALLEST = {name.rpartition("-")[0]: name for name in reversed(PRESETS)}.values()  # of each family
+
+
+@pytest.mark.parametrize(
+    "preset", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.exhaustive) for name in PRESETS]
+)
 def test_table_of_presets_states_counted_parameters_and_steps(preset):
     """Parameters, steps, batch and tokens as the docstring of configs/lm_pile.py lists them."""
     config = configs.load(f"{PILE}:preset={preset}")
@@ -77,14 +82,21 @@ ABLATIONS = {  # Tables 9 and 10: arguments of the config, and the fields of att
 }
 
 
+@pytest.mark.parametrize("preset", ["DCFormer++-405M", "DCPythia-6.9B"])
+def test_every_ablation_of_the_paper_is_an_argument(preset):
+    for arguments, expected in ABLATIONS.items():
+        net = setup.make_model(configs.load(f"{PILE}:preset={preset},{arguments}"))
+        assert {key: getattr(net, key) for key in expected} == expected
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ABLATIONS)
-def test_every_ablation_of_the_paper_is_an_argument(arguments):
-    for preset in ("DCFormer++-405M", "DCPythia-6.9B"):
-        config = configs.load(f"{PILE}:preset={preset},{arguments}")
-        net = setup.make_model(config)
-        assert {key: getattr(net, key) for key in ABLATIONS[arguments]} == ABLATIONS[arguments]
-        setup.param_shapes(net, jax.ShapeDtypeStruct((1, 64), jnp.int32))
+@pytest.mark.parametrize(
+    "arguments",
+    ["compose=both,projection=false,gate=false,static=true", "window_pattern=3:1,branches=q", "groups=2,rank=4"],
+)
+def test_arguments_of_ablations_are_models(arguments):
+    net = setup.make_model(configs.load(f"{PILE}:preset=DCFormer++-405M,{arguments}"))
+    setup.param_shapes(net, jax.ShapeDtypeStruct((1, 64), jnp.int32))
 
 
 @pytest.fixture
@@ -98,10 +110,9 @@ def tokens(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("preset", ["DCFormer++-405M", "Pythia-2.8B"])
-def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys, preset):
+def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys):
     """The unmodified config on a small text, up to generation."""
-    arguments = f"preset={preset},data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"
+    arguments = f"data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"
     argv = ["--config", f"{PILE}:{arguments}", "--workdir", str(tmp_path / "w"), "--config.input.batch_size=8"]
     assert cli.run(train.main, [*argv, "--config.tensorboard=false"]) == 0
     rows = metrics.read(tmp_path / "w" / "metrics.jsonl")

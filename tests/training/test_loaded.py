@@ -37,7 +37,7 @@ def text(lm_workdir):
 
 
 def small(module, example, **fields):
-    params = module.init(jax.random.key(0), example)["params"]
+    params = jax.jit(module.init)(jax.random.key(0), example)["params"]
     return LoadedModel(module, params, {}, **fields)
 
 
@@ -136,7 +136,7 @@ def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
         np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["x"])(model.params), [2, 2])
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tensor"])
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp", "tensor"])
 def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits, text, sharding):
     if sharding == "tensor" and (digits.module.num_heads % 8 or text.module.num_heads % 8):
         with pytest.raises(ConfigError, match="tensor"):

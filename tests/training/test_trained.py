@@ -8,7 +8,9 @@ import corpora
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_runs import LM_TINY, lm_command, perturbed_params, small_lm_setup
+from small_models import jit
+from trained_workdirs import TEXT
+from training_runs import LM_TINY, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
 from dcvit import config as configs
@@ -19,7 +21,6 @@ from dcvit.training.setup import predictor
 from dcvit.training.trained import TrainedModel, open_trained
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-WORDS = [f"--config.{key}={value}" for key, value in LM_TINY.items()]
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def small_model():
 
 def nats(net, params, tokens):
     """Return -log p of each token but the first of each row, by a softmax in float64."""
-    logits = np.asarray(net.apply({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
+    logits = np.asarray(jit(net.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
 
@@ -76,32 +77,22 @@ def test_only_the_target_span_counts(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_evaluation_of_a_workdir_repeats_that_of_training(tmp_path, capsys):
-    workdir = tmp_path / "run"
-    assert lm_command(workdir, document_mask=True, z_loss=1e-4) == 0
-    config = json.loads((workdir / "config.json").read_text())
+def test_evaluation_of_a_workdir_repeats_that_of_training(lm_workdir, tmp_path, capsys):
+    config = json.loads((lm_workdir / "config.json").read_text())
     assert (config["vocab_size"], config["model"]["end_of_text"], config["model"]["context"]) == (257, 256, 24)
-    capsys.readouterr()
     out = tmp_path / "results.csv"
-    assert cli.run(evaluate.main, ["--workdir", str(workdir), "--format", "json", "--out", str(out)]) == 0
+    assert cli.run(evaluate.main, ["--workdir", str(lm_workdir), "--format", "json", "--out", str(out)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    last = metrics.read(workdir / "metrics.jsonl")[-1]
+    last = metrics.read(lm_workdir / "metrics.jsonl")[-1]
     assert row["loss"] == pytest.approx(last["validation/loss"], rel=1e-6)
     assert (row["tokens"], row["step"]) == (21 * 24, 6)
     assert out.read_text().startswith("evaluation,model,step,parameters,loss,perplexity,bits_per_byte,")
     # another config takes the properties of the text from the run; without the run they must be given
-    argv = [
-        "--config",
-        "lm_stdlib",
-        "--format",
-        "json",
-        *WORDS,
-        "--config.vocab_size=none",
-        "--config.document_mask=true",
-    ]
-    assert cli.run(evaluate.main, [*argv, "--workdir", str(workdir)]) == 0
+    words = [f"--config.{key}={value}" for key, value in {**TEXT, "vocab_size": "none"}.items()]
+    argv = ["--config", "lm_stdlib", "--format", "json", *words]
+    assert cli.run(evaluate.main, [*argv, "--workdir", str(lm_workdir)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loss"] == row["loss"]
-    without = [*argv, "--checkpoint", str(workdir), "--config.vocab_size=257"]
+    without = [*argv, "--checkpoint", str(lm_workdir), "--config.vocab_size=257"]
     assert cli.run(evaluate.main, without) == 2
     assert "config.model.end_of_text is not known" in capsys.readouterr().err
     assert cli.run(evaluate.main, [*without, "--config.model.end_of_text=256"]) == 0
@@ -110,8 +101,7 @@ def test_evaluation_of_a_workdir_repeats_that_of_training(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_context_of_a_model_without_its_run_is_that_of_the_configured_data(tmp_path):
-    overrides = [word.removeprefix("--config.") for word in WORDS]
-    trained = open_trained(None, "lm_stdlib", tmp_path, overrides)
+    trained = open_trained(None, "lm_stdlib", tmp_path, [f"{key}={value}" for key, value in LM_TINY.items()])
     assert trained.model.context == 24
 
 

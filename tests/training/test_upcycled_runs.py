@@ -42,16 +42,15 @@ def names(params):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("arguments", [",static=true,groups=2", ",compose=pre,branches=q,rank=1"])
-def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path, arguments):
-    assert upcycle(digits_workdir, tmp_path / "run", arguments) == 0
+def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path):
+    assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre,branches=q,rank=1") == 0
     assert_continues(digits_workdir, tmp_path / "run", "test/loss")
 
 
 @pytest.mark.exhaustive
 def test_language_model_starts_with_the_metrics_of_the_plain_run(tmp_path):
-    assert lm_command(tmp_path / "plain", **{"model.compose": None}) == 0
-    assert upcycle(tmp_path / "plain", tmp_path / "run", ",static=true") == 0
+    assert lm_command(tmp_path / "plain", **{"model.depth": 1, "model.compose": None}) == 0
+    assert upcycle(tmp_path / "plain", tmp_path / "run", ",compose=post,static=true,groups=2") == 0
     assert_continues(tmp_path / "plain", tmp_path / "run", "validation/loss")
 
 

@@ -138,7 +138,7 @@ class TestDamage:
         source = open_imagenet(imagenet_copy)
         expected = [source[i] for i in range(len(source))]
         used = len(content.rstrip(b"\0")) if "array" in path.name else len(content)
-        for at in rng.integers(used, size=25):
+        for at in rng.integers(used, size=12):
             path.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.integers(8)]) + content[at + 1 :])
             refused = 0
             try:

@@ -71,15 +71,14 @@ def answers(words):
     }[mode]()
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_exactly_the_given_answer_follows_from_the_text(task):
-    for index in range(40):
+def test_exactly_the_given_answer_follows_from_the_text():
+    for task, index in itertools.product(TASKS, range(40)):
         words = make_example(task, draws(1, 0, index, DRAWS))
-        assert words[-1] == ";"
-        assert answers(words) == {words[-2]}, words
-        assert {*words} <= {*WORDS}
-        assert len(words) <= LONGEST
-        assert (task.reversed, words[0] in PERSONS) != (True, True)
+        assert words[-1] == ";", task
+        assert answers(words) == {words[-2]}, (task, words)
+        assert {*words} <= {*WORDS}, (task, words)
+        assert len(words) <= LONGEST, (task, words)
+        assert (task.reversed, words[0] in PERSONS) != (True, True), (task, words)
 
 
 def test_tasks_are_the_products_of_patterns_domains_relations_and_orders():
@@ -132,11 +131,13 @@ def test_rows_are_a_function_of_seed_split_and_index():
     assert len({row for found in variants for row in found}) == 2 * len(variants)
 
 
-@pytest.mark.parametrize("tasks", ["*", *(f"*/{domain}/*" for domain in ("things", "cities", "times", "traits"))])
-def test_splits_share_no_set_of_words_in_facts(tasks):
+@pytest.mark.parametrize("domain", ["things", "cities", "times", "traits"])
+def test_splits_share_no_set_of_words_in_facts(domain):
+    """Domains share no words. A random split would share many of the sets, which are at most some ten thousand."""
+
     def contents(split):
-        source, found = ip.open_source("synthetic", tasks=tasks, split=split), set()
-        for index in range(600):
+        source, found = ip.open_source("synthetic", tasks=f"*/{domain}/*", split=split), set()
+        for index in range(150):
             text = source.tokenizer.decode(source[index]["tokens"].tolist())
             for example in text.split(";")[: source.count]:
                 found.add(frozenset(example.rpartition(".")[0].split()) - {".", *PERSONS})
@@ -151,7 +152,7 @@ def test_splits_share_no_set_of_words_in_facts(tasks):
 def test_every_task_has_examples_in_both_splits_and_the_rows_have_the_answers_everywhere():
     for split in ("train", "validation"):
         source = ip.open_source("synthetic", shots=0, split=split)
-        words = [source.tokenizer.decode(source[i]["tokens"].tolist()).split() for i in range(10 * len(TASKS))]
+        words = [source.tokenizer.decode(source[i]["tokens"].tolist()).split() for i in range(6 * len(TASKS))]
         examples = [row[: row.index(";") + 1] for row in words]
         assert all(answers(example) == {example[-2]} for example in examples)
         for number in range(len(TASKS)):

@@ -1,6 +1,7 @@
 """Rows of tokens in TFRecord files of tf.train.Examples, and errors that name the file and the record."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 
@@ -11,8 +12,7 @@ import pytest
 import input_pipeline as ip
 from input_pipeline.text import tfrecord_tokens
 
-tf = pytest.importorskip("tensorflow")
-
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
 RNG = np.random.default_rng(0)
 
 
@@ -89,6 +89,8 @@ def test_files_are_found_by_folder_or_glob_and_a_damaged_one_is_named(tmp_path):
     ],
 )
 def test_input_ids_of_another_type_are_named(tmp_path, feature, message):
+    import tensorflow as tf
+
     record = b"\xff" * 40
     if feature:
         example = tf.train.Example(features={"feature": {"input_ids": tf.train.Feature(**feature)}})

@@ -1,5 +1,6 @@
 """Tokenizers: lossless encoding of text, bytes of each token, and errors that name the file."""
 
+import importlib.util
 import json
 import sys
 
@@ -12,7 +13,7 @@ from input_pipeline.text import tokenizer
 
 pytest_plugins = ["input_fixtures"]
 
-pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 
 
 @pytest.mark.parametrize("spelling", ["bytes", "nested", "text"])
