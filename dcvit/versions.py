@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs as Unraisable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Spec = dict[str, object]  # of TensorStore, as JSON
+Value: TypeAlias = Any  # objects of JAX without a public type: values of MLIR, references, its state
 
 
 def shard_alike(x: Float[Array, "*shape"], like: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -52,7 +53,7 @@ def _shard_alike() -> Primitive:
     primitive.multiple_results = True
     ids = itertools.count(2**32)  # of groups in one program; JAX 0.10 and 0.11 count theirs from 0
 
-    def lower(ctx: Any, x: Any, like: Any) -> tuple[Any, Any]:
+    def lower(ctx: Value, x: Value, like: Value) -> tuple[Value, Value]:
         if not getattr(jax.config, "jax_use_shardy_partitioner", True):
             raise NotImplementedError("dcvit needs the Shardy partitioner: set jax_use_shardy_partitioner=True")
         group = next(ids)
@@ -60,12 +61,12 @@ def _shard_alike() -> Primitive:
             sdy.sharding_group(value, group)
         return x, like
 
-    def transpose(cotangents: Any, x: Any, like: Any) -> Any:
+    def transpose(cotangents: Value, x: Value, like: Value) -> Value:
         if any(isinstance(ct, ad.Zero) for ct in cotangents):
             return cotangents
         return primitive.bind(*cotangents)
 
-    def batch(args: Any, axes: Any) -> Any:
+    def batch(args: Value, axes: Value) -> Value:
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         return primitive.bind(*(batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True))), (
             0,
@@ -80,7 +81,7 @@ def _shard_alike() -> Primitive:
     return primitive
 
 
-def process_state() -> Any:
+def process_state() -> Value:
     """Return JAX's state of `jax.distributed`, which has the process index and the client of the coordinator.
 
     The public `jax.process_index` and `jax.process_count` set up the backend, which can block, and must not happen
@@ -117,7 +118,7 @@ def interpret_gpu() -> object:
     return InterpretGPUParams()
 
 
-def load_any(ref: Any) -> Any:
+def load_any(ref: Value) -> Array:
     """Load an array of global memory into the register layout of a matrix product's result, with any access pattern.
 
     Before JAX 0.12, `plgpu.load` requires the argument `idx`. Delete with JAX 0.11.
@@ -126,10 +127,11 @@ def load_any(ref: Any) -> Any:
 
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
     index: list[tuple[()]] = [] if parameter is None or parameter.default is not parameter.empty else [()]
-    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+    out: Array = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+    return out
 
 
-def store_any(ref: Any, x: Any) -> None:
+def store_any(ref: Value, x: Array) -> None:
     """Store an array in global memory, with any access pattern.
 
     From JAX 0.12, writes of partial cache lines need `plgpu.store(optimized=False)`. Delete with JAX 0.11.
