@@ -68,6 +68,7 @@ def runs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
     rows = {row["measure"].split(" (")[0]: row for row in table4.table(runs, [0, 1], 8).rows}
     cloze, average = rows["cloze accuracy %"], rows["average accuracy %"]

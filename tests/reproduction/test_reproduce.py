@@ -309,7 +309,7 @@ def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeyp
     assert order == ["a", "a", "b", "b"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion")
 def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monkeypatch):
     def all_configs(**fields):

@@ -247,8 +247,8 @@ def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_prom
     assert "| of the first | 1.00 |" in done.stdout
 
 
+@pytest.mark.exhaustive
 @needs_libtpu
-@pytest.mark.slow
 def test_conditions_of_compiled_kernels_are_counted(library_promotion, tmp_path):
     """Kernels with several tiles skip those that no query attends to; the script fails unless it finds every part."""
     config = "lm_stdlib model.compose=both model.depth=1 model.num_heads=2 model.width=128 model.window=256"

@@ -50,7 +50,7 @@ def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_p
     assert "no word 'aple' in the vocabulary; did you mean 'apple'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_scenes_trains_and_is_evaluated_on_two_splits(tmp_path, capsys):
     words = [f"--config.{word}" for word in [*TINY, "evals.validation.data.limit=9", "evals.test.data.limit=5"]]
     workdir = str(tmp_path / "run")

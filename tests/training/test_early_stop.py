@@ -72,7 +72,7 @@ def test_nothing_stops_a_run_without_the_key():
     assert early.reason is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resumed_run_stops_at_the_same_step_with_the_same_bits(stopped, digits_run, monkeypatch, capsys):
     options = OPTIONS | {"ckpt_steps": 2}
     with interrupted_before(monkeypatch, 4):

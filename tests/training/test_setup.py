@@ -16,7 +16,7 @@ from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
-COMPOSED = {"model.compose": "both"}
+COMPOSED = {"model.depth": 1, "model.compose": "both"}
 FEW_SHOT = {"type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits"}, "pp": ""}
 
 
@@ -172,7 +172,7 @@ def test_invalid_command_line_is_one_line(capsys, argv, message):
 
 
 def test_a_run_that_requires_fused_attention_is_refused_without_it_on_accelerators(monkeypatch):
-    overrides = {"model.implementation": "blockwise", "require_fused": True}
+    overrides = {"model.depth": 1, "model.implementation": "blockwise", "require_fused": True}
     make(**overrides)  # on a CPU
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     with pytest.raises(ConfigError, match=r"^config.model: attention is not fused: blockwise on gpu for float32"):
