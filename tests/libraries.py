@@ -11,7 +11,9 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 # Not among the default extras of scripts/test.sh: a test that needs one has the mark `interop`.
 OUTSIDE = {"jax2onnx", "onnx", "onnxruntime", "timm", "torch", "torchvision", "wandb"}
-MISSING = re.compile(r"needs (\w+), which is not installed: pip install")  # in errors of the package
+# In errors of the package, and of Python for libraries of the default extras that a test itself uses.
+OPTIONAL = "datasets|flatbuffers|gcsfs|lm_eval|numba|tensorflow|tensorflow_datasets|tokenizers|yaml|zstandard"
+MISSING = re.compile(rf"(\w+)(?:, which)? is not installed: pip install|No module named '({OPTIONAL})'")
 
 
 def unmarked(items):
@@ -61,7 +63,8 @@ def names_of(code):
 def skip_if_missing(report):
     """Make a failure a skip if the package said in its error that a library is not installed, and this is true."""
     if report.failed:
-        for name in MISSING.findall(f"{report.longreprtext} {report.capstdout} {report.capstderr}"):
+        for found in MISSING.finditer(f"{report.longreprtext} {report.capstdout} {report.capstderr}"):
+            name = found[1] or found[2]
             if importlib.util.find_spec(name) is None:
                 path, line, _ = report.location
                 report.outcome, report.longrepr = "skipped", (path, line, f"Skipped: needs {name}")

@@ -90,8 +90,9 @@ def write_stablehlo(model: Model, folder: Path) -> None:
     """Write `model.stablehlo`, a function of the parameters and the inputs, and the parameters as safetensors.
 
     Raises:
-      CheckpointError: an operation cannot be exported.
+      CheckpointError: an operation cannot be exported, or flatbuffers is not installed.
     """
+    library("flatbuffers")  # writes the file, and JAX does not require it
     tail = _tail(model)
     limit = [] if tail else [f"t <= {formats.context_of(model)}"]
     free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)

@@ -110,6 +110,7 @@ class DCMHA(nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: NamedSharding | P | None = None,
         qkv_sharding: NamedSharding | P | None = None,
+        input_positions: Float[Array, "..."] | Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T _"]:
         """Attend from `inputs_q` to `inputs_k`, as the flax layer does.
 
@@ -127,10 +128,13 @@ class DCMHA(nnx.MultiHeadAttention):
           is_causal: query i attends only to keys 0 … i.
           out_sharding: sharding of the output on a mesh with explicit axes; None means that of `inputs_q`.
           qkv_sharding: sharding of queries, keys and values (*B, T, H, D) on such a mesh.
+          input_positions: must be None; flax passes it to `attention_fn`, which this layer does not have.
 
         Raises:
           ValueError: as the linen layer, the inputs do not have the width `in_features`, or there is no cache.
         """
+        if input_positions is not None:
+            raise ValueError("DCMHA has no input_positions, because it has no attention_fn: use flax's layer")
         if inputs_q.shape[-1] != self.in_features:
             raise ValueError(f"inputs_q has width {inputs_q.shape[-1]}, expected in_features={self.in_features}")
         decode = bool(self.decode if decode is None else decode)

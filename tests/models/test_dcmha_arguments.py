@@ -79,9 +79,17 @@ def test_every_argument_of_flax_is_accepted_with_its_default():
     layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0), **nnx_defaults())
     assert nnx.graphdef(layer) == nnx.graphdef(dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0)))
     for name in ("__call__", "init_cache", "set_view"):
-        assert defaults(getattr(dcmha_nnx.DCMHA, name)) == defaults(getattr(nnx.MultiHeadAttention, name))
+        own, library = (defaults(getattr(net, name)) for net in (dcmha_nnx.DCMHA, nnx.MultiHeadAttention))
+        assert {**own, **library} == own
+        assert own.keys() - library.keys() <= {"input_positions"}  # of flax 0.12.12 and newer
     call = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
     assert defaults(inspect.unwrap(dcmha.DCMHA.__call__)) == defaults(call)
+
+
+def test_positions_for_an_attention_function_are_refused():
+    layer = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="DCMHA has no input_positions"):
+        layer(jnp.zeros((2, 3, 24)), input_positions=jnp.arange(3))
 
 
 @pytest.mark.parametrize("name", {**dcmha.UNSUPPORTED, **dcmha_nnx.UNSUPPORTED})
