@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from trained_workdirs import DIGITS, TINY
 
-TINY_VIT = [f"{key}={value}" for key, value in (TINY | {"total_steps": 2, "ckpt_steps": 1}).items()]
+# With a layer, because the fields of a layer are checked where it is built.
+TINY_VIT = [f"{key}={value}" for key, value in (TINY | {"model.depth": 1, "total_steps": 2, "ckpt_steps": 1}).items()]
 TINY_LM = [
     *("tensorboard=False", "ckpt_steps=1", "total_steps=2", "schedule.warmup_percent=0", "input.batch_size=8"),
     *("model.width=16", "model.depth=1", "model.num_heads=2", "model.mlp_dim=16", "model.compose=None"),
