@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests in parallel.   scripts/test.sh [--fast | --exhaustive | --interop | --all] [pytest options]
+# Runs the tests in parallel.   scripts/test.sh [--fast | --exhaustive | --interop | --weekly | --all] [pytest options]
 #   --fast         without the tests marked slow: about a minute on two cores
-#   --exhaustive   only the tests marked exhaustive: more combinations, runs of minutes
+#   --exhaustive   only the tests marked exhaustive: more combinations, longer runs
 #   --interop      only the tests marked interop: they compare with PyTorch, ONNX and others, which are several GB with CUDA
+#   --weekly       only the tests marked weekly: runs of minutes, and the rest of the combinations
 #   --all          every test
 # Without any, every test that is not marked exhaustive or interop runs. DCVIT_EXTRAS are the extras to install.
 set -euo pipefail
@@ -11,8 +12,9 @@ extras=${DCVIT_EXTRAS:-dev,data,lm,eval,gcs,tpu}
 selection="not exhaustive and not interop"
 case ${1:-} in
   --fast) selection="not slow and $selection"; shift ;;
-  --exhaustive) selection="exhaustive and not interop"; shift ;;
-  --interop) selection="interop" extras=$extras,interop,wandb; shift ;;
+  --exhaustive) selection="exhaustive and not weekly and not interop"; shift ;;
+  --interop) selection="interop and not weekly" extras=$extras,interop,wandb; shift ;;
+  --weekly) selection="weekly" extras=$extras,interop,wandb; shift ;;
   --all) selection="" extras=$extras,interop,wandb; shift ;;
 esac
 bash scripts/setup.sh "$extras"

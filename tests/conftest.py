@@ -9,7 +9,9 @@ import gc
 import os
 import resource
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import jaxlib.version
 
@@ -37,6 +39,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["dcvit", "input_pipeline"], "typechecker.check")
+MEMORY = {"limit": 1_500_000_000}  # bytes
 
 
 def pytest_configure(config):
@@ -52,6 +55,8 @@ def pytest_collection_modifyitems(items):
         tests = ", ".join(f"{test} (needs {library})" for test, library in missing.items())
         raise pytest.UsageError(f"tests without the mark `interop`: {tests}")
     for item in items:
+        if item.get_closest_marker("weekly"):
+            item.add_marker(pytest.mark.exhaustive)
         if {"digits_run", "digits_workdir", "lm_workdir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
@@ -66,11 +71,23 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():
-    """Bound the memory of a worker: release the compiled programs after each module once it has used 1.5 GB."""
+    """Bound the memory of a worker: release the compiled programs after a module if it has grown.
+
+    The allocator keeps what is released for the next modules, so that only growth beyond it is a reason to release.
+    """
     yield
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1_500_000:  # KiB
+    if resident_memory() > MEMORY["limit"]:
         jax.clear_caches()
         gc.collect()
+        MEMORY["limit"] = max(MEMORY["limit"], resident_memory() + 200_000_000)
+
+
+def resident_memory():
+    """Return the bytes of memory of this process, or the most so far where the system does not say it as Linux does."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.fixture

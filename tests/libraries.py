@@ -48,9 +48,10 @@ def imported(function):
 
 
 def names_of(code):
-    """Return all names in a function's code, and the libraries that it imports or gives to `pytest.importorskip`."""
-    names = set(code.co_names)
-    libraries = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    """Return all names in a function's code, and which of `OUTSIDE` it imports or gives to `pytest.importorskip`."""
+    names, libraries = set(code.co_names), set()
+    if OUTSIDE & {name.partition(".")[0] for name in names}:  # to read the instructions takes long
+        libraries = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
     if "importorskip" in names:
         libraries |= {value for value in code.co_consts if isinstance(value, str)}
     for value in code.co_consts:

@@ -5,20 +5,23 @@ import functools
 import beartype
 
 _check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+_checked: dict = {}
 
 
 def check(function):
     """Check the annotations of `function` in each call. The first call generates the checks: few functions are called.
 
-    jaxtyping passes functions only, and two for each function of the package.
+    jaxtyping passes two functions without a body for each function of the package: one has the annotations of the
+    parameters, the other also that of the result. A function inside another is defined in each call of that one, and
+    its checks are generated once.
     """
-
-    @functools.cache
-    def checked():
-        return _check(function)
+    annotations = map(repr, function.__annotations__.items())
+    key = (function.__module__, function.__qualname__, function.__code__.co_varnames, *annotations)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return checked()(*args, **kwargs)
+        if key not in _checked:
+            _checked[key] = _check(function)
+        return _checked[key](*args, **kwargs)
 
     return call

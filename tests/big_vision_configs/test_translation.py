@@ -402,7 +402,7 @@ def datasets(tmp_path_factory):
     return root
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_config_of_big_vision_trains_and_reports_each_translation(
     datasets, tmp_path, monkeypatch, capsys, library_promotion
 ):

@@ -288,7 +288,7 @@ def test_description_of_another_form_is_refused_in_one_line(tmp_path, text, reas
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_memory_does_not_grow_with_each_save(tmp_path):
     """Not even by the 600 objects, mostly in TensorStore's JSON, that Orbax leaks without `orbax_patches`."""
     checkpointer = Checkpointer(tmp_path)

@@ -100,7 +100,7 @@ def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [  # with scan, one layer's kernels are compiled, and with fewer tokens faster

@@ -24,7 +24,7 @@ def python(code):
     return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **streams)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "both", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["stdout", "stdout and stderr"]
 )
@@ -40,7 +40,9 @@ def test_training_continues_without_reader(tmp_path, both):
     assert metrics.read(tmp_path / "metrics.jsonl")[-1]["step"] == TINY["total_steps"]
 
 
-@pytest.mark.parametrize("form", cli.FORMATS)
+@pytest.mark.parametrize(
+    "form", [cli.FORMATS[0], *(pytest.param(form, marks=pytest.mark.exhaustive) for form in cli.FORMATS[1:])]
+)
 def test_other_commands_end_silently_without_reader(form):
     """More rows than a pipe holds, of which `head -1` reads the first."""
     code = (

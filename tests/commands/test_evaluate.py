@@ -28,6 +28,7 @@ def call(capsys):
     return run
 
 
+@pytest.mark.exhaustive
 def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call):
     last = metrics.read(digits_workdir / "metrics.jsonl")[-1]
     status, out, _ = call("--workdir", digits_workdir, "--format", "json")
@@ -57,6 +58,7 @@ def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call
     assert next(csv.DictReader(io.StringIO(out)))["top1"] == str(row["top1"])
 
 
+@pytest.mark.exhaustive
 def test_rows_of_several_models_are_collected_in_one_file(digits_workdir, tmp_path, call):
     out = tmp_path / "results.csv"
     for _ in range(2):
@@ -74,6 +76,7 @@ def test_rows_of_several_models_are_collected_in_one_file(digits_workdir, tmp_pa
     assert out.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.exhaustive
 def test_few_shot_evaluation_has_a_row_for_each_number_of_shots(digits_workdir, call):
     few = {
         "type": "fewshot", "data": {"kind": "digits"}, "test_data": {"kind": "digits", "split": "test"},

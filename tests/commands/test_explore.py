@@ -41,6 +41,7 @@ def test_a_page_of_images_compares_two_models_and_averages_over_data(digits_work
         assert np.all(np.diff(found["diversity"]["ov"]) >= 0)
 
 
+@pytest.mark.exhaustive
 def test_a_page_of_text_shows_the_first_tokens(lm_workdir, tmp_path, capsys):
     file, out = tmp_path / "text.py", tmp_path / "page.html"
     file.write_text("import sys\n" * 4)

@@ -121,7 +121,7 @@ def call(one, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, tmp_path):
     words = ["--include_path", folder, "--tasks", "colors, words,answers"]
     status, out, err = call(*words, "--format", "json", "--out", tmp_path / "all.json")
@@ -310,7 +310,7 @@ for tasks in ("piqa", "lambada_openia"):
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE], cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path)},

@@ -94,7 +94,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_progress_is_printed_in_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
     corpora.write_jsonl(tmp_path / "data" / "a.jsonl", ["x" * 1000] * 3000)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)

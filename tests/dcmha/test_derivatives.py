@@ -128,7 +128,7 @@ def test_second_derivatives_of_one_query_in_float64(x64):
     check_second_derivatives(decode.attention, args, options, 1e-10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("attention", "case", "names"),
     [
@@ -145,7 +145,7 @@ def test_second_derivatives_in_float32(attention, case, names):
     check_second_derivatives(attention, *random_case(**case), tolerance, names)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_hessian_of_blockwise_attention_is_symmetric_and_that_of_the_reference(x64):
     args, options = random_case(3, heads=2, head_dim=2, dtype=jnp.float64, branches="qpg", rank=1)
 
@@ -172,7 +172,7 @@ def test_a_wrong_type_of_an_output_or_gradient_is_an_error(wrong, change):
         jax.vjp(functools.partial(double, None), jnp.ones(3))[1](jnp.ones(3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_gradient_of_one_argument_is_that_of_all():
     """Tangents that are zero, as those of frozen parameters, do not change the others."""
     args, options = random_case(24, heads=2)

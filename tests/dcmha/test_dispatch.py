@@ -187,7 +187,7 @@ def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(implementation
     check_on_a_mesh(implementation, *random_case(24, heads=4, batch=2, causal=True, rank=1, **case))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [
@@ -214,7 +214,7 @@ def check_on_a_mesh(implementation, args, options):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [

@@ -102,7 +102,7 @@ def test_sums_and_products_of_heads_and_their_gradients_are_equal(x64, shape):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "key_heads", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4]
 )  # on a tensor axis of 2 devices

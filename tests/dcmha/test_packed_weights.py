@@ -91,6 +91,7 @@ def test_weights_of_one_token_depend_on_no_other(x64):
         assert not w.any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("branches", "groups"), [("all", 1), ("query-wise", 1), ("projections", 2)])
 def test_packed_weights_have_no_sums_of_seven_axes(branches, groups):
     """jaxlib 0.10.2 and 0.11 crash on CPUs in fused products and sums of arrays with seven axes or more."""

@@ -187,7 +187,7 @@ def test_the_table_of_layers_is_the_one_that_is_enforced():
     assert [sorted(re.findall(r"`([\w.]+)`", row)) for row in table[1:]] == [sorted(names) for names in LAYERS[1:]]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_commands_of_the_first_tutorial_run_as_written(tmp_path, monkeypatch, library_promotion):
     (block,) = blocks(ROOT / "docs/tutorials/first_run.md", "bash", "<!-- run by tests/docs/test_pages.py -->")
     for name in ("configs", "tests"):

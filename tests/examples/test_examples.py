@@ -20,7 +20,7 @@ def load(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linen_block", "nnx_block"])
+@pytest.mark.parametrize("name", ["linen_block", pytest.param("nnx_block", marks=pytest.mark.exhaustive)])
 def test_a_block_trains(name):
     losses = load(name).main(steps=20)
     assert np.isfinite(losses).all()

@@ -66,7 +66,7 @@ def test_lengths_are_rounded_up_to_few_lengths_and_by_at_most_a_quarter():
     assert len(set(lengths)) == 8 + 4 * 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cast_parameters_give_bitwise_equal_logits():
     model, params = random_model(**LLAMA, compose="both", depth=1, static=True, qk_norm="rmsnorm", dtype_mm="bfloat16")
     tokens = jnp.array([PROMPTS[2]], jnp.int32)

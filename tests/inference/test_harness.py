@@ -81,7 +81,7 @@ def test_rolling_log_likelihood_scores_every_token_once(one):
     assert found == pytest.approx(sums + sums[::-1], abs=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     prompts, expected = ["abc", "", "some text", "y" * 60], []
     for prompt in prompts:

@@ -492,7 +492,7 @@ print(peak.split()[1], report.difference)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_memory_holds_one_shard_at_a_time(tmp_path):
     """A model of 1.2 GB in shards of 64 MB needs at most 500 MB more than a small one."""
     sizes = {"small": dict(width=64, depth=1, mlp_dim=64), "large": dict(width=1024, depth=24, mlp_dim=2816)}

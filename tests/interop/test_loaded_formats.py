@@ -30,7 +30,8 @@ def described(model, **values):
 
 
 @pytest.mark.parametrize(("to", "fields"), [
-    ("npz", {}), ("bv", {}), ("safetensors", {}), ("hf", {}), ("hf", PLAIN), ("timm", PLAIN),
+    ("npz", {}), ("hf", PLAIN), ("timm", PLAIN),
+    *(pytest.param(to, {}, marks=pytest.mark.exhaustive) for to in ("bv", "safetensors", "hf")),
     *(pytest.param(to, PLAIN, marks=pytest.mark.exhaustive) for to in ("npz", "bv", "safetensors")),
 ])  # fmt: skip
 def test_images_have_the_same_logits_and_names_of_classes(to, fields, tmp_path):
@@ -45,7 +46,9 @@ def test_images_have_the_same_logits_and_names_of_classes(to, fields, tmp_path):
         assert [row[0].label for row in loaded.predict(x)] == [NAMES[i] for i in expected.argmax(axis=1)]
 
 
-@pytest.mark.parametrize("to", ["npz", "safetensors", "hf", pytest.param("bv", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "to", ["npz", "hf", *(pytest.param(to, marks=pytest.mark.exhaustive) for to in ("bv", "safetensors"))]
+)
 def test_texts_have_the_same_logits_and_end(to, tmp_path):
     net, params, model = conversion_models.language_model(depth=1)
     WRITERS[to](described(model, end_tokens=(5, 9)), tmp_path)

@@ -69,6 +69,7 @@ def test_ablated_branches_are_those_of_a_model_without_them():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_patched_residual_stream_restores_the_run_that_it_is_from():
     net, params = make_lm(compose="both")
     clean, corrupted = make_tokens(seed=2), make_tokens(seed=3)

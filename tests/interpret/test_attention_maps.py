@@ -75,6 +75,7 @@ def test_captured_arrays_are_those_of_the_model_and_composed_weights_sum_the_val
         np.testing.assert_allclose(of_layer["sa"], expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compose", ["pre", "post", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("both", None))]
 )

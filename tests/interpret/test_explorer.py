@@ -57,6 +57,7 @@ def test_rollout_is_the_product_over_the_layers(image_page):
         np.testing.assert_allclose(found[name].sum(axis=1), 1, rtol=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_predictions_are_the_five_best_and_change_with_ablations():
     net, params, tokens = pages.text_model()
     (facts,) = pages.facts_of(pages.page([pages.sample_of(0, 0, "text", net, params, tokens)]))["samples"]
@@ -116,6 +117,7 @@ def test_activations_that_are_not_finite_are_refused_with_their_name(value):
         pages.sample_of(0, 0, "text", net, params, tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "make", [lambda: pages.image_model(size=(64, 64)), pages.text_model,
              lambda: pages.text_model(compose=None, static=False)],

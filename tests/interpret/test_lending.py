@@ -33,6 +33,7 @@ def pair_map(fields, query, key, groups, example):
     return oracle.compose(unit, at, groups)[:, :, 0, 0]  # lenders first
 
 
+@pytest.mark.exhaustive
 def test_averages_are_those_of_the_maps_of_all_pairs_that_are_attended_to():
     """In layer 1, large scores let weights underflow to zero."""
     net, params = make_lm(**FIELDS, window=3, prefill_window=4, end_of_text=0)
@@ -63,6 +64,7 @@ def test_averages_are_those_of_the_maps_of_all_pairs_that_are_attended_to():
             np.testing.assert_allclose(found.dynamic[where][layer], variance / (variance + static), rtol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_loan_is_the_largest_amount_of_its_branch():
     net, params = make_lm(**FIELDS)
     arrays = run_with_cache(net, params, make_tokens(batch=1)).arrays

@@ -181,7 +181,7 @@ def saved_arrays(**options):
     return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(forward, params)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scan", [False, True])
 def test_policies_keep_what_their_names_say(scan):
     none, full, dots, everything = (

@@ -71,7 +71,7 @@ def test_plain_nnx_layer_has_the_parameters_output_and_gradient_of_flax(x, field
     assert_close(layer(x, is_causal=True), layer(x, mask=mask))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_dropout_drops_the_weights_that_flax_drops(x, broadcast):
     fields = {"dropout_rate": 0.3, "broadcast_dropout": broadcast}
@@ -150,6 +150,7 @@ def test_composed_nnx_layer_computes_what_the_linen_layer_computes(x):
     assert_close(weights, sown["intermediates"]["attention_weights"][0])
 
 
+@pytest.mark.exhaustive
 def test_view_of_an_nnx_layer_has_no_dropout():
     layer = dcmha_nnx.DCMHA(2, 16, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0))
     x = jnp.ones((1, 3, 16))

@@ -159,7 +159,7 @@ def test_metadata_of_linen_initializers_arrive_on_the_parameters(wrap):
     assert set(jax.tree.leaves(found["pre"])) == {P()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_linen_layer_with_partitioned_parameters_computes_the_output_of_flax():
     fields = {"kernel_init": nn.with_partitioning(normal(), (None, None, None))}
     library, layer = nn.MultiHeadDotProductAttention(4, **fields), dcmha.DCMHA(4, compose=None, **fields)
@@ -170,6 +170,7 @@ def test_a_linen_layer_with_partitioned_parameters_computes_the_output_of_flax()
     np.testing.assert_array_equal(*(jax.jit(composed.apply)(p, x) for p in (boxed, nn.unbox(boxed))))
 
 
+@pytest.mark.exhaustive
 def test_metadata_of_nnx_initializers_arrive_on_the_parameters_and_split_them():
     fields = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "a"))}
     fields["out_kernel_init"] = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("a",))
@@ -197,6 +198,7 @@ def test_shardings_of_an_nnx_call_are_those_of_the_output():
         np.testing.assert_allclose(jax.device_get(out), jax.device_get(expected), atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_dropout_rate_of_one_removes_all_weights(broadcast):
     """The output is the bias. flax's layer divides zero by zero, `nn.Dropout` does the same as here."""

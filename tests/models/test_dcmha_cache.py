@@ -76,7 +76,7 @@ def test_plain_cache_is_that_of_flax():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), cache, right)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nnx_cache_is_that_of_flax_and_composes():
     x = inputs(2)
     library, layer, composed = (

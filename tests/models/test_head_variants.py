@@ -47,6 +47,9 @@ def output(layer, params, x, mask=None):
     return jit(layer.apply)({"params": params}, np.asarray(x, np.float32), mask=mask)
 
 
+DEFAULT = ("moh", "diff2", "folded")  # the others are exhaustive
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_outputs_equal_the_formula_of_the_paper_which_is_not_that_of_plain_attention(name):
     layer, params, x = make_layer(name, 4, 4)
@@ -97,7 +100,7 @@ def text_loss(net):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*head_settings.VARIANTS, "folded", *map(exhaustive, sorted(head_settings.SETTINGS.keys() - {"folded"}))],
+    [*DEFAULT, *map(exhaustive, sorted({*head_settings.VARIANTS, *head_settings.SETTINGS} - {*DEFAULT}))],
 )
 def test_gradients_are_finite_and_reach_every_parameter(name):
     net, params = make_net(name)
@@ -129,7 +132,7 @@ def test_outputs_on_a_mesh_equal_those_of_one_device(name):
     np.testing.assert_allclose(found, alone, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "example"), [("lm", (2, 12)), ("vit", (2, 8, 8, 3))])
 def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, example, monkeypatch):
     """The loss of a model with one layer, whose input follows from the parameters."""
@@ -172,7 +175,7 @@ def test_balance_of_equal_use_is_the_number_of_chosen_heads_and_of_one_sided_use
     assert head_oracle.balance(sided, x, chosen=2) > 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["moh_topk", exhaustive("diff2")])
 def test_scanned_layers_equal_unrolled_ones_also_in_the_loss(name):
     net, params = make_net(name, depth=2)

@@ -234,7 +234,7 @@ class TestScan:
         assert len(blocks) == net.depth + 1
         assert_trees_close((out, blocks, lm.unstack_blocks(gradient)), expected)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("remat", ["attention", exhaustive("full")])
     def test_remat_of_unrolled_layers_changes_no_result(self, remat):
         net, params, tokens, expected = unrolled(depth=1)

@@ -132,12 +132,12 @@ def test_two_processes_train_and_evaluate_like_one(alone, two):
     check_same(alone, two)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_four_processes_on_another_mesh_train_like_one(alone, tmp_path):
     check_same(alone, run(4, 2, tmp_path / "four", **BOTH))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_two_processes_stop_early_at_the_same_step(tmp_path):
     stop = {"early_stop": ("test/loss", "max", 2), "evals.test.log_steps": 1}
     one, two = run(1, 8, tmp_path / "one", **stop), run(2, 4, tmp_path / "two", **stop)
@@ -145,7 +145,7 @@ def test_two_processes_stop_early_at_the_same_step(tmp_path):
     assert saved_steps(two)[-1] == metrics.read(two / "metrics.jsonl")[-1]["step"] == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_two_processes_train_on_text_like_one(tmp_path):
     one = run(1, 8, tmp_path / "one", "lm_stdlib")
     check_same(one, run(2, 4, tmp_path / "two", "lm_stdlib", **ACROSS))
@@ -232,7 +232,7 @@ def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to
         check_same(two, workdir)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_process_is_named_in_one_line_by_the_other(tmp_path, lost, sent):

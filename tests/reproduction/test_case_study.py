@@ -87,7 +87,7 @@ def test_a_grid_of_matrices_is_drawn(case, tmp_path):
     assert "“w0 w1 w2 w3 w4 w5 w6 w7 w8 ____”: DCMHA answers “right”" in files[0].read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
 def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_path, capsys):
     """The runs of Table 5 are those of Figures 5 to 8."""

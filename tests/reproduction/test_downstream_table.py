@@ -114,7 +114,7 @@ def small_library(monkeypatch):
 
 
 @needs_library
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("small_library")
 def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
     from types import SimpleNamespace
@@ -154,7 +154,7 @@ def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
 
 
 @needs_library
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion", "small_library")
 def test_tiny_models_are_trained_once_for_the_table_and_figure_4(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "SIZES", ((16, 1, 2), (32, 1, 2)))

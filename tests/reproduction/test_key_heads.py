@@ -56,6 +56,7 @@ def train(monkeypatch):
     return run
 
 
+@pytest.mark.exhaustive
 def test_rows_are_compared_with_the_plain_model_of_as_many_key_heads(train, tmp_path):
     assert key_heads.train(tmp_path, [0, 1], train, 40) == 0
     table = key_heads.table(tmp_path, [0, 1], 40)

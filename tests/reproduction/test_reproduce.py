@@ -93,7 +93,7 @@ def test_bounds_of_table_6_are_above_the_speed_of_the_paper(size, monkeypatch):
     assert bound["speed %"] > table6.PAPER[size][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_table_10_has_bounds_in_the_order_of_the_windows():
     rows = {row["local:global"]: row for row in table10.table().rows}
     counted = [rows[name]["TFM++ FLOPs / FLOPs %"] for name in ("1:1", "3:1", "7:1")]
@@ -103,6 +103,7 @@ def test_table_10_has_bounds_in_the_order_of_the_windows():
         assert rows[name]["cache / TFM++ cache %"] == pytest.approx(100 * (part + (1 - part) * 256 / 2048))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", full.RUNS)
 def test_commands_of_full_runs_load_and_hours_follow_from_the_formula(name):
     rows = full.table(name).rows
@@ -309,7 +310,7 @@ def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeyp
     assert order == ["a", "a", "b", "b"] * 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
 def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monkeypatch):
     def all_configs(**fields):
@@ -349,7 +350,7 @@ def test_notes_are_wrapped_without_a_change_of_their_words():
     assert [line[:2] for line in lines if line and not line.startswith(("Settings", "word", "a "))][:2] == ["- ", "- "]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
 def test_two_steps_of_several_arms_train_and_the_same_command_repeats_the_table(tmp_path, monkeypatch, capsys):
     few = {arm: table9.ARMS[arm] for arm in ("TFM++", "DCFM++ (R=2)")}

@@ -11,6 +11,7 @@ from dcvit.reproduction import arms, costs, scaling
 from dcvit.training.model import make_model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param("figure3", marks=pytest.mark.exhaustive), "figure4"])
 def test_models_train_for_tokens_in_proportion_to_their_size_and_families_for_the_same(name):
     found = scaling.points(name, 1200)
@@ -30,6 +31,7 @@ def smallest(name):
         return {family: each[0] for family, each in scaling.points(name, 1200).items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", scaling.FAMILIES)
 def test_words_of_a_run_make_the_model_of_the_paper_in_small(family):
     """All fields but the shape are those of a preset of the family, windows of an eighth of the context."""

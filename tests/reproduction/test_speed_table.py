@@ -32,6 +32,7 @@ def test_models_with_the_same_windows_differ_from_plain_ones_in_nothing_else():
     assert same == {key: fields[table6.COMPOSED][key] for key in ("window", "window_pattern")}
 
 
+@pytest.mark.exhaustive
 def test_rates_count_new_tokens_from_the_first_to_the_last_and_rounds_after_the_first(monkeypatch):
     clock, order = itertools.count(step=2), []
 

@@ -14,7 +14,7 @@ TOP1 = {"digits/ViT": 0.5, "digits/DCViT": 0.6, "digits/DCViT=time": 0.45}
 TOP1 |= {"scenes/ViT": 0.2, "scenes/DCViT": 0.3, "scenes/DCViT=time": 0.2}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_table_7_rounds_to_the_parameters_of_the_paper():
     rows = {row["model"]: row for row in table8.table7().rows}
     assert list(rows) == list(table8.SIZES)

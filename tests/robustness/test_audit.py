@@ -79,6 +79,6 @@ def test_importing_libraries_causes_only_known_events(events):
         assert any(caller in line for line in callers), (kind, event, arguments, callers)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_demo_causes_no_event(tmp_path):
     assert audit(tmp_path, ["demo"], {})["demo"] == []

@@ -85,7 +85,7 @@ def wait_for(process, text):
     pytest.fail(process.stderr.read())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpoints_in_a_store_are_complete_when_committed_and_set_aside_when_damaged():
     with serve() as (url, store):
         process = subprocess.Popen(
@@ -109,7 +109,7 @@ def test_checkpoints_in_a_store_are_complete_when_committed_and_set_aside_when_d
         assert not store.names(f"{folder}/4")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path):
     disk = tmp_path / "run"
     with serve() as (url, store):

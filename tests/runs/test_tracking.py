@@ -68,7 +68,7 @@ def test_rows_are_those_of_the_metrics_and_a_resumed_run_continues(digits_run, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["init", "log"])
+@pytest.mark.parametrize("call", ["log", pytest.param("init", marks=pytest.mark.exhaustive)])
 def test_error_of_wandb_does_not_end_the_run(digits_run, wandb, capsys, call):
     wandb.fails = call
     status, workdir = digits_run(wandb=OPTIONS)

@@ -97,7 +97,12 @@ time.sleep(600)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lock", "stall", "status"), [("released", "any", STALLED), ("holding", "any", 1), ("released", "save", STALLED)]
+    ("lock", "stall", "status"),
+    [
+        ("released", "any", STALLED),
+        pytest.param("holding", "any", 1, marks=pytest.mark.exhaustive),
+        pytest.param("released", "save", STALLED, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_stalled_process_reports_its_stack_and_exits_if_asked_to_or_while_it_saves(tmp_path, lock, stall, status):
     completed = subprocess.run(
@@ -110,6 +115,7 @@ def test_stalled_process_reports_its_stack_and_exits_if_asked_to_or_while_it_sav
     assert f'File "<string>", line {9 if lock == "holding" else 10}' in completed.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion")
 def test_run_announces_each_kind_of_work(digits_run, monkeypatch):
     phases = []

@@ -95,7 +95,7 @@ def test_run_that_failed_before_its_first_step_does_not_bind_the_workdir(tmp_pat
         assert configs.read_json(tmp_path / "config.json").seed == seed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_accepted_difference_is_reported_and_recorded(folder, capsys):
     accept = ("--accept", "total_steps")
     assert run(folder, *accept, total_steps=62, seed=1) == 2
@@ -149,7 +149,7 @@ def test_keys_without_effect_on_a_step_may_change(tmp_path):
         workdir.check_same_run(tmp_path, {"config": config}, {}, {})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resuming_with_other_software_is_reported_and_reaches_the_same_result(folder, digits_workdir, caplog):
     shutil.rmtree(folder / "checkpoints" / "60")
     with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING):

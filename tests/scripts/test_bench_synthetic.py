@@ -108,6 +108,7 @@ def weights_of(composed):
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_head_whose_branches_are_ablated_borrows_from_no_other(composed, weights_of):
     params = composed[1]
     matrices = weights_of(bench.ablated(params, bench.BRANCHES, [1], [2]))
@@ -121,6 +122,7 @@ def test_a_head_whose_branches_are_ablated_borrows_from_no_other(composed, weigh
     np.testing.assert_allclose(matrices[1, "pre"][1][:, :2], whole[1, "pre"][1][:, :2], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_ablating_all_branches_leaves_plain_attention(composed):
     net, params, tokens = composed
     gone = bench.ablated(params, bench.BRANCHES, [0, 1], [0, 1, 2])

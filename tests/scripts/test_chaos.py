@@ -20,7 +20,7 @@ def script(name, *words):
     return process.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(("processes", "model"), [("1", "vit"), ("2", "vit, 2 processes")])
 def test_interrupted_run_has_the_result_of_an_uninterrupted_one(processes, model):
     kills = "2" if processes == "1" else "1"  # half a minute passes until the others notice it

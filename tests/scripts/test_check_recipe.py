@@ -31,7 +31,7 @@ def test_the_shards_are_those_of_imagenet():
     assert set(lengths) == {1251, 1252}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("library_promotion")
 def test_all_checks_pass_and_report_every_figure(small):
     result = check_recipe.check(small, words=WORDS)
@@ -62,7 +62,7 @@ def test_a_difference_is_an_error(small, monkeypatch, name, replaced, message):
         check_recipe.check(small, words=WORDS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_classes_of_a_prepared_set_are_compared_with_the_published_ones(tmp_path, monkeypatch):
     pytest.importorskip("tensorflow_datasets")
     imagenet_a(tmp_path)

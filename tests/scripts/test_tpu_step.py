@@ -195,7 +195,7 @@ def _no_compilation_cache():
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_no_compilation_cache")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_estimates_of_a_scan_respect_the_hardware(topology):
@@ -247,7 +247,7 @@ def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_prom
     assert "| of the first | 1.00 |" in done.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @needs_libtpu
 def test_conditions_of_compiled_kernels_are_counted(library_promotion, tmp_path):
     """Kernels with several tiles skip those that no query attends to; the script fails unless it finds every part."""

@@ -26,7 +26,7 @@ def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
     assert tokenizer.vocab_size == Source().vocab_size == load_setup("lm_synthetic").model.vocab_size
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_generated_tasks_is_evaluated_by_task_and_generates_words(tmp_path, capsys):
     limits = [f"evals.validation.{word}" for word in ("data.limit=116", "batch_size=58", "log_percent=100")]
     words = [f"--config.{word}" for word in [*TINY, *limits]]

@@ -68,6 +68,7 @@ def damaged(pets, tmp_path_factory):
     return root, third
 
 
+@pytest.mark.exhaustive
 def test_predictions_have_the_class_names_of_the_folder(trained, pets, capsys):
     config = json.loads((trained / "config.json").read_text())
     assert config["num_classes"] == 3
@@ -83,6 +84,7 @@ def test_predictions_have_the_class_names_of_the_folder(trained, pets, capsys):
     assert np.mean([row["label"] in row["file"] for row in best]) == pytest.approx(rows[-1]["val/top1"])
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_head(trained, two_classes, tmp_path):
     """Learned position embeddings are resampled."""
     spec = f"configs/transfer.py:init={trained},data_dir={two_classes},res=64,steps=1,batch_size=8,lr=0.0"

@@ -64,6 +64,7 @@ def test_loaded_weights_are_the_model(weights):
     np.testing.assert_allclose(split.features(np.asarray(tokens), "logits"), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_run_starts_from_them(weights, scan, caplog):
     folder, net, params = weights

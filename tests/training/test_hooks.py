@@ -54,6 +54,7 @@ def test_non_finite_loss_stops_the_run_and_is_not_saved(digits_run, capsys, pois
     assert all("digits" in example["id"] for example in dump["examples"])
 
 
+@pytest.mark.exhaustive
 def test_stop_after_a_non_finite_step_saves_nothing(digits_run, poisoned, monkeypatch):
     """The main thread checks a step while the devices execute the next one."""
     poisoned(4)

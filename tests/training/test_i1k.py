@@ -109,7 +109,7 @@ class TestRecipe:
             target[last] = value
         assert json.loads(config.load(f"{I1K}:{arguments}").to_json()) == expected
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("arguments", "count"),
         [

@@ -102,6 +102,7 @@ class TestText:
         assert cli.run(generate.main, ["--workdir", str(lm_workdir), *words]) == 0
         assert "def " + text.generate("def ", 8, temperature=0) + "\n" == capsys.readouterr().out
 
+    @pytest.mark.exhaustive
     def test_text_and_its_tokens_are_the_same_input(self, text):
         tokens = np.frombuffer(b"def main", np.uint8)
         expected = text.features("def main", "logits")
@@ -112,6 +113,7 @@ class TestText:
 
 
 class TestGeneration:
+    @pytest.mark.exhaustive
     def test_a_single_stop_string_is_no_list_of_letters(self, words):
         whole = words.generate("a", 12, temperature=2.0, top_p=1.0)
         absent = whole[0] + "absent"
@@ -152,6 +154,7 @@ def test_sharded_model_gives_the_same_results(digits_workdir, lm_workdir, digits
 class TestErrors:
     IMAGE = np.zeros((8, 8, 3), np.uint8)
 
+    @pytest.mark.exhaustive
     def test_small_model_works(self, model, words):
         assert [len(row) for row in model.predict([self.IMAGE] * 3, topk=9)] == [3, 3, 3]
         assert isinstance(words.generate("a", 3), str)

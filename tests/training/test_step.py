@@ -71,7 +71,7 @@ def test_loss_and_gradient_equal_those_of_the_model_written_out():
     assert float(metrics["lr"]) == 0  # the first step of the warm-up
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigmoid_loss_is_used_when_the_config_names_it():
     setup = small_setup(loss="sigmoid_xent", **{"model.depth": 0})
     state, batch, update = make_step(setup)
@@ -120,7 +120,10 @@ def test_eight_devices_train_as_one():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "random",
-    [{"model.dropout": 0.5, "model.stochastic_depth": 0.9, "model.depth": 2}, {"mixup": 0.5, "model.depth": 0}],
+    [
+        {"model.dropout": 0.5, "model.stochastic_depth": 0.9, "model.depth": 2},
+        pytest.param({"mixup": 0.5, "model.depth": 0}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_random_choices_depend_on_the_step_and_nothing_else(random):
     state, batch, update = make_step(small_setup(**random))

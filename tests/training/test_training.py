@@ -81,6 +81,7 @@ def test_interrupted_run_resumes_to_the_same_bits(complete, digits_run, monkeypa
     assert len(seconds) == 3
 
 
+@pytest.mark.exhaustive
 def test_stop_during_the_last_evaluation_loses_neither_step_nor_row(complete, digits_run, monkeypatch):
     """A signal calls `stop` from another thread; here an evaluation calls it and does not return."""
     real_run, real_record = Trainer.run_steps, hooks.MetricsHook._record
@@ -120,6 +121,7 @@ def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_pat
     assert rows[-1]["validation/bits_per_byte"] < rows[0]["validation/bits_per_byte"] <= 8.1
 
 
+@pytest.mark.exhaustive
 def test_frozen_parameters_do_not_change(special):
     earlier, end = (load_params(special / "checkpoints" / step) for step in ("3", "6"))
     assert same(end["embedding"], earlier["embedding"])

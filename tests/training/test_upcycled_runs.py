@@ -41,7 +41,7 @@ def names(params):
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path):
     assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre,branches=q,rank=1") == 0
     assert_continues(digits_workdir, tmp_path / "run", "test/loss")

@@ -67,7 +67,7 @@ class TestExamples:
             for key in got:
                 np.testing.assert_array_equal(got[key], expected[key])
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_cached_and_plain_sources_give_the_same_batches(self, imagenet):
         root = imagenet[0]["tfrecord"]
         cached = open_imagenet(root, cache=True)

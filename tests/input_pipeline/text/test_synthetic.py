@@ -131,6 +131,7 @@ def test_rows_are_a_function_of_seed_split_and_index():
     assert len({row for found in variants for row in found}) == 2 * len(variants)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("domain", ["things", "cities", "times", "traits"])
 def test_splits_share_no_set_of_words_in_facts(domain):
     """Domains share no words. A random split would share many of the sets, which are at most some ten thousand."""
