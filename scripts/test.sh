@@ -2,8 +2,9 @@
 # Runs the tests in parallel.   scripts/test.sh [--fast | --exhaustive | --interop | --weekly | --all] [pytest options]
 #   --fast         without the tests marked slow: about a minute on two cores
 #   --exhaustive   only the tests marked exhaustive: more combinations, longer runs
-#   --interop      only the tests marked interop: they compare with PyTorch, ONNX and others, which are several GB with CUDA
-#   --weekly       only the tests marked weekly: runs of minutes, and the rest of the combinations
+#   --interop      only the tests marked interop and not exhaustive: they compare with PyTorch, ONNX and others, which are
+#                  several GB with CUDA
+#   --weekly       only the tests marked weekly, which take minutes, and those marked interop and exhaustive
 #   --all          every test
 # Without any, every test that is not marked exhaustive or interop runs. DCVIT_EXTRAS are the extras to install.
 set -euo pipefail
@@ -13,8 +14,8 @@ selection="not exhaustive and not interop"
 case ${1:-} in
   --fast) selection="not slow and $selection"; shift ;;
   --exhaustive) selection="exhaustive and not weekly and not interop"; shift ;;
-  --interop) selection="interop and not weekly" extras=$extras,interop,wandb; shift ;;
-  --weekly) selection="weekly" extras=$extras,interop,wandb; shift ;;
+  --interop) selection="interop and not exhaustive" extras=$extras,interop,wandb; shift ;;
+  --weekly) selection="weekly or (interop and exhaustive)" extras=$extras,interop,wandb; shift ;;
   --all) selection="" extras=$extras,interop,wandb; shift ;;
 esac
 bash scripts/setup.sh "$extras"

@@ -15,6 +15,8 @@ def check(function):
     parameters, the other also that of the result. A function inside another is defined in each call of that one, and
     its checks are generated once.
     """
+    if function.__name__ == "__del__":  # also called when the modules that the checks need are gone
+        return function
     annotations = map(repr, function.__annotations__.items())
     key = (function.__module__, function.__qualname__, function.__code__.co_varnames, *annotations)
 

@@ -442,7 +442,7 @@ def test_setup_of_a_translated_config(digits_config, library_promotion):
     assert [float(made.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_config_of_big_vision_trains_on_digits(digits_config, tmp_path, capsys, library_promotion):
     words = ["--config", str(digits_config), "--workdir", str(tmp_path / "run"), "--config.tensorboard=false"]
     assert cli.run(train.main, words) == 0

@@ -74,7 +74,7 @@ def attention_collectives(kind, backward):
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("backward", [False, True])
 def test_groups_within_a_device_exchange_the_same_data_as_plain_attention(backward):
     """Section 3.2: the compose of groups = tensor adds no collective."""
@@ -85,7 +85,7 @@ def test_groups_within_a_device_exchange_the_same_data_as_plain_attention(backwa
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("backward", [False, True])
 def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the_heads(backward):
     """2 composes × 2 sides × R tiles B×T×S, again in the backward pass, in bfloat16. There also what flows back to the
@@ -119,7 +119,7 @@ def test_models_fit_the_slices_that_their_configs_recommend(library_promotion, n
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_promotion, tmp_path, capsys):
     argv = ["--config", "lm_pile:preset=DCFormer++-405M", "--topology", "v5e:4x4", "--out", str(tmp_path / "rows.json")]
     argv += ["--config.model.implementation=reference", "--config.model.scan=true"]

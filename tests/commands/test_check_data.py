@@ -112,7 +112,7 @@ def test_images_are_decoded_completely(pp, expected):
     assert decoding(pp) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_a_damaged_example_stops_names_the_ways_out(pets, tmp_path, capsys, library_promotion):
     """Of the training data, and of an evaluation; before anything is written."""
     words = ["train", "--config", f"vit_folder:data_dir={pets},res=32,variant=ViT-mu/16,batch_size=8", "--workdir"]

@@ -71,7 +71,7 @@ def check(code, environment, tmp_path):
     assert [line for line in lines if FOREIGN.search(line)] == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_workdir, tmp_path):
     commands = [words_of(command, digits_workdir, tmp_path) for command in ("train", "evaluate", "predict")]
     check(DRIVER.format(commands=commands), environment, tmp_path)
@@ -80,7 +80,7 @@ def test_train_evaluate_and_predict_print_no_foreign_line(environment, digits_wo
     assert "Total: " in table
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
 def test_a_single_command_prints_no_foreign_line(environment, digits_workdir, tmp_path, command):
     check(DRIVER.format(commands=[words_of(command, digits_workdir, tmp_path)]), environment, tmp_path)
@@ -94,7 +94,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_print_no_foreign_line(environment, tmp_path, script):

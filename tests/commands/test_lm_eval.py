@@ -151,7 +151,7 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
     assert [(row["n"], row["num_fewshot"]) for row in csv.DictReader(io.StringIO(out))] == [("2", "1")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_group_runs_its_tasks(folder, call):
     status, out, err = call("--include_path", folder, "--tasks", "everything", "--format", "json")
     assert status == 0, err

@@ -43,20 +43,20 @@ def check_forward_mode(attention, args, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["window, mask", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in CASES if c != "window, mask")]
+    "case", ["window, mask", *(pytest.param(c, marks=pytest.mark.weekly) for c in CASES if c != "window, mask")]
 )
 def test_blockwise_attention_has_a_forward_mode(case):
     check_forward_mode(blockwise.attention, *random_case(24, heads=4, batch=2, **CASES[case]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_one_query_has_a_forward_mode():
     args, options = random_case(1, 24, heads=4, batch=2)
     check_forward_mode(functools.partial(tpu_decode.attention, interpret=True), args, options)
     check_forward_mode(functools.partial(dcmha.attention, implementation="decode"), args, options)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "backend", [functools.partial(tpu.attention, interpret=True), gpu.attention], ids=["tpu", "gpu"]
 )
@@ -115,14 +115,14 @@ SECOND = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("case", SECOND)
 def test_second_derivatives_of_blockwise_attention_in_float64(x64, case):
     args, options = random_case(dtype=jnp.float64, **SECOND[case])
     check_second_derivatives(blockwise.attention, args, options, 1e-10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_second_derivatives_of_one_query_in_float64(x64):
     args, options = random_case(1, 9, batch=2, dtype=jnp.float64)
     check_second_derivatives(decode.attention, args, options, 1e-10)
@@ -145,7 +145,7 @@ def test_second_derivatives_in_float32(attention, case, names):
     check_second_derivatives(attention, *random_case(**case), tolerance, names)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_hessian_of_blockwise_attention_is_symmetric_and_that_of_the_reference(x64):
     args, options = random_case(3, heads=2, head_dim=2, dtype=jnp.float64, branches="qpg", rank=1)
 
@@ -172,7 +172,7 @@ def test_a_wrong_type_of_an_output_or_gradient_is_an_error(wrong, change):
         jax.vjp(functools.partial(double, None), jnp.ones(3))[1](jnp.ones(3))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_gradient_of_one_argument_is_that_of_all():
     """Tangents that are zero, as those of frozen parameters, do not change the others."""
     args, options = random_case(24, heads=2)

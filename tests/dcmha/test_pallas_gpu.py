@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.exhaustive) for name in CASES]
+    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.weekly) for name in CASES]
 )
 def test_output_and_gradients_equal_the_reference(name, monkeypatch):
     if name != "float32, grouped queries, padding":
@@ -75,7 +75,7 @@ def layer(preset, dtype, tokens):
 @pytest.mark.parametrize(
     ("preset", "dtype", "tokens", "window"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if index == 0 else pytest.mark.exhaustive)
+        pytest.param(*case, marks=pytest.mark.slow if index == 0 else pytest.mark.weekly)
         for index, case in enumerate(LOWERED)
     ],
 )

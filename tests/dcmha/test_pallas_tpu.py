@@ -94,8 +94,8 @@ def run(case, interpret, dtype=jnp.float32, *, rounded=False):
 
 
 def params(names, default):
-    """Parameters whose names are not in `default` are those of the exhaustive suite."""
-    return [pytest.param(name, marks=[] if name in default else pytest.mark.exhaustive) for name in names]
+    """Parameters whose names are not in `default` run once a week."""
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.weekly) for name in names]
 
 
 @pytest.mark.slow
@@ -120,14 +120,14 @@ def test_kernels_have_no_races_on_two_cores_and_equal_the_reference(monkeypatch,
         assert np.asarray(found[0][:, 4]).any()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", params(["single tile", "blocks, masks, static"], ["single tile"]))
 def test_bfloat16_is_close_to_float32(name):
     errors = relative_errors(*run(CASES[name], INTERPRETER, jnp.bfloat16))
     assert worst(errors) < 2e-2, errors
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["interleaved examples", "two mixed tiles"])
 def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(name):
     (out, gradients), expected = run(CASES[name], INTERPRETER, rounded=True)
@@ -166,7 +166,7 @@ def test_race_detection_finds_two_cores_that_write_one_block(monkeypatch):
     assert [kernel.races_found for kernel in watched] == [True]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("tile", [(128, 24), (128, 48)])
 def test_several_strips_per_step_equal_the_reference(monkeypatch, tile):
     """Use the loop of a TPU, with three strips of 8 keys in a step, some of which contain no key."""
@@ -210,7 +210,7 @@ def gradient(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "dtype"), [(1, jnp.bfloat16), pytest.param(8, jnp.float32, marks=pytest.mark.exhaustive)]
+    ("batch", "dtype"), [(1, jnp.bfloat16), pytest.param(8, jnp.float32, marks=pytest.mark.weekly)]
 )
 def test_forward_and_backward_are_lowered_to_mosaic(batch, dtype):
     """Lowering finds operations that the interpreter accepts and Mosaic does not; it needs no TPU."""

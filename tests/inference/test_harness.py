@@ -38,7 +38,7 @@ def greedy(model, tokens, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name if name == "DCFormer++" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
+    "name", [name if name == "DCFormer++" else pytest.param(name, marks=pytest.mark.weekly) for name in MODELS]
 )
 def test_log_likelihoods_equal_forward_passes_for_every_batch_size(name):
     model = made(name)
@@ -81,7 +81,7 @@ def test_rolling_log_likelihood_scores_every_token_once(one):
     assert found == pytest.approx(sums + sums[::-1], abs=2e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     prompts, expected = ["abc", "", "some text", "y" * 60], []
     for prompt in prompts:
@@ -97,7 +97,7 @@ def test_greedy_generation_equals_forward_passes_until_a_stop_string(one):
     assert found == [text.split(stop)[0] for text in expected]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_sampled_text_depends_on_the_request_and_not_on_its_batch(one):
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 0.7, "top_p": 0.9}
     asked = requests(*(("ab" * (i % 3 + 1), options) for i in range(16)))

@@ -141,7 +141,7 @@ RECOMPUTED = dict(context=264, dtype_mm="bfloat16", remat="full_but_attention") 
 @pytest.mark.parametrize(
     ("preset", "fields"),
     [
-        ("DCFormer++-33B", RECOMPUTED),
+        exhaustive("DCFormer++-33B", RECOMPUTED),
         *(exhaustive(preset, RECOMPUTED) for preset in ("Transformer-1.4B", "DCPythia-6.9B", "DCFlash-33B")),
         exhaustive("DCFormer++-405M", {}),
     ],

@@ -163,7 +163,7 @@ def test_one_process_resumes_the_run_of_two_to_the_same_result(two, tmp_path):
     check_same(two, run(1, 8, workdir))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_two_processes_evaluate_like_one(two, tmp_path):
     """The first process writes the report, also of images that other processes read."""
     rows, reports = [], []

@@ -102,13 +102,8 @@ def test_sharding_over_all_axes_trains_like_one_device(library_promotion):
     check_strategies(["fsdp+tensor"], "vit", **{"model.compose": "pre", "model.groups": 4, "model.depth": 1})
 
 
-@pytest.mark.parametrize(
-    ("model", "attention", "scan", "strategies"),
-    [
-        pytest.param(*case, marks=pytest.mark.exhaustive if case[:2] == ("lm", "all heads") else pytest.mark.weekly)
-        for case in CASES
-    ],
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize(("model", "attention", "scan", "strategies"), CASES)
 def test_every_strategy_trains_like_one_device(library_promotion, model, attention, scan, strategies):
     check_strategies(strategies, model, **ATTENTION[attention], **{"model.scan": scan})
 

@@ -68,7 +68,7 @@ def runs(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
     rows = {row["measure"].split(" (")[0]: row for row in table4.table(runs, [0, 1], 8).rows}
     cloze, average = rows["cloze accuracy %"], rows["average accuracy %"]
@@ -114,7 +114,7 @@ def small_library(monkeypatch):
 
 
 @needs_library
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("small_library")
 def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
     from types import SimpleNamespace

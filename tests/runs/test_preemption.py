@@ -179,7 +179,7 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     ("first", "second", "status"),
     [
         (signal.SIGTERM, signal.SIGTERM, 143),
-        pytest.param(signal.SIGTERM, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, signal.SIGINT, 130, marks=pytest.mark.weekly),
         (signal.SIGINT, signal.SIGINT, 130),
     ],
 )
@@ -207,7 +207,7 @@ def test_handlers_are_restored():
 STOPS = [
     pytest.param("evaluating", "stays", 3, marks=pytest.mark.slow),
     *(
-        pytest.param(*case, marks=pytest.mark.exhaustive)
+        pytest.param(*case, marks=pytest.mark.weekly)
         for case in (
             ("in a step", "raises", 3),
             ("waiting for data", "stays", 4),
@@ -230,7 +230,7 @@ def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, mom
     assert (f"step {saved} is saved" if saved else "no step was completed") in err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, number, status):
     """A second signal arrives while the save does not end, as on a disk that does not respond."""

@@ -85,7 +85,7 @@ def wait_for(process, text):
     pytest.fail(process.stderr.read())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_checkpoints_in_a_store_are_complete_when_committed_and_set_aside_when_damaged():
     with serve() as (url, store):
         process = subprocess.Popen(
@@ -147,7 +147,7 @@ def test_run_in_a_store_survives_kills_and_equals_one_on_a_disk_bitwise(tmp_path
         assert store.objects[f"{workdir}/metrics.jsonl"] == (disk / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_running_process_keeps_its_workdir_in_a_store(tmp_path):
     with serve() as (url, _):
         workdir = "gs://bucket/run"

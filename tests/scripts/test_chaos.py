@@ -32,7 +32,7 @@ def test_interrupted_run_has_the_result_of_an_uninterrupted_one(processes, model
     assert [found[name] for name in ("SIGTERM, SIGINT lost", "differences")] == ["0", "none"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_every_mutation_of_a_workdir_is_reported_or_without_effect():
     counts = json.loads(script("corrupt.py", "--mutations", "24"))
     assert counts["mutations"] == 24

@@ -104,7 +104,7 @@ def test_compiled_kernels_cover_every_named_model():
         assert batches == {4, 64}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "shape", [bench_dcmha.Shape(1, 8, 2, 8, causal=True), bench_dcmha.Shape(1, 8, 2, 8, step=True)]
 )

@@ -151,7 +151,7 @@ def test_log_of_worker_0_is_printed_and_the_status_returned(sandbox):
     assert "create" in sandbox.calls[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ready_slice_is_used_and_an_active_run_is_not_disturbed(sandbox):
     sandbox.set(plan="waits 0")
     assert sandbox.pod("create", *SLICE, *SIZE)[0] == 0

@@ -195,7 +195,7 @@ def _no_compilation_cache():
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("_no_compilation_cache")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_estimates_of_a_scan_respect_the_hardware(topology):
@@ -222,7 +222,7 @@ def test_estimates_of_a_scan_respect_the_hardware(topology):
 
 
 @needs_libtpu
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_promotion, tmp_path):
     configs = ["vit_digits:attention=dcmha", "vit_digits:attention=mha model.implementation=reference"]
     words = ["--config", *configs, "--config.model.depth=2", "--topology", "v5e:2x2", "--top", "5"]

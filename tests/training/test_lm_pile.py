@@ -109,7 +109,7 @@ def tokens(tmp_path):
     return tmp_path / "pile"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_config_trains_evaluates_and_generates(tokens, tmp_path, capsys):
     """The unmodified config on a small text, up to generation."""
     arguments = f"data={tokens},context=32,validation=16,vocab_size=320,runlocal=true"

@@ -37,6 +37,7 @@ def special(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.exhaustive
 def test_another_seed_gives_another_run(complete, digits_run):
     status, other = digits_run(**RANDOM, seed=1)
     assert status == 0
@@ -109,6 +110,7 @@ def test_stop_during_the_last_evaluation_loses_neither_step_nor_row(complete, di
     assert same(load_params(workdir), load_params(complete))
 
 
+@pytest.mark.exhaustive
 def test_interrupted_language_model_resumes_to_the_same_bits(lm_workdir, tmp_path, monkeypatch):
     """The model is composed. Equal seeds give equal runs."""
     with interrupted_before(monkeypatch, 5):

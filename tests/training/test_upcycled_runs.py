@@ -47,7 +47,7 @@ def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, 
     assert_continues(digits_workdir, tmp_path / "run", "test/loss")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_language_model_starts_with_the_metrics_of_the_plain_run(tmp_path):
     assert lm_command(tmp_path / "plain", **{"model.depth": 1, "model.compose": None}) == 0
     assert upcycle(tmp_path / "plain", tmp_path / "run", ",compose=post,static=true,groups=2") == 0
