@@ -15,6 +15,9 @@ TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {}
+LONG_FILES = {
+    "dcvit/interop/modeling_dcvit.py": "transformers loads the code of a model from one file beside its weights"
+}
 MOST_ANY = 205  # occurrences of `Any` outside import lines
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
@@ -49,7 +52,7 @@ def test_functions_of_configs_are_short():
 
 def test_files_are_short():
     lines = {path.as_posix(): len((ROOT / path).read_text().splitlines()) for path in SOURCES}
-    assert {path: count for path, count in lines.items() if count > FILE_LINES} == {}
+    assert {path: count for path, count in lines.items() if count > FILE_LINES}.keys() == LONG_FILES.keys()
 
 
 def test_modules_at_the_root_of_the_package_are_commands_or_listed():

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, ImageClassifierOutput
+from transformers.utils import can_return_tuple
 
 RMS_EPSILON = 1e-6  # of the dynamic projections
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}  # L: a layer with a window
@@ -40,6 +40,8 @@ TEXT_FIELDS = {
     "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256, "prefill_window": None,
     "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
 }  # fmt: skip
+# The name of the cache in outputs: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 NAMES = {"hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 
 
@@ -142,6 +144,25 @@ class Composition(nn.Module):
         return out.flatten(1, 2)
 
 
+def pack(x: Tensor, tokens: Tensor) -> Tensor:
+    """Append numbers of tokens, B N I, to the heads of keys or values, B K N D, so that a cache holds both."""
+    heads = x.shape[1]
+    tokens = functional.pad(tokens, (0, -tokens.shape[-1] % heads))
+    return torch.cat([x, tokens.unflatten(-1, (heads, -1)).transpose(1, 2).to(x.dtype)], dim=-1)
+
+
+def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
+    """Return what `pack` put together."""
+    return x[..., :head_dim], x[..., head_dim:].transpose(1, 2).flatten(2)[..., :numbers]
+
+
+def mean_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    """Return the mean cross-entropy; `count` is the number of labels if they are more than these."""
+    reduction = "mean" if count is None else "sum"
+    loss = functional.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
+    return loss if count is None else loss / count
+
+
 def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
     """Apply a rotary position embedding to the first `width` of the D numbers of x, B H N D; pairs are halves apart."""
     frequencies = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
@@ -189,9 +210,15 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: DynamicCache | None = None,
+        ends: Tensor | None = None,
         x_kv: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from `x` to `x_kv`, or to `x` itself and the cache; `mask` is True where a key is visible."""
+        return_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `x` to `x_kv`, or to `x` itself and the cache; `mask` is True where a key is visible.
+
+        `ends`, B T 1, are cached beside the keys of the first layer. Returns the output and, if asked for, the composed
+        weights, B H T S.
+        """
         source = x if x_kv is None else x_kv
         q, k, v = (
             project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -204,21 +231,32 @@ class Attention(nn.Module):
         compositions = [c for c in (self.pre, self.post) if c is not None]
         queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
         if cache is not None:
-            k, v = cache.update(k, v, self.layer)
-            if compositions and not self.folded:  # cached as the keys and values of a layer of their own
-                first, last = cache.update(keys[0][:, None], keys[-1][:, None], self.config.depth + self.layer)
-                keys = [first[:, 0], last[:, 0]][: len(keys)]
+            k, v, keys = self._cached(cache, k, v, keys, ends)
         k, v = (y.repeat_interleave(self.heads // y.shape[1], dim=1) for y in (k, v))
-        if self.folded or not compositions:
+        if (self.folded or not compositions) and not return_weights:
             q = q if self.pre is None else self.pre(q.float(), queries[0], keys[0]).to(q.dtype)
             out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             out = out if self.post is None else self.post(out.float(), queries[-1], keys[-1]).to(out.dtype)
-            return self.out(out.transpose(1, 2).flatten(2))
+            return self.out(out.transpose(1, 2).flatten(2)), None
         a = q.float() @ k.float().transpose(-1, -2) / math.sqrt(self.head_dim)  # Eqn 4 in float32
         a = a if self.pre is None else self.pre(a, queries[0], keys[0])
         a = (a if mask is None else a.masked_fill(~mask, torch.finfo(a.dtype).min)).softmax(-1)
         a = a if self.post is None else self.post(a, queries[-1], keys[-1])  # a masked weight is 0 in all heads
-        return self.out((a.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+        out = self.out((a.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+        return out, a if return_weights else None
+
+    def _cached(
+        self, cache: DynamicCache, k: Tensor, v: Tensor, keys: list[Tensor], ends: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return keys, values and key-wise weights of the tokens before and of these; the cache has them together."""
+        with_k, with_v = [*([] if ends is None else [ends]), *keys[:1]], keys[1:]
+        packed = [pack(y, torch.cat(more, dim=-1)) if more else y for y, more in ((k, with_k), (v, with_v))]
+        packed = cache.update(*packed, self.layer)
+        (k, first), (v, last) = (
+            unpack(y, self.head_dim, sum(x.shape[-1] for x in more))
+            for y, more in zip(packed, (with_k, with_v), strict=True)
+        )
+        return k, v, [first[..., 0 if ends is None else 1 :].float(), last.float()][: len(keys)]
 
 
 class Mlp(nn.Module):
@@ -260,20 +298,34 @@ class Block(GradientCheckpointingLayer):
         if getattr(config, "layer_scale", None) is not None:
             self.layer_scale_0, self.layer_scale_1 = (nn.Parameter(torch.ones(config.width)) for _ in range(2))
 
-    def forward(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: DynamicCache | None) -> Tensor:
-        y = self.attention(self.attention_norm(x), mask, positions, cache)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        ends: Tensor | None = None,
+        return_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        y, weights = self.attention(self.attention_norm(x), mask, positions, cache, ends, return_weights=return_weights)
         scaled = hasattr(self, "layer_scale_0")
         after = x + (y * self.layer_scale_0 if scaled else y)
         y = self.mlp(self.mlp_norm(x if self.parallel else after))
-        return after + (y * self.layer_scale_1 if scaled else y)
+        return after + (y * self.layer_scale_1 if scaled else y), weights
 
 
 class DCModel(PreTrainedModel):
     """Properties of both models."""
 
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # `num_items_in_batch`, so that accumulated gradients are those of one large batch
     _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012
+
+    def _wanted(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
+        """Return whether attention weights and hidden states are asked for, by the call or by the config."""
+        weights = self.config.output_attentions if attentions is None else attentions
+        return bool(weights), bool(self.config.output_hidden_states if hidden_states is None else hidden_states)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -301,7 +353,7 @@ class AttentionPool(nn.Module):
         self.norm, self.mlp = main_norm(config), Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.attention(self.probe.expand(len(x), -1, -1), x_kv=x)
+        y, _ = self.attention(self.probe.expand(len(x), -1, -1), x_kv=x)
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
@@ -333,20 +385,41 @@ class DCViTForImageClassification(DCModel):
             self.head = nn.Linear(width, config.num_labels)
         self.post_init()
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
-        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features."""
+    def get_input_embeddings(self) -> nn.Module:
+        return self.patches
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> ImageClassifierOutput:
+        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
+
+        `num_items_in_batch` is the number of images of all accumulated batches: the loss is its share of their mean.
+        """
+        attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
         extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
         x = torch.cat([*extra, x], dim=1)
+        states, weights = [x], list[Tensor | None]()
         for layer in self.layers:
-            x = layer(x, None, None, None)
+            x, a = layer(x, return_weights=attentions)
+            states, weights = [*states, x] if hidden_states else states, [*weights, a]
         x = self._pooled(self.norm(x))
         if self.config.rep_size:
             x = torch.tanh(self.pre_logits(x))
         logits = self.head(x) if hasattr(self, "head") else x
-        loss = None if labels is None else functional.cross_entropy(logits.float(), labels)
-        return ImageClassifierOutput(loss=loss, logits=logits)
+        return ImageClassifierOutput(
+            loss=None if labels is None else mean_loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            hidden_states=tuple(states) if hidden_states else None,
+            attentions=tuple(weights) if attentions else None,
+        )
 
     def _pooled(self, x: Tensor) -> Tensor:
         """Return one vector for each image, or all patches with `pool_type="none"`."""
@@ -383,68 +456,114 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of each next token of `input_ids`, B T.
+        """Return the logits of each next token of `input_ids`, B T, or of `inputs_embeds`, B T M.
 
         Args:
-          input_ids, past_key_values, use_cache, logits_to_keep: as in transformers.
-          attention_mask: 1 for real tokens, 0 for padding, also of the tokens in the cache; B S.
+          use_cache, logits_to_keep, output_attentions, output_hidden_states: as in transformers. Attentions are the
+            composed weights.
+          past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
+          attention_mask: 1 for real tokens, 0 for padding, also of the tokens in the cache, B S; or True where a query
+            attends to a key, B 1 T S.
+          position_ids: B T. A token attends to as many tokens before it as its position says, so that the documents of
+            a packed row are apart.
           labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
+          num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
         """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if input_ids is None and self.config.end_of_text is not None:
+            raise ValueError("inputs_embeds do not say where documents end; give input_ids")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        cache = past_key_values if past_key_values is not None else DynamicCache() if use_cache else None
-        if cache is not None:  # further layers hold the compositions, and the starts of documents
-            cache.layers.extend(DynamicLayer() for _ in range(2 * self.config.depth + 1 - len(cache.layers)))
-        masks, positions = self._masks(input_ids, attention_mask, cache)
-        x = self.embed(input_ids)
+        tokens_before = self._cache(past_key_values, cache, use_cache)
+        attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        ends = None if self.config.end_of_text is None else (input_ids == self.config.end_of_text)[..., None]
+        masks, positions = self._masks(x.shape[1], ends, attention_mask, position_ids, tokens_before, x)
         if self.config.position == "learned":
             x = x + self.position[positions.clamp(max=self.config.context - 1)]
         pattern = WINDOW_PATTERNS[self.config.window_pattern]
+        states, weights = [x], list[Tensor | None]()
         for i, layer in enumerate(self.layers):
-            x = layer(x, masks[pattern[i % len(pattern)]], positions, cache)
+            mask = masks[pattern[i % len(pattern)]]
+            x, a = layer(x, mask, positions, tokens_before, None if i else ends, return_weights=attentions)
+            states, weights = [*states, x] if hidden_states else states, [*weights, a]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         x = self.norm(x)
         logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
         loss = None
         if labels is not None:
-            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+            loss = mean_loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=(*states[:-1], x) if hidden_states else None,
+            attentions=tuple(weights) if attentions else None,
+            **{CACHE: tokens_before if use_cache else None},
+        )
+
+    def _cache(self, first: Cache | None, second: Cache | None, wanted: bool) -> DynamicCache | None:
+        """Return the given cache or, if one is wanted, an empty one."""
+        if first is not None and second is not None:
+            raise ValueError("cache and past_key_values are the same argument; give one of them")
+        given = second if first is None else first
+        if given is not None and not isinstance(given, DynamicCache):
+            raise ValueError(f"the cache is a {type(given).__name__}; the model supports a DynamicCache")
+        return DynamicCache() if given is None and wanted else given
 
     def _masks(
-        self, tokens: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None
+        self,
+        length: int,
+        ends: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: DynamicCache | None,
+        x: Tensor,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the visible keys, B 1 T S, of layers with (L) and without a window (G), and the positions B T.
 
-        Positions and visible keys start at the first real token, or at the last token that ends a document.
+        Positions and visible keys start at the first real token, at the last token that ends a document, or where
+        `position_ids` start.
         """
-        batch, length = tokens.shape
-        before = cache.get_seq_length() if cache is not None else 0
-        slots = torch.arange(before + length, device=tokens.device)
+        batch, before = x.shape[0], cache.get_seq_length() if cache is not None else 0
+        slots = torch.arange(before + length, device=x.device)
         at = slots[before:].expand(batch, -1)
-        real = None if attention_mask is None else attention_mask.bool()
+        whole = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+        if whole is not None and whole.dtype != torch.bool:
+            raise ValueError(f"an attention_mask with 4 dimensions should be bool, found {whole.dtype}")
+        real = None if attention_mask is None or whole is not None else attention_mask.bool()
         starts = torch.zeros_like(at) if real is None else real.long().argmax(-1, keepdim=True).expand(batch, length)
-        if self.config.end_of_text is not None:
-            ends = tokens == self.config.end_of_text
-            ends = ends if real is None else ends & real[:, before:]
-            starts = torch.maximum(starts, torch.where(ends, at, 0))
+        if position_ids is not None:
+            starts = torch.maximum(starts, at - position_ids)
+        if ends is not None:
+            ended = ends[..., 0] if real is None else ends[..., 0] & real[:, before:]
             if before and cache is not None:
-                starts = torch.cat([cache.layers[2 * self.config.depth].keys[:, 0, -1:, 0], starts], dim=1)
-            starts = starts.cummax(1).values[:, -length:]
-            if cache is not None:
-                cache.update(starts[:, None, :, None], starts[:, None, :, None], 2 * self.config.depth)
+                _, earlier = unpack(cache.layers[0].keys, self.config.width // self.config.num_heads, 1)
+                ended = torch.cat([earlier[..., 0] > 0, ended], dim=1)
+            last = torch.where(ended, slots, 0).cummax(1).values[:, before:]
+            starts = torch.maximum(starts, last)
         visible = (slots >= starts[..., None]) & (slots <= at[..., None])
         if real is not None:
             visible &= real[:, None]
+        if whole is not None:
+            visible &= whole[:, 0]
         visible |= slots == at[..., None]  # padding attends to itself, so that no row is empty
         window = self.config.prefill_window if length > 1 and self.config.prefill_window else self.config.window
         local = visible & (slots > at[..., None] - window)
-        return {"G": visible[:, None], "L": local[:, None]}, (at - starts).clamp(min=0)
+        positions = at - starts if position_ids is None or ends is not None else position_ids.expand(batch, -1)
+        return {"G": visible[:, None], "L": local[:, None]}, positions.clamp(min=0)

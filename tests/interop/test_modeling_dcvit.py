@@ -215,3 +215,129 @@ def test_bfloat16_runs_without_a_change_of_dtype():
     rows = torch.from_numpy(np.array(small_models.make_tokens())).long()
     with torch.no_grad():
         assert model(rows).logits.dtype == torch.bfloat16
+
+
+def new_model(**fields):
+    """Return a random language model of the file, with weights large enough that tokens make a difference."""
+    torch.manual_seed(0)
+    shape = dict(width=32, depth=2, num_heads=4, vocab_size=19, context=16, pad_token_id=0, initializer_range=0.2)
+    return modeling.DCFormerForCausalLM(modeling.DCFormerConfig(**shape | fields)).eval()
+
+
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 5, END, 7, 8], [4, 5, 6, 7, END, 9]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"end_of_text": END, "position": "learned"}, {"window_pattern": "1:1", "window": 3}]
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_is_the_same_with_and_without_cache(fields, beams):
+    """In a padded batch. The releases of transformers pass the cache under different names."""
+    model = new_model(**fields)
+    options = dict(max_new_tokens=6, do_sample=False, num_beams=beams, return_dict_in_generate=True)
+    found, expected = (model.generate(**PADDED, use_cache=use, **options) for use in (True, False))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert len({*found.sequences[:, 6:].flatten().tolist()}) > 1
+    assert len(found[modeling.CACHE].layers) == 2
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_both_names(name):
+    model, rows = new_model(), PADDED["input_ids"][1:]
+    with torch.no_grad():
+        whole = model(rows).logits[:, 3:]
+        cache = model(rows[:, :3], use_cache=True)[modeling.CACHE]
+        torch.testing.assert_close(model(rows[:, 3:], **{name: cache}).logits, whole, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="are the same argument"):
+        model(rows, past_key_values=cache, cache=cache)
+
+
+def test_a_tuple_states_and_weights_are_returned_if_asked_for():
+    for compose in ("both", None):
+        model, rows = new_model(compose=compose), PADDED["input_ids"][1:]
+        with torch.no_grad():
+            out = model(rows, output_hidden_states=True, output_attentions=True)
+            plain = model(rows)
+            torch.testing.assert_close(out.logits, plain.logits, atol=1e-5, rtol=0)
+            torch.testing.assert_close(model.lm_head(out.hidden_states[-1]), out.logits)
+            torch.testing.assert_close(model(rows, return_dict=False)[0], plain.logits)
+        assert [x.shape for x in out.hidden_states] == [(1, 6, 32)] * 3
+        assert [x.shape for x in out.attentions] == [(1, 4, 6, 6)] * 2
+        assert plain.hidden_states is None
+        assert plain.attentions is None
+        upper = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        assert not any(x[..., upper].any() for x in out.attentions)
+
+
+def test_images_have_states_and_weights_if_asked_for():
+    net = modeling.DCViTForImageClassification(modeling.DCViTConfig(
+        width=32, depth=2, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3
+    )).eval()  # fmt: skip
+    images = torch.randn(2, 3, 8, 8)
+    out = net(images, output_hidden_states=True, output_attentions=True)
+    assert [x.shape for x in out.hidden_states] == [(2, 4, 32)] * 3
+    assert [x.shape for x in out.attentions] == [(2, 4, 4, 4)] * 2
+    torch.testing.assert_close(net(images, return_dict=False)[0], out.logits)
+    assert net.get_input_embeddings() is net.patches
+
+
+def test_embeddings_positions_and_masks_are_honoured():
+    """A packed row has the logits of its documents alone, by positions or by a mask."""
+    model, one, other = new_model(), torch.tensor([[4, 5, 6, 7]]), torch.tensor([[8, 9]])
+    packed, positions = torch.cat([one, other], dim=1), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    with torch.no_grad():
+        expected = torch.cat([model(one).logits, model(other).logits], dim=1)
+        torch.testing.assert_close(model(packed, position_ids=positions).logits, expected, atol=1e-5, rtol=0)
+        document = torch.tensor([0, 0, 0, 0, 1, 1])
+        mask = (document[:, None] == document)[None, None]
+        torch.testing.assert_close(model(packed, attention_mask=mask).logits, expected, atol=1e-5, rtol=0)
+        embedded = model.get_input_embeddings()(packed)
+        torch.testing.assert_close(model(inputs_embeds=embedded).logits, model(packed).logits)
+        learned = new_model(position="learned")
+        moved = learned(packed, position_ids=torch.arange(6)[None] + 5).logits
+        assert (moved - learned(packed).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds"),
+        ({"token_type_ids": torch.zeros(1, 6)}, TypeError, "token_type_ids"),
+        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, ValueError, "should be bool"),
+        ({"cache": transformers.StaticCache(modeling.DCFormerConfig(), max_cache_len=8)}, ValueError, "a DynamicCache"),
+    ],
+)
+def test_an_argument_is_honoured_or_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        new_model()(**{"input_ids": PADDED["input_ids"][1:]} | arguments)
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
+    """In transformers' Trainer, one step of plain gradient descent."""
+
+    def trained(batch, steps):
+        torch.manual_seed(0)
+        if kind == "text":
+            model = new_model()
+            data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 19, (4, 6))]
+        else:
+            shape = dict(width=32, depth=1, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3)
+            model = modeling.DCViTForImageClassification(modeling.DCViTConfig(**shape))
+            data = [{"pixel_values": x, "labels": i % 3} for i, x in enumerate(torch.randn(4, 3, 8, 8))]
+        before = {name: x.detach().clone() for name, x in model.named_parameters()}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
+            learning_rate=0.1, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0, report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        transformers.Trainer(model, arguments, train_dataset=data).train()
+        return {name: x.detach() - before[name] for name, x in model.named_parameters()}
+
+    whole, accumulated = trained(4, 1), trained(1, 4)
+    assert max(x.abs().max() for x in whole.values()) > 1e-3
+    for name, change in whole.items():
+        torch.testing.assert_close(accumulated[name], change, atol=1e-6, rtol=1e-4, msg=name)
