@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcvit.dcmha import dispatch, reference
 from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
@@ -70,9 +71,11 @@ def attention(
       The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs.
 
     Raises:
-      ValueError: the shapes are inconsistent, `groups` does not divide the heads, the window is below 1, or the
-        implementation does not exist or does not support the case.
+      ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide
+        the heads, the window is below 1, the scale is not finite, or the implementation does not exist or does not
+        support the case.
     """
+    _check_integers(groups=groups, window=1 if window is None else window)
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
     if dropout is not None and not 0 <= dropout.rate <= 1:
         raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
@@ -106,9 +109,17 @@ def attention_weights(
     Raises:
       ValueError: as `attention`.
     """
+    _check_integers(groups=groups, window=1 if window is None else window)
     scale = _check_arguments(q, k, k, pre, post, window=window, mask=mask, groups=groups, scale=scale)
     mask = reference.visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
     return reference.attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale).composed_weights
+
+
+def _check_integers(**numbers: object) -> None:
+    """Raise ValueError if an argument is not an integer that is known at trace time."""
+    for name, number in numbers.items():
+        if not isinstance(number, int | np.integer):
+            raise ValueError(f"{name}={number!r}: expected an integer that is known at trace time")
 
 
 def _check_arguments(
@@ -118,6 +129,9 @@ def _check_arguments(
     """Raise ValueError if the arguments of `attention` are inconsistent; return the scale."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
     batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
     if not (heads and keys and head_dim and key_heads):
@@ -142,6 +156,9 @@ def _check_arguments(
         if weights is not None:
             check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
     try:
-        return 1 / math.sqrt(head_dim) if scale is None else float(scale)  # type: ignore[arg-type]
+        number = 1 / math.sqrt(head_dim) if scale is None else float(scale)  # type: ignore[arg-type]
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ValueError(f"scale must be a number that is known at trace time, found {scale!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"scale={scale}: expected a finite number")
+    return number

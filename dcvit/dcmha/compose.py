@@ -172,12 +172,15 @@ def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, ke
         if (down is None) != (up is None):
             raise ValueError(f"{side}1 and {side}2 must be given together: give both or neither")
         for name, x in ((f"{side}1", down), (f"{side}2", up)):
-            if x is not None and (x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads)):
+            if x is not None and (x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads) or not x.size):
                 raise ValueError(f"{name} has shape {x.shape}, expected ({batch}, {length}, rank, {heads})")
         if down is not None and up is not None and down.shape != up.shape:
             raise ValueError(f"{side}1 and {side}2 must have the same shape, found {down.shape} and {up.shape}")
         if gate is not None and gate.shape != (batch, length, heads):
             raise ValueError(f"{side}g has shape {gate.shape}, expected {(batch, length, heads)}")
+    for name, x in w._asdict().items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
     per_group = heads // groups
     if w.static is not None and w.static.shape != (groups, per_group, per_group):
         raise ValueError(f"static has shape {w.static.shape}, expected {(groups, per_group, per_group)}")

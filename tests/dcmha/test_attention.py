@@ -223,14 +223,30 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, elementwise, folded"),
         ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
         ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),
+        ({"scale": float("nan")}, "scale=nan: expected a finite number"),
+        ({"scale": -float("inf")}, "scale=-inf: expected a finite number"),
+        ({"window": 2.5}, "window=2.5: expected an integer"),
+        ({"groups": 2.0}, "groups=2.0: expected an integer"),
+        ({"pre": ComposeWeights(jnp.zeros((2, 5, 0, 4)), jnp.zeros((2, 5, 0, 4)))}, r"q1 has shape \(2, 5, 0, 4\)"),
+        ({"pre": ComposeWeights(qg=jnp.zeros((2, 5, 4), int))}, "qg has dtype int32, expected floating-point"),
     ],
 )
-def test_inconsistent_arguments_are_named(change, message):
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_inconsistent_arguments_are_named(change, message, implementation):
+    change = {"implementation": implementation, **change}
     arrays = {name: jnp.zeros(change.pop(name, (2, 5, 4, 8))) for name in ("q", "k", "v")}
     if "mask" in change:
         change["mask"] = jnp.zeros((1, 1, 5, 5)) if change["mask"] == "float" else jnp.ones(change["mask"], bool)
     with pytest.raises(ValueError, match=message):  # without the executed annotations
         inspect.unwrap(attention)(**arrays, **change)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_arrays_without_floating_point_numbers_are_refused(name, dtype):
+    arrays = {key: jnp.ones((2, 5, 4, 8), dtype if key == name else jnp.float32) for key in ("q", "k", "v")}
+    with pytest.raises(ValueError, match=f"{name} has dtype {jnp.dtype(dtype)}, expected floating-point numbers"):
+        inspect.unwrap(attention)(**arrays)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
