@@ -60,8 +60,12 @@ class LayerInputs(NamedTuple):
         if self.cache is not None and queries == 1:
             keys = self.cache.k.shape[-2]
 
+        merged: dict[int, Array] = {}  # so that an array stays one: queries and keys of the same tokens
+
         def merge(x: Array) -> Array:
-            return x if len(lead) == 1 else x.reshape(-1, *x.shape[len(lead) :])
+            if len(lead) != 1 and id(x) not in merged:
+                merged[id(x)] = x.reshape(-1, *x.shape[len(lead) :])
+            return x if len(lead) == 1 else merged[id(x)]
 
         q, k, v, cache, update = jax.tree.map(merge, (self.q, self.k, self.v, self.cache, self.update))
         mask = None if self.mask is None else boolean_mask(self.mask, (*lead, mask_heads, queries, keys))

@@ -158,6 +158,15 @@ def test_leading_axes_are_examples():
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16), (2, 3, 5, 16)])
+def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding(shape):
+    layer, x = Attention(2, rotary=4, compose="both"), random_input(*shape)
+    params = initialized(layer, x)
+    np.testing.assert_array_equal(layer.apply(params, x, x), layer.apply(params, x))
+    with pytest.raises(ValueError, match="needs queries and keys of the same tokens"):
+        layer.apply(params, x, x + 1)
+
+
 def test_positions_broadcast_over_leading_axes():
     layer, x = Attention(2, rotary=4), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
