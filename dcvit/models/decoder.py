@@ -48,7 +48,10 @@ def token_context(
     at = (jnp.zeros(batch, jnp.int32) if start is None else start)[:, None] + jnp.arange(length)[None]
     oldest, mask = jnp.zeros_like(at), None  # for each token, the first one that it may attend to
     if end_of_text is not None:
-        starts = jnp.where(tokens == end_of_text, at, 0)
+        ends = tokens == end_of_text
+        if count is not None:  # padding starts no document
+            ends &= jnp.arange(length)[None] < count[:, None]
+        starts = jnp.where(ends, at, 0)
         if first is not None:
             starts = starts.at[:, 0].max(first)
         oldest = jax.lax.cummax(starts, axis=1)

@@ -106,7 +106,8 @@ class LM(TransformerFields):
           tokens: integers below `vocab_size`.
           train: unused, because the models have no dropout.
           cache: returned by `init_cache`, for decoding. Several tokens may fill an empty cache; after that, give one
-            token at a time. The extended cache is `out["cache"]`.
+            token at a time. The extended cache is `out["cache"]`. The logits of several tokens after others are NaN,
+            because the number of tokens in a cache is not known while a program is traced.
           count: with `cache`, number of real tokens of each example; the rest at its end is padding.
 
         Raises:
@@ -131,6 +132,8 @@ class LM(TransformerFields):
         out["pre_logits"] = x
         kernel = embed.embedding.T if self.tied else _Head(self.vocab_size, self.init_std, name="head")(self.width)
         out["logits"] = unembed(x, kernel)
+        if start is not None and tokens.shape[1] > 1:
+            out["logits"] = jnp.where(start[:, None, None] == 0, out["logits"], jnp.nan)
         return out["logits"], out
 
     @nn.nowrap

@@ -98,6 +98,28 @@ def test_the_padded_length_of_prompts_and_unused_slots_do_not_change_the_logits(
 
 
 @pytest.mark.slow
+def test_a_step_without_a_token_leaves_the_cache_as_it_was():
+    """Its padding is a token that would end the document."""
+    net, params, step = compiled(DOCUMENTS)
+    cache, count = decoded_by_default(DOCUMENTS)[2], np.zeros(len(PROMPTS), np.int32)
+    _, out = step(params, np.full((len(PROMPTS), 1), net.end_of_text, np.int32), cache, count=count)
+    np.testing.assert_array_equal(out["cache"]["first"], cache["first"])
+    after, expected = (step(params, make_tokens()[:, :1], c)[0] for c in (out["cache"], cache))
+    np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.slow
+def test_several_tokens_after_others_have_no_logits():
+    _, params, step = compiled(DEEPEST)
+    tokens, empty = make_tokens()[:, :2], lm.init_cache(compiled(DEEPEST)[0], len(PROMPTS), CONTEXT)
+    logits, out = step(params, tokens, empty, count=np.array([0, 1, 2, 2], np.int32))
+    assert np.isfinite(logits).all()
+    again = np.asarray(step(params, tokens, out["cache"])[0])
+    assert np.isfinite(again[0]).all()
+    assert np.isnan(again[1:]).all()
+
+
+@pytest.mark.slow
 def test_every_cached_compose_weight_changes_the_logits():
     _, params, step = compiled(DEEPEST)
     cache = decoded_by_default(DEEPEST)[2]
