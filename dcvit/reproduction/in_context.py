@@ -6,13 +6,13 @@ The tasks are those of `input_pipeline.text.synthetic_tasks`, not the authors' f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from dcvit.checkpoint.files import replace
 from dcvit.reproduction import seeded
 from dcvit.reproduction.seeded import Train
+from dcvit.reproduction.stored import run_checksum, stored
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
 from dcvit.training.evaluation import evaluate
 from dcvit.training.seeds import summarize, workdir_of
@@ -42,14 +42,19 @@ def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
 
 
 def measured(workdir: Path) -> dict[str, dict[str, float]]:
-    """Return the metrics of a run's evaluations by name; they are stored in the workdir."""
-    path = workdir / "shots.json"
-    if not path.is_file():
+    """Return the metrics of a run's evaluations by name; they are stored in the workdir.
+
+    Raises:
+      ConfigError: see `dcvit.reproduction.stored`.
+    """
+
+    def compute() -> dict[str, dict[str, float]]:
         rows, _ = evaluate(open_trained(workdir, None, None))
-        found = {str(row["evaluation"]): {key: row[key] for key in ("accuracy", "perplexity")} for row in rows}
-        replace(path, json.dumps(found, allow_nan=False))
-    stored: dict[str, dict[str, float]] = json.loads(path.read_text())
-    return stored
+        return {
+            str(row["evaluation"]): {key: cast(float, row[key]) for key in ("accuracy", "perplexity")} for row in rows
+        }
+
+    return stored(workdir / "shots.json", run_checksum(workdir), compute)
 
 
 def summaries(runs: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,9 @@ from typing import NamedTuple
 
 import jax
 
-from dcvit.checkpoint.files import replace
-from dcvit.errors import ConfigError, first_line
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.reproduction.seeded import machine
+from dcvit.reproduction.stored import stored
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
 
@@ -40,25 +38,15 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
       folder: the folder of the runs.
 
     Raises:
-      ConfigError: the stored times are unreadable or those of other configs.
+      ConfigError: the stored times are damaged, or those of other configs.
     """
-    path = folder / NAME
     wanted = {arm: [spec, *overrides] for arm, (spec, overrides) in runs.items()}
-    if path.is_file():
-        try:
-            stored = json.loads(path.read_text())
-            same = stored["configs"] == wanted
-            found = StepTimes({arm: float(stored["ms"][arm]) for arm in wanted if same}, str(stored["machine"]))
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ConfigError(f"cannot read {path}: {first_line(e)}; remove it to measure again") from None
-        if not same:
-            raise ConfigError(f"{path} holds times of other configs. Remove {folder}, or give another --out")
-        return found
-    seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, ROUNDS)
-    result = StepTimes({arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, machine())
-    folder.mkdir(parents=True, exist_ok=True)
-    replace(path, json.dumps({**result._asdict(), "configs": wanted}, indent=2, allow_nan=False) + "\n")
-    return result
+
+    def measure() -> dict[str, dict[str, float] | str]:
+        seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, ROUNDS)
+        return {"ms": {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, "machine": machine()}
+
+    return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]
 
 
 def stepper(setup: Setup) -> Callable[[], None]:

@@ -5,18 +5,17 @@ lm-evaluation-harness scores the tasks of `dcvit.reproduction.local_tasks`, and 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcvit.checkpoint.files import replace
 from dcvit.inference import harness_tasks
 from dcvit.reproduction import local_tasks, scaling, seeded
 from dcvit.reproduction.arms import CONTEXT, METRIC
 from dcvit.reproduction.local_tasks import CHOICE, CLOZE
 from dcvit.reproduction.scaling import Point
 from dcvit.reproduction.seeded import Train
+from dcvit.reproduction.stored import run_checksum, stored
 from dcvit.reproduction.tables import Cell, Chart, Row, Table
 from dcvit.training.seeds import summarize, workdir_of
 from dcvit.training.trained import open_trained
@@ -56,9 +55,12 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
     """Return the harness's results of a run by "TASK METRIC"; they are stored in the workdir.
 
     The perplexity is that of a target, and its log2 the mean bits of one.
+
+    Raises:
+      ConfigError: see `dcvit.reproduction.stored`.
     """
-    path = workdir / "harness.json"
-    if not path.is_file():
+
+    def compute() -> dict[str, float]:
         trained = open_trained(workdir, None, None)
         harness_tasks.prepare(online=False)
         from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
@@ -71,13 +73,12 @@ def measured(workdir: Path, tasks: Path) -> dict[str, float]:
             make_model, (CLOZE, CHOICE), include_path=tasks, allow_code=False, num_fewshot=None, limit=None
         )
         cloze, choice = (results["results"][task] for task in (CLOZE, CHOICE))
-        found = {
+        return {
             f"{CLOZE} acc": cloze["acc,none"], f"{CHOICE} acc_norm": choice["acc_norm,none"],
             LOG_PERPLEXITY: math.log2(cloze["perplexity,none"]),
         }  # fmt: skip
-        replace(path, json.dumps(found, allow_nan=False))
-    stored: dict[str, float] = json.loads(path.read_text())
-    return stored
+
+    return stored(workdir / "harness.json", run_checksum(workdir), compute)
 
 
 def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:

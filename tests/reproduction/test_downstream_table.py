@@ -11,6 +11,7 @@ from dcvit.errors import ConfigError
 from dcvit.inference import harness_tasks
 from dcvit.reproduction import local_tasks, scaling, table4
 from dcvit.reproduction.local_tasks import CHOICE, CLOZE
+from dcvit.reproduction.stored import run_checksum, stored
 from dcvit.training.seeds import workdir_of
 
 TEXT = "import os\n\ndef path_of(name):\n    return path_of + os.path_of(name)\n    # path_of name with ten names\n"
@@ -64,7 +65,7 @@ def runs(tmp_path, monkeypatch):
             (workdir / "metrics.jsonl").write_text(json.dumps({"step": 8, table4.METRIC: 2.5 + seed}) + "\n")
             better = 0.1 * (1 + seed) if family == "DCPythia" else 0.0
             found = {f"{CLOZE} acc": 0.2 + better, table4.LOG_PERPLEXITY: 9 - seed, f"{CHOICE} acc_norm": 0.5}
-            (workdir / "harness.json").write_text(json.dumps(found))
+            stored(workdir / "harness.json", run_checksum(workdir), lambda value=found: value)
     return tmp_path
 
 

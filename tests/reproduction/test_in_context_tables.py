@@ -6,6 +6,7 @@ import pytest
 
 from dcvit.errors import ConfigError
 from dcvit.reproduction import in_context
+from dcvit.reproduction.stored import run_checksum, stored
 from input_pipeline.text import synthetic_tasks
 
 ACCURACY = {"plain": 0.5, "DCMHA": 0.75}
@@ -25,7 +26,7 @@ def runs(tmp_path):
             for shots in range(in_context.SHOTS + 1):
                 value = {"accuracy": accuracy + 0.02 * seed + 0.01 * shots, "perplexity": 3.0}
                 measured[f"validation/{shots}-shot"] = value
-            (folder / "shots.json").write_text(json.dumps(measured))
+            stored(folder / "shots.json", run_checksum(folder), lambda value=measured: value)
     return tmp_path
 
 

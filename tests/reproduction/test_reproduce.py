@@ -323,10 +323,10 @@ def test_step_times_are_measured_once_and_only_for_these_configs(tmp_path, monke
     assert all(0 < ms < 60_000 for ms in found.ms.values())
     monkeypatch.setattr(step_times, "interleaved", lambda *_: pytest.fail("measured again"))
     assert step_times.step_times(all_configs(), tmp_path / "runs") == found
-    with pytest.raises(ConfigError, match="holds times of other configs"):
+    with pytest.raises(ConfigError, match="was computed from other configs"):
         step_times.step_times(all_configs(seed=1), tmp_path / "runs")
     (tmp_path / "runs" / step_times.NAME).write_text('{"ms": {"a": 1')
-    with pytest.raises(ConfigError, match=r"cannot read .*; remove it to measure again"):
+    with pytest.raises(ConfigError, match=r"cannot read .*; remove it to compute it again"):
         step_times.step_times(all_configs(), tmp_path / "runs")
 
 
