@@ -2,7 +2,8 @@
 
 SRC is a workdir, one of its checkpoints, or weights of another library; DST is a new folder. The command ends with a
 comparison of the logits of both sides on real inputs, and prints the largest difference. If the logits differ, or
-anything else fails, nothing is left at DST.
+anything else fails, nothing is left at DST. A temporary folder beside DST that a killed process left is removed when
+the command runs again.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
 
     runtime.configure()
-    before = signal.signal(signal.SIGTERM, _exit)  # by default, it would leave a temporary folder
+    # By default, they would leave a temporary folder. SIGHUP is ignored under `nohup`.
+    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _exit) for number in signals}
     try:
         print(f"{args.target}: {convert(args.source, args.target, args.to)}")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Training: `python -m dcvit.train --config CONFIG[:argument=value,…] --workdir DIR [--config.KEY=VALUE …]`.
 
-Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM, everything is saved; 124
-ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 a second SIGTERM;
-1 a bug, or another process of the run failed.
+Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM or SIGHUP, everything is
+saved; 124 ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 or 129
+a second SIGTERM or SIGHUP; 1 a bug, or another process of the run failed.
 
 `--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.

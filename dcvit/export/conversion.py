@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -85,19 +88,40 @@ def convert(source: Path, target: Path, to: str) -> Report:
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside the target; afterwards, remove it, and after an error also new parents."""
+    """Yield a temporary folder beside the target; afterwards, remove it, and after an error also new parents.
+
+    A process that is killed leaves its folder. The next conversion to the same target removes those that no process has
+    locked.
+    """
     created = [parent for parent in target.parents if not parent.exists()]
-    folder = None
+    prefix, folder = f".{target.name}.unfinished-", None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield folder
+        for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
+            with contextlib.suppress(OSError), _locked(stale):
+                shutil.rmtree(stale)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a file system without locks
+                stack.enter_context(_locked(folder))
+            yield folder
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a parent with other content, such as the target
             for parent in created:
                 parent.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process; OSError if another process holds it."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
 
 
 def compare(model: Model, folder: Path, to: str) -> Report:

@@ -1,8 +1,8 @@
-"""Stop signals: SIGTERM or Ctrl-C saves the run and ends the process, in any state of the main thread.
+"""Stop signals: SIGTERM, SIGHUP or Ctrl-C saves the run and ends the process, in any state of the main thread.
 
 The run is also saved during a compilation, an evaluation, or while it waits for data. The exit status is 75 after
-SIGTERM and 130 after Ctrl-C (SIGINT). A second signal, at least `REPEAT_SECONDS` after the first one, ends the process
-at once.
+SIGTERM and SIGHUP, and 130 after Ctrl-C (SIGINT). A second signal, at least `REPEAT_SECONDS` after the first one, ends
+the process at once. A terminal that closes and a connection that is lost send SIGHUP, unless `nohup` has disabled it.
 
 Python executes signal handlers in the main thread, which cannot do so while it compiles. Therefore a thread reads the
 socket to which the interpreter writes the number of each signal, and another thread saves.
@@ -24,11 +24,12 @@ from dcvit.errors import escaped, first_line
 from dcvit.parallel import multihost
 
 SAVED = 75  # exit status EX_TEMPFAIL of sysexits.h: the same command resumes the run
-INTERRUPTED, KILLED = 130, 143  # exit statuses that a shell reports for SIGINT and SIGTERM
-STOPPED = {signal.SIGTERM: SAVED, signal.SIGINT: INTERRUPTED}  # exit status once the run is saved
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+INTERRUPTED = 130  # exit status that a shell reports for SIGINT
+# Exit status once the run is saved.
+STOPPED = {signal.SIGTERM: SAVED, signal.SIGHUP: SAVED, signal.SIGINT: INTERRUPTED}
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
 # Signals at a shorter distance count as one: `timeout` sends a signal to its child and to the group.
-REPEAT_SECONDS = {signal.SIGTERM: 2.0, signal.SIGINT: 0.2}
+REPEAT_SECONDS = {signal.SIGTERM: 2.0, signal.SIGHUP: 2.0, signal.SIGINT: 0.2}
 POLL_SECONDS = 0.5  # interval at which one of several processes checks if another received a signal
 
 
@@ -72,7 +73,8 @@ class Preemption:
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         self.before_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        self.before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        handled = [number for number in STOPPED if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, lambda *_: None) for number in handled}
         for number in self.before:
             signal.siginterrupt(number, False)  # do not interrupt system calls of the main thread
         self.listener = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -102,8 +104,8 @@ class Preemption:
                     self.signal, first = received, now
                     multihost.request_stop()
                 elif now > first + REPEAT_SECONDS[received]:
-                    status = INTERRUPTED if received == signal.SIGINT else KILLED
-                    self._exit_at_once(f"ended by {NAMES[received]} before the run was saved", status)
+                    message = f"ended by {NAMES[received]} before the run was saved"
+                    self._exit_at_once(message, 128 + received)  # as a shell reports the signal
             if not self.stopper and (first < math.inf or multihost.stop_requested()):
                 with self.starting:
                     if not self.ended.is_set():

@@ -640,21 +640,31 @@ def test_the_known_classes_are_those_that_are_written(folders):
     assert libraries.class_name(formats.native_family(plain_image_model(), ("hf_vit",))[1]) == NATIVE_VIT
 
 
-@pytest.mark.parametrize("error", ["SIGTERM", "full disk"])
+@pytest.mark.parametrize("error", ["SIGTERM", "SIGHUP", "full disk"])
 def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_path, monkeypatch):
     def stop(model, folder):
         (folder / "params.npz").write_bytes(b"a part")
-        if error == "SIGTERM":
-            signal.raise_signal(signal.SIGTERM)
+        if error != "full disk":
+            signal.raise_signal(signal.Signals[error])
         full_disk()
 
     monkeypatch.setitem(conversion.WRITERS, "npz", stop)
     before = signal.getsignal(signal.SIGTERM)
     argv = [str(folders["lm"]), str(tmp_path / "a" / "b" / "out"), "--to", "npz"]
-    if error == "SIGTERM":
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+    if error != "full disk":
+        with pytest.raises(SystemExit, match=str(128 + signal.Signals[error])):
             cli.run(convert.main, argv)
     else:
         assert cli.run(convert.main, argv) == 2
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_folders_that_killed_conversions_left_are_removed_and_those_of_running_ones_are_not(folders, tmp_path):
+    stale, running, other = (tmp_path / name for name in (".out.unfinished-a", ".out.unfinished-b", ".out.settings"))
+    for folder in (stale, running, other):
+        folder.mkdir()
+        (folder / "file").touch()
+    with conversion._locked(running):
+        assert cli.run(convert.main, [str(folders["lm"]), str(tmp_path / "out"), "--to", "npz"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", running.name, other.name}

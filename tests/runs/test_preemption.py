@@ -165,6 +165,22 @@ def test_ctrl_c_saves_and_says_what_is_saved():
 
 
 @pytest.mark.slow
+def test_a_closed_terminal_saves():
+    err = stop(start(LISTENING, "ending", "stays"), signal.SIGHUP)
+    assert err.splitlines()[1] == "stopped by SIGHUP: step 3 is saved; re-run the same command to resume"
+
+
+def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with preemption.Preemption():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
 def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     """Ctrl-C, or a signal to the group, also ends the process that reads the pipe, such as `tee`."""
     process = start(LISTENING, "ending", "stays")
@@ -179,6 +195,7 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
     ("first", "second", "status"),
     [
         (signal.SIGTERM, signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, signal.SIGHUP, 129, marks=pytest.mark.weekly),
         pytest.param(signal.SIGTERM, signal.SIGINT, 130, marks=pytest.mark.weekly),
         (signal.SIGINT, signal.SIGINT, 130),
     ],
