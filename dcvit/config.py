@@ -246,7 +246,7 @@ def _like(old: Any, text: str, what: str) -> Any:
 
 
 def _override(config: ConfigDict, override: str) -> None:
-    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit."""
+    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit; None only removes itself."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")
@@ -262,9 +262,13 @@ def _override(config: ConfigDict, override: str) -> None:
     prefix, _, unit = last.rpartition("_")
     timed = bool(prefix) and unit in UNITS  # a number, as `duration` checks
     value = _like(None if timed else target.get(last), text, f"config.{path}")
-    if timed:
-        for other in [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target]:
-            del target[other]
+    others = [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target] if timed else []
+    if value is None and others:
+        if last in target:
+            del target[last]
+        return
+    for other in others:
+        del target[other]
     with target.ignore_type():
         target[last] = value
 

@@ -47,6 +47,13 @@ def test_overrides_reach_every_key_and_replace_durations(file):
         config.new = 1
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_a_duration_and_of_none_in_another_unit_does_not_matter(order):
+    config = configs.load("vit_digits", ["total_steps=4", "total_epochs=None"][::order])
+    assert config.total_steps == 4
+    assert "total_epochs" not in config
+
+
 def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configs.load("vit_digits:attention=mha").model.compose is None
