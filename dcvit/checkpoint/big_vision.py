@@ -171,20 +171,31 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
         try:
             metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
-            shape, fill = tuple(map(int, metadata["shape"])), metadata.get("fill_value") is not None
+            shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))
+            fill = metadata.get("fill_value") is not None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
             raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
-        found[folder.name.replace("~", "/")] = Tensor(shape, functools.partial(_read_zarr, folder, shape, fill))
+        read = functools.partial(_read_zarr, folder, shape, chunks, fill)
+        found[folder.name.replace("~", "/")] = Tensor(shape, read)
     return found
 
 
-def _read_zarr(folder: Path, shape: tuple[int, ...], fill: bool) -> np.ndarray:
+def check_memory(place: Path | str, *shapes: tuple[int, ...]) -> None:
+    """Raise CheckpointError if an array of one of the shapes does not fit into memory, at one byte for an element.
+
+    TensorStore ends the process if it cannot allocate an array, or one of its chunks.
+    """
+    left = memory.available()
+    for shape in shapes:
+        if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
+            raise CheckpointError(f"{place} announces an array of shape {shape}, more than the available memory")
+
+
+def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
     """Read an array, whose missing chunks have the fill value with `fill`, or else are an error."""
     import tensorstore
 
-    left = memory.available()
-    if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
-        raise CheckpointError(f"{folder} announces an array of shape {shape}, more than the available memory")
+    check_memory(folder, shape, chunks)
     kvstore = {"driver": "file", "path": str(folder)}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dcvit.checkpoint.big_vision import check_memory
 from dcvit.errors import CheckpointError, first_line
 from dcvit.interop.tensors import Tensor, Tensors
 
@@ -57,6 +58,7 @@ def _open(store: dict[str, Any], name: str, folder: Path) -> Tensor:
     array = tensorstore.open(spec, read=True).result()
 
     def read() -> np.ndarray:
+        check_memory(f"{folder}: {name}", array.shape, array.chunk_layout.read_chunk.shape)
         try:
             return np.asarray(array.read().result())
         except ValueError as e:

@@ -301,7 +301,7 @@ class CheckpointHook(Hook):
           FloatingPointError: the state contains NaN or Inf.
           CheckpointError: this save could not start, or the last one failed.
         """
-        run, data = self.run, self.run.setup.data
+        run = self.run
         with self.lock:
             if run.checkpointer.saved == result.step:
                 return
@@ -312,10 +312,9 @@ class CheckpointHook(Hook):
                 raise FloatingPointError(
                     f"step {result.step}: {names[0]}{more} not finite; not saved, earlier checkpoints are kept"
                 )
-            position = {"seed": data.seed, "next example": result.step * data.batch_size}
             run.flush()
             rows = run.writer.metrics.position() if run.writer else {}
-            about = {**run.about, "position": position, "row": result.numbers, "seconds": run.seconds, **rows}
+            about = {**run.about, "row": result.numbers, "seconds": run.seconds, **rows}
             run.checkpointer.save(result.step, result.state.items(), about, best=self.best.step)
 
 

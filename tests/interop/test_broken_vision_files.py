@@ -282,6 +282,8 @@ CASES = {
     "big_vision, lost chunk": (lambda f: bv(f, lambda path: (path / "params~cls/0.0.0").unlink()), "cls is damaged"),
     "big_vision, no shape": (metadata(shape=None), "cannot read .*zarray"),
     "big_vision, huge array": (metadata(shape=[1 << 40, 1, 1]), "cls .file .1099511627776, 1, 1"),
+    "big_vision, huge chunks": (metadata(chunks=[1, 10**9, 10**9]), "of shape .1, 1000000000, 1000000000., more than"),
+    "big_vision, no chunks": (metadata(chunks=7), "cannot read .*zarray"),
 }  # fmt: skip
 OF_TORCH = ("object in a file of torch", "sparse")
 

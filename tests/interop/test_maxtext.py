@@ -1,5 +1,7 @@
 """Orbax checkpoints of the authors' JAX code: the same model as their equations, and damaged ones are errors."""
 
+import json
+
 import dcformer_oracle as oracle
 import flax.traverse_util
 import numpy as np
@@ -115,14 +117,20 @@ def overwrite(folder, name):
     (folder / f"params.{name}" / ".zarray").write_text("{")
 
 
+def enlarge_chunks(folder, name):
+    file = folder / f"params.{name}" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chunks": [10**15]}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: remove(f, "decoder.decoder_norm.scale"), "cannot read params.decoder.decoder_norm.scale"),
         (lambda f: overwrite(f, "decoder.decoder_norm.scale"), "is damaged"),
+        (lambda f: enlarge_chunks(f, "decoder.decoder_norm.scale"), "of shape .1000000000000000,., more than"),
     ],
-    ids=["missing data", "invalid array"],
+    ids=["missing data", "invalid array", "huge chunks"],
 )
 def test_a_damaged_checkpoint_is_never_read_as_zeros(damage, message, tmp_path):
     folder = save(tmp_path / "7", random_tree()[1])
