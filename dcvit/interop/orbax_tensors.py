@@ -58,7 +58,8 @@ def _open(store: dict[str, Any], name: str, folder: Path) -> Tensor:
     array = tensorstore.open(spec, read=True).result()
 
     def read() -> np.ndarray:
-        check_memory(f"{folder}: {name}", array.shape, array.chunk_layout.read_chunk.shape)
+        chunks = array.chunk_layout.read_chunk.shape or ()
+        check_memory(f"{folder}: {name}", array.shape, tuple(size or 0 for size in chunks))
         try:
             return np.asarray(array.read().result())
         except ValueError as e:
