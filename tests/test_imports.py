@@ -66,6 +66,7 @@ def layer(name):
     return max(found)[1] if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_downwards(name):
     assert layer(name) is not None or name == "dcvit", f"{name} is in no layer"

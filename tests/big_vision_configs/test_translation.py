@@ -251,6 +251,7 @@ def replacements(config, keys=None):
             yield from ({**config, key: changed} for changed in replacements(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [changes for changes, _, _ in TRANSLATED[-12:]] + [DIGITS], ids=str)
 def test_value_of_another_type_is_translated_or_refused_in_one_line(changes):
     messages = []
@@ -323,6 +324,7 @@ def test_fine_tuning_recipe():
 PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b": {"kernel": jnp.ones(3)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "trained"),
     [

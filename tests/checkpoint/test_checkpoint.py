@@ -63,6 +63,7 @@ def largest(folder):
     return max(paths, key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.slow
 def test_restored_arrays_are_bitwise_equal_and_about_is_returned(three):
     checkpointer = Checkpointer(three)
     assert checkpointer.latest() == 3
@@ -177,6 +178,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_other_damage_is_found_without_blocking(workdir, damage):
     DAMAGE[damage](workdir / "checkpoints" / "3")

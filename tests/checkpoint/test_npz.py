@@ -170,6 +170,7 @@ def test_names_that_form_no_tree_are_refused(tmp_path, names, match):
     refused(archive(tmp_path / "a.npz", [(name, npy(np.ones(1))) for name in names]), match)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "match"),
     [
@@ -195,6 +196,7 @@ def test_header_that_contradicts_the_archive_is_refused_before_memory_is_allocat
     refused(archive(tmp_path / "a.npz", [("a.npy", start + bytes(8))]), match)
 
 
+@pytest.mark.slow
 def test_header_of_megabytes_is_refused_before_memory_is_allocated(tmp_path):
     content = MAGIC + b"\2\0" + struct.pack("<I", 1 << 26) + bytes(1 << 26)
     refused(archive(tmp_path / "a.npz", [("a.npy", content)], zipfile.ZIP_DEFLATED), "its header is damaged: EOF")
@@ -219,6 +221,7 @@ def test_size_without_data_is_refused(tmp_path):
         refused(path, "the header announces float32 of|announces")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beyond", "match"), [(0, "Bad CRC-32"), (1, "unpacks to more than"), (9, "Bad CRC-32")])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_member_that_unpacks_to_more_than_announced_is_refused(tmp_path, method, beyond, match):

@@ -28,6 +28,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_help_of_the_commands_does_not_import_jax():
     commands = [["--help"], *([command, "--help"] for command in COMMANDS)]
     code = IMPORTED.format(commands=commands, heavy=HEAVY)

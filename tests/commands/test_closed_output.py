@@ -40,6 +40,7 @@ def test_training_continues_without_reader(tmp_path, both):
     assert metrics.read(tmp_path / "metrics.jsonl")[-1]["step"] == TINY["total_steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [cli.FORMATS[0], *(pytest.param(form, marks=pytest.mark.exhaustive) for form in cli.FORMATS[1:])]
 )

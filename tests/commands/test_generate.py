@@ -31,6 +31,7 @@ def say(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_prompt_and_text_are_printed_while_they_are_generated(say, monkeypatch):
     shown = []
     write = command.write
@@ -50,6 +51,7 @@ def test_control_characters_are_not_printed_on_a_terminal(monkeypatch, capsys, t
     assert capsys.readouterr().out == ("a\ufffd[2J\n\té\ufffd\ufffd" if terminal else "a\x1b[2J\n\té\x9b\x07")
 
 
+@pytest.mark.slow
 def test_several_prompts_form_a_batch(say, tmp_path):
     (tmp_path / "a.txt").write_text("世")
     words = ["--prompt", "x", "--prompt", "", "--prompt_file", str(tmp_path / "a.txt"), "--temperature", "0"]

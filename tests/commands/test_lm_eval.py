@@ -234,6 +234,7 @@ HOSTILE_TEMPLATES = {
 SLOW = ("endless loop", "endless expression", "large number")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in SLOW else name for name in HOSTILE_TEMPLATES]
 )

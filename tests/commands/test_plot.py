@@ -20,6 +20,7 @@ def test_curves_are_drawn_for_several_runs(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_names_of_runs_are_drawn_literally(tmp_path, suffix, capsys):
     """A pair of $ would be a formula, and a font may lack characters."""
@@ -32,6 +33,7 @@ def test_names_of_runs_are_drawn_literally(tmp_path, suffix, capsys):
     assert capsys.readouterr() == (f"curves: {tmp_path}/curves\\n.{suffix}\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     [[{"step": 0, "num_params": 3}], [{"step": 0, "loss": 1.0}], [{"step": 0, "loss": None, "val/loss": None}]],

@@ -28,6 +28,7 @@ def command(tmp_path, *words):
     return run(tokenize.main, ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "pile"), *words])
 
 
+@pytest.mark.slow
 def test_files_have_the_rows_of_the_text(tmp_path, arguments, capsys):
     words, path = arguments
     texts = corpora.documents(60)

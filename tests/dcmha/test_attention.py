@@ -100,6 +100,7 @@ class TestContract:
             run(args, options, jnp.float64, implementation), oracle.attention(*args, **options), rtol=0, atol=1e-10
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("branches", "where", "shape", "implementation"), ABLATIONS)
     def test_every_ablation_equals_a_loop_over_query_key_pairs(self, x64, branches, where, shape, implementation):
         pre, post = (branches if where in (side, "both") else None for side in ("pre", "post"))
@@ -124,6 +125,7 @@ class TestContract:
         leaves, tree = jax.tree.flatten(on_device(args, jnp.float64))
         check_grads(jax.jit(f), leaves, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("shape", "implementation"),
         each(["causal", "mask", "grouped query", "two groups", "cross"], ["causal", "mask", "two groups"]),
@@ -135,6 +137,7 @@ class TestContract:
         plain = run((*args[:3], None, None), options, jnp.float32, implementation, compiled=False)
         np.testing.assert_array_equal(composed, plain)
 
+    @pytest.mark.slow
     @implementations(default="blockwise")
     def test_zero_compose_weights_change_only_the_rounding_of_a_compiled_program(self, implementation):
         args, _ = make_case("causal", "qkpgs", "qkpgs")
@@ -175,6 +178,7 @@ class TestContract:
                         assert attended or strength[b, i, b, j] == 0
             assert strength.max() > 0
 
+    @pytest.mark.slow
     @implementations(default="elementwise")
     def test_bfloat16_is_close_to_float32_and_large_scores_do_not_overflow(self, implementation):
         args, options = make_case("causal")
@@ -185,6 +189,7 @@ class TestContract:
         huge = run((1e4 * args[0], *args[1:]), options, jnp.float32, implementation)
         assert bool(jnp.isfinite(huge).all())
 
+    @pytest.mark.slow
     @implementations(default="blockwise")
     def test_a_fully_masked_query_has_zero_output_and_finite_gradients(self, implementation):
         args, _ = make_case("self")

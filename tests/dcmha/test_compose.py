@@ -38,6 +38,7 @@ def test_compose_equals_eqn_7_for_every_query_key_pair(x64, branches, groups, ra
     np.testing.assert_allclose(got, oracle.compose(a, w, groups), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_compose_equals_the_composition_matrix_of_eqn_8(x64):
     """Together, the branches and the skip connection are one H×H matrix for each pair: 1 + W_b + W_q + W_k."""
     rng = np.random.default_rng(1)
@@ -58,6 +59,7 @@ GELUS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gelu", GELUS)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dynamic_weights_equal_eqn_5_and_6(x64, groups, gelu):

@@ -105,6 +105,7 @@ def test_without_cudnn_the_reference_attends(monkeypatch, log):
     assert "; not cudnn: cuDNN: cuDNN is not detected" in log.messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [ALL[:1], pytest.param(ALL[1:], marks=pytest.mark.exhaustive)], ids=["first", "all"])
 def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_reference(monkeypatch, names):
     """XLA computes attention in place of cuDNN, so that the derivatives around it run without a GPU, in float32."""

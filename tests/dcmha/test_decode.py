@@ -63,6 +63,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCKS", (16,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implementation"), list(cases(IMPLEMENTATIONS)))
 def test_output_equals_the_reference(name, implementation):
     args, options = random_case(1, **CASES[name])
@@ -70,6 +71,7 @@ def test_output_equals_the_reference(name, implementation):
     assert error < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "name",
@@ -95,6 +97,7 @@ def test_gradients_equal_the_reference(name, attention):
     assert worst(errors) < 2e-5, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_masked_keys_have_no_effect_and_a_fully_masked_example_is_zero(implementation):
     args, options = random_case(1, **CASES["masks, batch 5"])

@@ -35,6 +35,7 @@ def log(caplog):
         yield caplog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "queries", "composed", "name"),
     [
@@ -76,6 +77,7 @@ def test_a_named_implementation_raises_for_an_unsupported_case(platform, branche
         dcmha.attention(*args, **options, implementation="pallas_gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("queries", "name"), [(256, "blockwise"), (1, "decode")])
 def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, monkeypatch, log):
     """The compiler may have to split the program, and it refuses to split kernels. A warning says so, once."""
@@ -240,6 +242,7 @@ def test_a_rotary_embedding_of_other_tokens_raises():
         Attention(4, rotary=2).init(jax.random.key(0), jnp.zeros((2, 5, 16)), jnp.zeros((2, 7, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "options", "refused"),
     [

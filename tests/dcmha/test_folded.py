@@ -34,6 +34,7 @@ def case(name, dtype):
     return args, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in IN_EXHAUSTIVE else []) for n in CASES]
 )
@@ -69,6 +70,7 @@ def test_a_composition_that_cannot_be_folded_is_refused_with_the_reason(change, 
         dcmha.attention(*args, **options, implementation="folded")
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_as_the_queries_and_outputs_of_plain_attention():
     args, options = case("causal", jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
@@ -81,12 +83,14 @@ def test_bfloat16_is_rounded_as_the_queries_and_outputs_of_plain_attention():
     assert error < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 4])
 def test_gates_alone_scale_the_vectors_of_heads(groups):
     x, weights = jnp.ones((1, 3, 4, 2)), dcmha.ComposeWeights(qg=jnp.full((1, 3, 4), 0.5))
     np.testing.assert_array_equal(folded.compose_heads(x, weights, groups=groups), 1.5 * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 5, 2, 3, 3), (1, 5, 3, 2, 2), (1, 1, 1, 6, 6)])  # of the matrices
 def test_sums_and_products_of_heads_and_their_gradients_are_equal(x64, shape):
     rng = np.random.default_rng(0)
@@ -111,6 +115,7 @@ def test_output_and_gradients_on_a_mesh_equal_those_of_one_device(key_heads):
     check_on_a_mesh(None, *random_case(24, heads=8, batch=2, rank=1, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"rotary": 4, "qk_norm": "rmsnorm"}, {"window": 3}])
 def test_the_layer_computes_the_same_function_with_the_reference(x64, library_promotion, fields):
     fields = {"num_key_heads": 2, "groups": 2, "branches": "q", "static": True, "compose": "both", **fields}
@@ -125,6 +130,7 @@ def test_the_layer_computes_the_same_function_with_the_reference(x64, library_pr
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_hold_no_array_of_all_scores():
     """Half of the memory of the scores would be enough for neither their composition nor their softmax."""
     args, options = random_case(1024, heads=4, key_heads=2, groups=2, branches="qpg", causal=True)

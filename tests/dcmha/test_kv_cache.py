@@ -10,6 +10,7 @@ from dcvit.dcmha import ComposeWeights, kv_cache
 SLOTS = 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "steps", "batch"),
     [

@@ -46,6 +46,7 @@ def expected(x, params, side, gelu):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("branches", "groups", "rank", "gelu"),
     [
@@ -105,6 +106,7 @@ def test_packed_weights_have_no_sums_of_seven_axes(branches, groups):
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradient(x, params)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_on_a_mesh_that_splits_heads_equal_those_of_one_device(groups):
     """Groups have an axis of their own on this mesh, on which they do not exchange data."""

@@ -37,6 +37,7 @@ def output_and_gradients(interpret, *args):
     return both(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "groups", "per_group", "head_dim", "shared"),
     [
@@ -53,6 +54,7 @@ def test_vectors_and_gradients_are_those_of_the_sum(length, groups, per_group, h
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * scale)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_once():
     x, w, d_out = vectors_and_weights(300, 2, 4, 16, jnp.bfloat16)
     found, d_x, d_w = output_and_gradients(True, x, w, d_out)
@@ -62,6 +64,7 @@ def test_bfloat16_is_rounded_once():
     assert (d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_those_of_the_sum():
     x, w, d_out = vectors_and_weights(257, 1, 2, 16)
 
@@ -85,6 +88,7 @@ def test_cases_without_a_kernel_say_so(sizes, dtype):
         combine.combine_heads(x, w, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "is_used"), [(300, True), (200, False)])
 def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows(monkeypatch, length, is_used):
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
@@ -94,6 +98,7 @@ def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows(monkeypatch, le
     assert ("dcmha_combine" in str(jaxpr)) == is_used
 
 
+@pytest.mark.slow
 def test_blocks_of_two_cores_do_not_race(monkeypatch):
     watched = watch_races(monkeypatch)
     output_and_gradients(DETECT_RACES, *vectors_and_weights(600, 2, 2, 16))

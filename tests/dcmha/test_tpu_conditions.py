@@ -36,6 +36,7 @@ def stated(monkeypatch, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "window"),
     [
@@ -69,6 +70,7 @@ def test_the_kernels_state_the_tiles_that_a_query_attends_to(monkeypatch, querie
     }
 
 
+@pytest.mark.slow
 def test_passes_of_the_queries_state_all_tiles_together(monkeypatch):
     """A causal example of 8,192 queries is differentiated in several passes."""
     found = stated(monkeypatch, queries=8192, keys=8192, causal=True, window=None)

@@ -51,6 +51,7 @@ def declared(monkeypatch, q, k, weights, groups, mask):
     return found.value.args[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim", "tokens", "rank", "groups", "static", "dtype"),
     [
@@ -80,6 +81,7 @@ def test_the_estimate_is_at_least_what_is_declared(
     assert 0.95 * estimate < declared(monkeypatch, q, k, weights, groups, mask) <= estimate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim", "tokens", "limit", "dtype"),
     [

@@ -100,6 +100,7 @@ def test_every_option_of_a_script_in_a_code_block_exists():
     assert checked > 20
 
 
+@pytest.mark.slow
 def test_python_blocks_run_and_set_known_keys():
     """Blocks that set `config.…` run on an empty config; the others run alone."""
     found = set()

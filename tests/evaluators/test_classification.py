@@ -59,6 +59,7 @@ def source(monkeypatch):
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: IndexSource())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "devices"), [(1, 8), (7, 1), (23, 1), (64, 8)])
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     mesh = make_mesh([("data", -1)], jax.devices()[:devices])

@@ -80,6 +80,7 @@ def by_hand(shots, seeds, l2_reg, train=TRAIN, classes=CLASSES):
     return np.mean(hits), drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("l2_reg", [2.0**10, 3])
 def test_accuracy_equals_the_closed_form(sources, l2_reg):
     got = evaluate(shots=(1, 2, 10, 100), num_seeds=4, l2_reg=l2_reg)
@@ -93,6 +94,7 @@ def test_accuracy_equals_the_closed_form(sources, l2_reg):
     assert min(sizes) < WIDTH < max(sizes) == len(TRAIN)  # 100 shots include all examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [7, 12, 13, 400])
 @pytest.mark.parametrize(("offset", "scale"), [(0, 1), (100, 0.1)])
 def test_scores_equal_the_closed_form(number, offset, scale):

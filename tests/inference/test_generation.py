@@ -76,6 +76,7 @@ def test_cast_parameters_give_bitwise_equal_logits():
     np.testing.assert_array_equal(apply(params), apply(converted))
 
 
+@pytest.mark.slow
 def test_an_example_ends_before_a_stop_token_and_the_others_continue():
     model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
     options = {"max_tokens": 6, "sampling": GREEDY, "stop": [5, 9]}

@@ -33,6 +33,7 @@ def draws(logits, options):
     return np.asarray(jax.jit(sample, static_argnums=2)(many, keys, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -72,6 +73,7 @@ def test_sorting_a_shortlist_changes_no_token(monkeypatch, top_p):
     np.testing.assert_array_equal(complete[:20], np.concatenate(few))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logits", "options", "expected"),
     [

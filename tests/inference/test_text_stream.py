@@ -30,6 +30,7 @@ def test_a_character_is_returned_with_its_last_byte(text, after):
     assert not stream.stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["bytes", "nested", "text"])
 @pytest.mark.parametrize("before", ["", "the ", "日本語日本語日本語", "the 🎉"])
 def test_text_is_complete_for_every_kind_of_tokenizer(tmp_path, spelling, before):

@@ -53,6 +53,7 @@ def test_each_epoch_of_the_stream_is_a_permutation(size, batch):
     assert size < 4 or len(set(map(tuple, epochs))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, None))])
 def test_stream_can_start_at_any_step(threads):
     source = ip.open_source("digits", split="train", limit=70)
@@ -74,6 +75,7 @@ def shares(batch_size, hosts):
     return [range(i * batch_size // hosts, (i + 1) * batch_size // hosts) for i in range(hosts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_global_batch_does_not_depend_on_the_number_of_hosts(hosts):
     source = ip.open_source("digits", split="train")
@@ -92,6 +94,7 @@ def test_each_host_reads_only_its_share(hosts):
     assert [len(set(source.read)) for source in sources] == [200 // hosts] * hosts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "hosts"), [(8, 2), (120, 4), (1000, 2)])
 def test_hosts_evaluate_every_example_once_in_the_same_number_of_batches(batch, hosts):
     source = ip.open_source("digits", split="test")
@@ -115,6 +118,7 @@ def test_rows_can_be_any_subset_of_the_batch():
     assert_same({k: v[[9, 2, 3]] for k, v in complete.items()}, part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 7, 120, 1000])
 def test_evaluation_reads_every_example_once_and_masks_the_padding(batch):
     source = ip.open_source("digits", split="test")

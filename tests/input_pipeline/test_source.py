@@ -45,6 +45,7 @@ def test_limit_selects_the_first_examples(kind, tmp_path):
         np.testing.assert_array_equal(limited[i]["image"], complete[i]["image"])
 
 
+@pytest.mark.slow
 def test_cache_keeps_examples_in_memory_and_does_not_change_batches(caplog):
     caplog.set_level("INFO")
     pp = 'flip_lr|value_range(-1, 1)|onehot(10)|keep("image", "labels")'

@@ -106,6 +106,7 @@ def check_same(found, flat, layout):
     assert_trees_equal(found, tree_of(flat))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read_as_the_model_and_into_a_model(tmp_path, layout):
     net, flat = make(LAYOUTS[layout][0])
@@ -169,6 +170,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_fields_are_told_by_the_tensors_which_are_written_bit_for_bit(tmp_path, fields):
     net, flat = make(**{"pool": "gap", **{("pool" if k == "pool_type" else k): v for k, v in fields.items()}})
@@ -278,6 +280,7 @@ def attention_of_the_authors(x, params):
     return np.einsum("bthd,hdm->btm", out, p["o_dense/kernel"]) + p["o_dense/bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["parameters", "kernels"])
 def test_attention_of_the_authors_vit_equals_the_equations(tmp_path, stored):
     """The dynamic weights are parameters of `dyn_w_proj`, or kernels of its modules."""

@@ -288,6 +288,7 @@ CASES = {
 OF_TORCH = ("object in a file of torch", "sparse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.interop if name in OF_TORCH else ()) for name in CASES]
 )
@@ -335,6 +336,7 @@ def test_intact_file_is_read(tmp_path, family):
     assert open_weights(save(tmp_path, tensors, config)).family == family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_is_loaded_as_float32(tmp_path, dtype):
     tensors, config = model("hf_vit")

@@ -77,6 +77,7 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and a[k].tobytes() == b[k].tobytes() for k in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.slow if to == "dcvit" else ()) for to in OWN])
 @pytest.mark.parametrize("name", ["lm", "vit"])
 def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
@@ -86,6 +87,7 @@ def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
     assert build(open_model(tmp_path / "out").description) == build(open_model(folders[name]).description)
 
 
+@pytest.mark.slow
 def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
     """It takes the keys below params/ of an .npz file, and the arrays named params~… of a folder, with JAX's spec."""
     conversion.convert(folders["vit"], tmp_path / "npz", "npz")
@@ -113,6 +115,7 @@ def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
     assert open_model(tmp_path / "weights").description == open_model(folders["lm"]).description
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
     dict(window_pattern="1:1", tied=True, end_of_text=5),
     pytest.param(dict(preset="DCFormer-405M", window_pattern="3:1", depth=3), marks=pytest.mark.exhaustive),
@@ -227,6 +230,7 @@ def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_
     assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.slow
 def test_foreign_images_become_runs_that_predict(tmp_path, capsys, library_promotion):
     Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
     conversion.convert(conversion_models.write(plain_image_model(), tmp_path / "vit"), tmp_path / "run", "dcvit")
@@ -251,6 +255,7 @@ def test_foreign_texts_become_runs_that_generate_with_their_tokenizer(tmp_path, 
     assert set(capsys.readouterr().out.split()[0]) <= set(vocabulary)
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_written_one_by_one(tmp_path):
     """A scan over groups of layers, with a rest, gives the parameters of the unrolled model."""
     _, params, model = conversion_models.language_model(window_pattern="1:1", depth=3)
@@ -289,6 +294,7 @@ def test_an_archive_larger_than_the_available_memory_is_compared(folders, tmp_pa
     assert (tmp_path / "out" / "params.npz").stat().st_size > 2 * largest
 
 
+@pytest.mark.slow
 def test_a_run_without_a_head_is_converted(tmp_path):
     """Its config has num_classes=0, which descriptions have None for."""
     _, params, model = conversion_models.image_model(depth=1)
@@ -336,6 +342,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
 def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkeypatch, capsys):
     prepare, message = BROKEN[case]
@@ -464,6 +471,7 @@ def test_the_log_says_why_there_is_no_processor(tmp_path, caplog):
     assert not (tmp_path / "preprocessor_config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_path, monkeypatch, caplog):
     (tmp_path / "hf").mkdir()
     formats.write_hf(conversion_models.language_model(**NATIVE["gpt2"])[2], tmp_path / "hf")
@@ -580,6 +588,7 @@ def test_rows_are_padded_to_the_fixed_length_of_a_program(tmp_path):
     np.testing.assert_array_equal(programs.run_onnx(tmp_path / "a.onnx", tokens), np.cumsum(tokens, axis=1))
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_the_order_of_the_channels():
     _, _, model = conversion_models.image_model(compose=None, depth=1)
     kernel = model.params["embedding/kernel"]

@@ -383,6 +383,7 @@ def test_the_fields_of_files_are_those_of_the_model_with_its_defaults():
     assert ours.keys() - set(lm_fields.NOT_IN_FILES) == of_files.keys()
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_model_has_a_link():
     for family, fields in {
         "gpt2": dict(position="learned", norm="layernorm", mlp="gelu", use_bias=True),

@@ -29,6 +29,7 @@ def described(model, **values):
     return model._replace(description=model.description._replace(**values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "fields"), [
     ("npz", {}), ("hf", PLAIN), ("timm", PLAIN),
     *(pytest.param(to, {}, marks=pytest.mark.exhaustive) for to in ("bv", "safetensors", "hf")),
@@ -46,6 +47,7 @@ def test_images_have_the_same_logits_and_names_of_classes(to, fields, tmp_path):
         assert [row[0].label for row in loaded.predict(x)] == [NAMES[i] for i in expected.argmax(axis=1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "to", ["npz", "hf", *(pytest.param(to, marks=pytest.mark.exhaustive) for to in ("bv", "safetensors"))]
 )
@@ -114,6 +116,7 @@ def continued(model):
     return model.continue_texts(["cab"], 6, sampling=Sampling(temperature=2.0, top_p=1.0), seed=1).texts[0]
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_the_token_that_the_config_names(text):
     folder, _ = text
     whole = continued(dcvit.load(folder))
@@ -135,6 +138,7 @@ def test_a_tokenizer_beside_a_single_file_is_found(text):
     assert dcvit.load(file).tokenizer.encode("cab") == dcvit.load(folder).tokenizer.encode("cab") == [2, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_path, caplog):
     folder, model = text
     (tmp_path / "run").mkdir()

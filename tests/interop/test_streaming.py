@@ -129,6 +129,7 @@ def reads(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scan", "compose"), [
     (False, None), (True, "both"),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((False, "both"), (True, None))),

@@ -23,6 +23,7 @@ def changed(params, layer, change):
     return copy
 
 
+@pytest.mark.slow
 def test_each_composition_is_that_of_its_factors_in_float64_numpy():
     net, _, found, _ = captured("documents, static, groups, shared keys, windows of rows")
     arrays = found.arrays
@@ -35,6 +36,7 @@ def test_each_composition_is_that_of_its_factors_in_float64_numpy():
     assert compose_weights_of(arrays, net.depth, "pre") is None
 
 
+@pytest.mark.slow
 def test_hooks_with_other_numbers_do_not_compile_again_and_remove_a_head_as_its_output_weights_do():
     net, params = make_lm(compose="both")
     tokens, traced = make_tokens(), []
@@ -56,6 +58,7 @@ def test_hooks_with_other_numbers_do_not_compile_again_and_remove_a_head_as_its_
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_ablated_branches_are_those_of_a_model_without_them():
     net, params = make_lm(compose="both")
     tokens = make_tokens()
@@ -89,6 +92,7 @@ def test_a_patched_residual_stream_restores_the_run_that_it_is_from():
     assert difference[4] > 0.01
 
 
+@pytest.mark.slow
 def test_hooks_see_the_arrays_of_hooks_before_them_and_returned_arrays_are_replaced():
     net, params = make_lm()
     arrays = run_with_cache(net, params, make_tokens(), {"block00/scores": jnp.zeros_like}).arrays
@@ -98,6 +102,7 @@ def test_hooks_see_the_arrays_of_hooks_before_them_and_returned_arrays_are_repla
     np.testing.assert_allclose(arrays["block00/weights"][0, 0], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_of_two_hooks_counts():
     net, params = make_lm()
     hooks = {"block01/heads": jnp.zeros_like, "*/heads": jnp.ones_like}
@@ -105,6 +110,7 @@ def test_the_first_of_two_hooks_counts():
     assert [float(x.mean()) for x in arrays.values()] == [1, 0]
 
 
+@pytest.mark.slow
 def test_names_select_the_returned_arrays():
     net, params = make_lm(compose="pre")
     arrays = run_with_cache(net, params, make_tokens(), names=["block01/scores", "*/pre/q?"]).arrays
@@ -115,6 +121,7 @@ def test_names_select_the_returned_arrays():
     assert arrays["block01/scores"].shape == (2, HEADS, LENGTH, LENGTH)
 
 
+@pytest.mark.slow
 def test_unknown_names_and_other_shapes_are_refused():
     net, params = make_lm()
     with pytest.raises(ValueError, match="no array 'block00/score'; did you mean 'block00/scores'"):
@@ -131,6 +138,7 @@ def test_variants_that_are_no_composition_are_refused():
         run_with_cache(net.clone(heads="diff"), params, make_tokens())
 
 
+@pytest.mark.slow
 def test_the_implementation_of_the_model_is_used_outside_of_the_call_only(monkeypatch):
     net, params = make_lm(compose="both", implementation="blockwise", depth=1)
     tokens = make_tokens()

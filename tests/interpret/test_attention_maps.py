@@ -49,6 +49,7 @@ def matrices(found, layer):
     return AttentionMatrices(*(found.arrays[f"block{layer:02d}/{name}"] for name in AttentionMatrices._fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -149,6 +150,7 @@ def test_maps_of_a_vision_transformer_are_those_of_numpy_and_yield_the_output_of
         before = np.asarray(out["encoder"][f"block{layer:02d}"]["+mlp"], np.float64)
 
 
+@pytest.mark.slow
 def test_local_layers_have_the_window_of_whole_rows():
     """`prefill_window` instead of `window`, which concerns tokens that are generated one by one."""
     net, params = make_lm(compose="both", window_pattern="1:1", prefill_window=WINDOW + 2)

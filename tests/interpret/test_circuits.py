@@ -33,6 +33,7 @@ def maps(net, arrays, query=QUERY, key=KEY):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_scores_are_the_forms_of_qk_circuits_and_composed_scores_those_of_effective_ones(run):
     net, params, arrays, x = run
     plain = interpret.circuits(net, params, 1)
@@ -54,6 +55,7 @@ def test_the_output_is_the_sum_of_weights_times_effective_ov_circuits(run):
     np.testing.assert_allclose(out, arrays["block01/attention_out"][0, QUERY], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branches", [b for b in oracle.BRANCHES if b != "qkpgs"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_map_is_the_composition_of_unit_vectors(branches, groups):
@@ -74,6 +76,7 @@ def test_a_map_is_the_composition_of_unit_vectors(branches, groups):
     assert len(terms) == 1 + ("s" in branches) + sum(s in branches for s in "qk") * sum(b in branches for b in "pg")
 
 
+@pytest.mark.slow
 def test_captured_variance_is_that_of_a_singular_value_decomposition():
     forms = np.random.default_rng(0).normal(size=(3, 8, 6)) * np.linspace(0.1, 1, 6)
     squares = np.linalg.svd(forms.reshape(24, 6), compute_uv=False) ** 2

@@ -22,6 +22,7 @@ def image_page():
     return text, run_with_cache(net, params, image).arrays
 
 
+@pytest.mark.slow
 def test_packed_arrays_are_those_of_the_model(image_page):
     text, arrays = image_page
     layer = pages.facts_of(text)["samples"][0]["layers"][1]
@@ -86,6 +87,7 @@ def test_documents_and_windows_limit_the_keys():
     assert facts["causal"]
 
 
+@pytest.mark.slow
 def test_names_are_escaped_and_a_page_has_the_layers_that_are_named():
     net, params, tokens = pages.text_model(compose=None)
     hostile = "</script><img src=x onerror=alert(1)>"
@@ -108,6 +110,7 @@ def test_an_image_in_a_small_vision_transformer_needs_less_than_8_megabytes():
     assert 4e6 < len(pages.page([sample])) + 10 * len(sample.blocks[sample.facts["layers"][1]["block"]]) < 8e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_activations_that_are_not_finite_are_refused_with_their_name(value):
     net, params, tokens = pages.text_model()

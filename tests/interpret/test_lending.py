@@ -88,6 +88,7 @@ def test_a_loan_is_the_largest_amount_of_its_branch():
 composed = functools.cache(lambda: make_lm(compose="both"))
 
 
+@pytest.mark.slow
 def test_ablated_outputs_are_those_of_hooks():
     net, params = composed()
     tokens = make_tokens()
@@ -123,6 +124,7 @@ def test_ablations_of_what_a_model_does_not_have_are_refused(ablation):
         ablated_outputs(net, params, make_tokens(), [ablation])
 
 
+@pytest.mark.slow
 def test_ablations_compile_once(monkeypatch):
     net, params = composed()
     traced = []
@@ -147,6 +149,7 @@ def test_every_head_and_branch_is_ablated(fields, branches):
     assert len(set(listed)) == len(listed) == HEADS + 2 * (branches + bool(branches))
 
 
+@pytest.mark.slow
 def test_averages_of_nothing_and_of_nan_are_refused():
     net, params = make_lm(compose="both", depth=1)
     with pytest.raises(InputError, match="at least one input"):

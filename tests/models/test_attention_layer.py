@@ -143,6 +143,7 @@ def test_projections_of_heads_are_those_of_flax():
     np.testing.assert_allclose(ours.apply(params, x), flax.apply(params, x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_leading_axes_are_examples():
     layer, x = Attention(2, compose="both"), random_input(2, 3, 5, 16)
 
@@ -167,6 +168,7 @@ def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding(shape):
         layer.apply(params, x, x + 1)
 
 
+@pytest.mark.slow
 def test_positions_broadcast_over_leading_axes():
     layer, x = Attention(2, rotary=4), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
@@ -232,6 +234,7 @@ def test_masks_of_each_head_mask_what_they_mask_in_flax(fields):
         assert not np.any(np.asarray(weights)[~np.broadcast_to(wide, weights.shape)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "lead"), [((2, 5, 5), (2,)), ((2, 2, 5, 5), (2,)), ((3, 1, 5, 5), (2,)), ((2, 1, 5, 5), ()), ((4, 5), ())]
 )
@@ -278,6 +281,7 @@ def test_returned_weights_are_those_that_multiply_the_values():
     assert float(jnp.abs(weights.sum(-1) - 1).max()) > 1e-4, "they are composed"
 
 
+@pytest.mark.slow
 def test_a_composition_of_inputs_of_two_widths_is_refused():
     with pytest.raises(ValueError, match="a composition needs inputs of one width, found 16 and 8"):
         jax.eval_shape(

@@ -124,6 +124,7 @@ def test_config_without_model_builds_the_defaults():
     assert (model.num_classes, model.width, model.depth) == (7, 768, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     """`load(params, init_file, config.model, **config.model_load)`; the head keeps its initial values."""
@@ -139,6 +140,7 @@ def test_load_takes_the_arguments_of_the_trainer(tmp_path, scan):
     assert_trees_equal({**vit.unstack_blocks(loaded), "head": saved["head"]}, saved)
 
 
+@pytest.mark.slow
 def test_load_without_model_fields(tmp_path):
     params = random_params(
         jax.eval_shape(make(ConfigDict({"num_classes": 5, "model": SMALL}))[1], jax.random.PRNGKey(0))
@@ -192,6 +194,7 @@ def test_policies_keep_what_their_names_say(scan):
     assert full < dots < none
 
 
+@pytest.mark.slow
 def test_head_bias_starts_at_the_given_value():
     small = {**SMALL, "depth": 0, "rep_size": False}
     biased, plain = (

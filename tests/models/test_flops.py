@@ -141,6 +141,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", PLAIN + COMPOSED + FOLDED + VARIANTS, ids=str)
 def test_every_product_of_the_program_is_counted(fields):
     net = small(**fields)
@@ -177,6 +178,7 @@ def test_small_16_uses_every_weight_once_per_token_plus_the_scores():
     assert vit_flops(net, (224, 224, 3)) == 2 * once + 2 * 12 * 2 * 196**2 * 384
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compose", [None, "both"])
 def test_compiler_counts_at_most_5_percent_more(compose):
     """XLA also counts element-wise operations and products with zeros, which are few in wide blocks."""
@@ -225,6 +227,7 @@ def test_every_product_of_the_language_model_is_counted(fields):
     assert lm_flops(net, ROW) == counted(logits_of, net, a_row(), ROW)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_pairs")
 @pytest.mark.parametrize(
     "fields", [PLAIN_LMS[1], PLAIN_LMS[4], *map(exhaustive, COMPOSED_LMS[:2]), COMPOSED_LMS[2]], ids=str

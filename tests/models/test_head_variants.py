@@ -50,6 +50,7 @@ def output(layer, params, x, mask=None):
 DEFAULT = ("moh", "diff2", "folded")  # the others are exhaustive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORACLES)
 def test_outputs_equal_the_formula_of_the_paper_which_is_not_that_of_plain_attention(name):
     layer, params, x = make_layer(name, 4, 4)
@@ -60,6 +61,7 @@ def test_outputs_equal_the_formula_of_the_paper_which_is_not_that_of_plain_atten
         assert np.abs(expected("mha", params, x, every, 4, 4) - wanted).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORACLES)
 def test_outputs_with_grouped_queries_causality_a_window_and_a_mask_equal_the_formula(name):
     query, key = np.mgrid[:LENGTH, :LENGTH]

@@ -146,6 +146,7 @@ class TestReach:
         local = [layer for layer, window in enumerate(windows(pattern, depth)) if window]
         np.testing.assert_array_equal(alone(local), visible(1 + len(local) * (WINDOW - 1)))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("pattern", "depth", "scan"),
         [

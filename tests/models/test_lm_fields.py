@@ -34,6 +34,7 @@ class TestRotary:
     def rotated(self, x, width, base=10_000.0, positions=POSITIONS):
         return np.asarray(rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), width=width, base=base))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("base", [10_000.0, 500.0])
     @pytest.mark.parametrize("width", [2, 4, 8])
     def test_pairs_are_rotated_as_complex_numbers_and_the_rest_is_unchanged(self, width, base):
@@ -44,6 +45,7 @@ class TestRotary:
         np.testing.assert_allclose(out[:, :3], np.array(expected)[:, :3], rtol=0, atol=2e-6)
         np.testing.assert_array_equal(out[..., width:], x[..., width:])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("width", [4, 8])
     def test_scores_depend_only_on_the_distance(self, width):
         q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 3, 8))
@@ -134,12 +136,14 @@ class TestLoad:
         saved = params if request.param == "unrolled" else lm.stack_blocks(params, 2)
         return save_npz(tmp_path / "model.npz", {"params": saved})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("period", [None, 2, exhaustive(4)])
     def test_checkpoints_load_into_any_layout(self, file, params, period):
         wanted = lm.stack_blocks(params, period) if period else params
         loaded = lm.load(jax.tree.map(np.zeros_like, wanted), file, {})
         assert_trees_equal(loaded, wanted)
 
+    @pytest.mark.slow
     def test_dont_load_keeps_the_initial_values(self, file, params):
         init = {**random_params(params, seed=5), "head": {"kernel": jnp.zeros((32, 99))}}
         with pytest.raises(CheckpointError, match=r"head/kernel \(checkpoint \(32, 17\), model \(32, 99\)\)"):
@@ -159,6 +163,7 @@ class TestLoad:
         loaded = lm.load(params, file, {}, dont_load=[".*/(pre|post)/.*", ".*_norm/scale"])
         np.testing.assert_array_equal(loaded["head"]["kernel"], plain["head"]["kernel"])
 
+    @pytest.mark.slow
     def test_checkpoint_of_another_depth_raises(self, file, params):
         fewer = make_lm("DCFormer++-405M", depth=3, branches="q")[1]
         for wanted in (fewer, lm.stack_blocks(fewer, 2)):
@@ -166,6 +171,7 @@ class TestLoad:
                 lm.load(wanted, file, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -27,6 +27,7 @@ def test_smoothed_labels_still_sum_to_one():
     np.testing.assert_allclose(smoothed[0], [0.85, 0.05, 0.05, 0.05], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_mixup_uses_one_weight_of_at_least_half_for_images_and_labels(seed):
     images = jnp.arange(5.0)[:, None, None, None] * jnp.ones((5, 2, 2, 1))
@@ -71,6 +72,7 @@ def test_token_cross_entropy_equals_minus_the_log_of_the_softmax():
     np.testing.assert_allclose(got, 0.1 * log_z**2 - np.log(picked), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 def test_chunks_change_neither_token_cross_entropy_nor_its_gradients(chunk):
     hidden, kernel, targets = hidden_states()

@@ -70,6 +70,7 @@ def test_every_model_of_the_paper_has_a_name():
     assert PRESETS.keys() == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "layers", "width", "heads"), [("405M", 24, 1024, 16), ("834M", 24, 1536, 24), ("1.4B", 24, 2048, 32)]
 )

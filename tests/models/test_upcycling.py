@@ -89,6 +89,7 @@ def test_composed_model_starts_as_the_function_of_the_plain_one(tmp_path, settin
     assert_same_function(tmp_path, *models(**fields, **SETTINGS[setting]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_identity_zeroes_the_up_projections_and_keeps_the_down_projections(groups):
     """Zero for both would be a saddle point: neither had a gradient."""
@@ -156,6 +157,7 @@ def test_gradient_reaches_up_projections_gates_and_static_at_once_and_everything
     assert {name for name, leaf in gradients[2].items() if np.mean(leaf != 0) < 0.9} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [image_models, language_models])
 def test_plain_checkpoint_without_the_option_is_one_line_that_names_it(tmp_path, models):
     plain, composed, inputs = models(depth=2)

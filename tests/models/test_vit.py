@@ -56,6 +56,7 @@ def test_parameter_counts_of_the_paper_and_big_vision():
     assert round(count("M/16", **recipe)[0] / 1e6) == 39  # Table 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "width", "rank"), [(6, 384, 2), (8, 1024, 2), (16, 1024, 4), (32, 2048, 1)])
 def test_composition_adds_the_parameters_of_appendix_e(heads, width, rank):
     """4·(M·2RH + (2RH)² + M·H) a layer, exactly; (2R+1)/(3·D_h) of the model, plus the term that the paper drops."""
@@ -68,6 +69,7 @@ def test_composition_adds_the_parameters_of_appendix_e(heads, width, rank):
     assert ratio == pytest.approx((2 * rank + 1) / (3 * head_dim) + 4 * rank**2 / (3 * head_dim**2))
 
 
+@pytest.mark.slow
 def test_plain_tree_is_big_visions():
     """The expected names and shapes are written down from the public interface of big_vision's vit.py."""
     block = {f"LayerNorm_{i}/{p}": (16,) for i in (0, 1) for p in ("scale", "bias")}
@@ -91,6 +93,7 @@ def test_plain_tree_is_big_visions():
     assert shapes(**plain, pool_type="map") == expected | head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_composition_adds_only_its_own_names(groups):
     fields = dict(images=IMAGES.shape, num_classes=7, static=True, groups=groups, **SMALL)
@@ -122,6 +125,7 @@ def test_key_wise_weights_come_from_the_keys_in_cross_attention():
     assert not np.allclose(evaluate(module, {**params, **without}, x_q, x_kv), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_qk_norm_makes_the_output_independent_of_the_scale_of_the_projections(norm):
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
@@ -197,6 +201,7 @@ def test_stochastic_depth_drops_whole_examples_and_keeps_the_mean():
     np.testing.assert_allclose(added[~dropped], np.asarray(out["sa"])[~dropped] / 0.75, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, exhaustive(False)])
 def test_training_without_dropout_draws_no_random_numbers(scan):
     net = vit.Model(7, **SMALL, scan=scan)
@@ -205,6 +210,7 @@ def test_training_without_dropout_draws_no_random_numbers(scan):
     np.testing.assert_array_equal(training, evaluate(net, params, IMAGES)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", vit.POOLS)
 def test_shapes_of_pooled_and_named_outputs(pool):
     net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False)
@@ -216,6 +222,7 @@ def test_shapes_of_pooled_and_named_outputs(pool):
     assert out["encoder"]["block01"].keys() == {"sa", "+sa", "mlp", "+mlp"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["gap", "tok", "0", "none"])
 def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
     """Without layers, the encoded tokens are the normalized embeddings."""
@@ -272,6 +279,7 @@ def test_invalid_fields_of_blocks_and_tokens_are_refused(fields, match):
         param_shapes(vit.Model(7, **SMALL, **fields), IMAGES)
 
 
+@pytest.mark.slow
 def test_initial_logits_are_zero_and_models_without_head_return_features():
     net = vit.Model(7, **{**SMALL, "depth": 0})
     (logits, _), _ = jit(net.init_with_output)(jax.random.key(0), IMAGES)
@@ -304,6 +312,7 @@ def test_variants_by_name():
         vit.decode_variant("So40m/14")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -410,6 +419,7 @@ class TestTraining:
         ]
         np.testing.assert_allclose(dropped, [0, 0.3, 0.6], atol=0.1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scan", [True, exhaustive(False)])
     def test_layers_drop_independently(self, scan):
         encoder = self.blocks(dropout=0.5, scan=scan)["encoder"]

@@ -169,6 +169,7 @@ def test_custom_rules_give_strategies_or_mesh_axes():
     assert spec("opt_state/0/v_row/head/kernel", (32,), [*rules[:1], ("head/.*", ("fsdp", None))], mesh) == (None,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [vit.Model(10, variant="mu/4", scan=True), lm.Model(32, width=32, depth=2, num_heads=4)]
 )

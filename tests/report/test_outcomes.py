@@ -63,6 +63,7 @@ class Expected:
         return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "batch", "loss"), [
     (ONE, 32, "softmax_xent"), (EIGHT, 32, "softmax_xent"), (EIGHT, 24, "sigmoid_xent"), (ONE, 7, "softmax_xent"),
     ({"data": 2, "fsdp": 2, "tensor": 2}, 256, "softmax_xent"),
@@ -93,6 +94,7 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, 
     assert measures.mean_recall(measures.class_measures(got.pairs)) == pytest.approx(balanced)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [7, 32, 256])
 def test_the_most_confident_mistakes_are_kept_with_their_images(monkeypatch, batch):
     """Of equal confidences, the first examples are kept, for any batch size."""

@@ -78,6 +78,7 @@ def test_the_matrix_holds_the_counts():
     assert counts == made.outcomes.pairs
 
 
+@pytest.mark.slow
 def test_a_page_of_eight_imagenet_evaluations_is_a_few_megabytes():
     """Noise, which these images are, makes the largest JPEG files."""
     made = evaluation(1000, images=20_000, size=224)
@@ -139,6 +140,7 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, message):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.html", "folder.html"]
 
 
+@pytest.mark.slow
 def test_an_existing_report_may_be_replaced(tmp_path):
     (tmp_path / "report.html").write_text("old")
     report.check_path(tmp_path / "report.html")

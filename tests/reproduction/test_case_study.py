@@ -41,6 +41,7 @@ def test_the_first_answer_that_only_the_composed_model_gives_is_selected():
     assert case_study.first_case(plain, plain) is None
 
 
+@pytest.mark.slow
 def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_path):
     """Lenders times the sum of the terms are the composed numbers that the model computes."""
     table = case_study.figure7(tmp_path, [0], 5)
@@ -80,6 +81,7 @@ def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, t
             np.testing.assert_allclose(oracle.compose(a, factors, 2)[0, :, -1].T, after, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_grid_of_matrices_is_drawn(case, tmp_path):
     files = tables.write(case_study.figure8(tmp_path, [0], 5), tmp_path)
     assert [file.name for file in files] == ["figure8.md", "figure8.csv", "figure8.png"]

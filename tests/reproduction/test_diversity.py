@@ -14,6 +14,7 @@ def test_components_are_the_smallest_number_that_captures_a_share():
     assert [diversity.components(curve, share) for share in (0.3, 0.5, 0.51, 0.9, 1.0)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_figure_5_has_the_squared_singular_values_of_concatenated_heads(monkeypatch, tmp_path):
     net, params = make_lm(position="learned")
     trained = SimpleNamespace(language_model=lambda: (net, params))

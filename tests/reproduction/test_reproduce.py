@@ -227,6 +227,7 @@ def test_runs_at_equal_time_have_their_own_steps_and_the_schedule_over_them(tmp_
         assert config.schedule.to_dict() == {"decay_type": "cosine", "warmup_percent": 5, "end": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured")
 def test_comparison_pairs_seeds_and_takes_equal_time_from_its_own_runs(tmp_path):
     arms.train_arms(ARMS, tmp_path, [0, 1], FakeTraining(VALUES), 10)
@@ -243,6 +244,7 @@ def test_comparison_pairs_seeds_and_takes_equal_time_from_its_own_runs(tmp_path)
     assert arms.verdict(arms.Claim("", "plain", "good"), found).startswith("does not hold")
 
 
+@pytest.mark.slow
 def test_the_leaderboard_trains_on_generated_tasks_and_has_their_accuracy_over_seeds(tmp_path, monkeypatch):
     few = {name: heads.ARMS[name] for name in ("mha", "dcmha")}
     times = step_times.StepTimes(dict.fromkeys(few, 1.0), "a machine")
@@ -271,6 +273,7 @@ def test_training_skips_complete_runs_and_stops_at_a_failed_one(tmp_path):
     assert len(train.calls) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("arm", [arms.Arm({"rank": 1, "branches": "q"}), arms.Arm({})])
 def test_runs_of_another_config_are_neither_skipped_nor_mixed_in(arm, tmp_path):

@@ -58,6 +58,7 @@ def test_compute_equivalents_are_the_horizontal_distance_to_the_line_of_the_plai
     assert (line.b, np.exp(line.log_a)) == pytest.approx((0.1, 50))
 
 
+@pytest.mark.slow
 def test_intervals_contain_the_equivalent_of_each_seed_and_vanish_for_equal_seeds():
     plain, composed = some_points([1e10, 1e11]), some_points([1e10, 1e11])
     losses = np.array([[4.0, 3.0], [3.8, 2.9]])

@@ -50,6 +50,7 @@ def train(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_runs_differ_in_attention_and_steps_only_and_equal_time_follows_from_the_times(train, tmp_path):
     assert table8.train(tmp_path, [0], train, 80) == 0
     assert [(arm, config.total_steps) for arm, config in train.calls] == list(
@@ -65,6 +66,7 @@ def test_runs_differ_in_attention_and_steps_only_and_equal_time_follows_from_the
     assert len(train.calls) == 6
 
 
+@pytest.mark.slow
 def test_table_8_has_paired_differences_beside_the_paper(train, tmp_path):
     table8.train(tmp_path, [0, 1], train, 80)
     table = table8.table8(tmp_path, [0, 1], 80)

@@ -30,6 +30,7 @@ def test_input_that_once_failed_is_read_or_reported(path):
     fuzz.check(TARGETS[path.parent.name], path.read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in TARGETS])
 def test_generated_input_is_read_or_reported(name):
     pytest.importorskip(EXTRA.get(name, "json"))
@@ -53,6 +54,7 @@ def test_undocumented_exception_is_found_and_minimized(error):
     assert len(data) < 20
 
 
+@pytest.mark.slow
 def test_example_that_takes_too_long_is_found(monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 1)
 

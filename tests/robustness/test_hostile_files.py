@@ -50,6 +50,7 @@ def open_text(path, kind="text", **options):
 
 
 class TestImages:
+    @pytest.mark.slow
     def test_small_file_of_gigapixels_takes_no_memory(self, tmp_path):
         """Check Pillow's readers and the checks before TensorFlow's, in a process that does nothing else."""
         small = {name: data for name, data in BOMBS.items() if name != "masked jpeg"}
@@ -134,6 +135,7 @@ class TestImages:
 
 
 class TestText:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
     def test_line_longer_than_the_limit_is_refused(self, tmp_path, monkeypatch, name):
         monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 21)
@@ -175,6 +177,7 @@ class TestText:
         with refused("a.jsonl.zst", "tokens"):
             open_text(tmp_path / "a.jsonl.zst", kind)
 
+    @pytest.mark.slow
     def test_empty_documents_are_tokenized_in_bounded_batches(self):
         read = 0
 

@@ -75,6 +75,7 @@ def four_rows(tmp_path):
     return tmp_path / "metrics.jsonl", rows.position()
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_is_found_when_reading_or_resuming(four_rows):
     path, position = four_rows
     content = path.read_bytes()

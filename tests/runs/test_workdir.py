@@ -36,6 +36,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*.json*")}
 
 
+@pytest.mark.slow
 def test_workdir_in_use_is_refused_before_anything_is_written(tmp_path, capsys):
     with lock.WorkdirLock(tmp_path):
         assert run(tmp_path) == 2

@@ -136,6 +136,7 @@ def test_ablating_all_branches_leaves_plain_attention(composed):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_branch_is_ablated_alone(composed):
     """The composition without the branch is the one of the same weights with the branch left out."""
     net, params, tokens = composed

@@ -19,6 +19,7 @@ def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_reports_nothing(script):
     found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -199,6 +199,7 @@ def test_run_waits_for_a_slice_that_is_being_created(sandbox):
     assert sandbox.verbs == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED"])
 def test_preempted_slice_is_deleted_and_created_again(sandbox, state):
     sandbox.set(**{"tpu-vm": state})

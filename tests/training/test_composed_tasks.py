@@ -17,6 +17,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
     loaded = config.load("lm_synthetic")
     loaded = config.replaced(loaded, vocab_size=Source().vocab_size)

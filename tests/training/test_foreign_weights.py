@@ -51,6 +51,7 @@ def settings(init, **model):
     )
 
 
+@pytest.mark.slow
 def test_loaded_weights_are_the_model(weights):
     folder, net, params = weights
     model = dcvit.load(folder)
@@ -78,6 +79,7 @@ def test_a_run_starts_from_them(weights, scan, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
     folder, _, _ = weights
     config = settings(folder, norm_epsilon=1e-6)
@@ -95,6 +97,7 @@ def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
         make_loader(config, model, shapes)(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "name"), [("npz", "params.npz"), ("npz", ""), ("bv", "")])
 def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, caplog, to, name):
     folder, _, params = weights

@@ -32,6 +32,7 @@ def lm_pile():
 SMALLEST = {name.rpartition("-")[0]: name for name in reversed(PRESETS)}.values()  # of each family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.exhaustive) for name in PRESETS]
 )
@@ -46,6 +47,7 @@ def test_table_of_presets_states_counted_parameters_and_steps(preset):
     assert line.split()[:5] == [preset, f"{count:,}", f"{steps:,}", f"{batch:,}", tokens]
 
 
+@pytest.mark.slow
 def test_recipe_is_that_of_the_released_configs():
     config = configs.load(f"{PILE}:preset=DCFormer++-405M")
     assert (config.lr, config.wd, config.wd_times_lr, config.grad_clip_norm) == (3e-4, 0.1, True, 1.0)
@@ -82,6 +84,7 @@ ABLATIONS = {  # Tables 9 and 10: arguments of the config, and the fields of att
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["DCFormer++-405M", "DCPythia-6.9B"])
 def test_every_ablation_of_the_paper_is_an_argument(preset):
     for arguments, expected in ABLATIONS.items():

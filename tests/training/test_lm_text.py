@@ -38,6 +38,7 @@ def command(arguments, workdir):
     return cli.run(train.main, ["--config", f"lm_text:{arguments}", "--workdir", str(workdir), *words])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["folder", "file"])
 def test_the_end_of_the_text_is_held_out(books, form):
     """Also of a single file, which is one document."""
@@ -91,6 +92,7 @@ def test_a_moved_workdir_generates_evaluates_and_resumes_with_its_own_tokenizer(
     assert (moved / "tokenizer.json").read_text() == tokenizer
 
 
+@pytest.mark.slow
 def test_resumed_run_uses_the_tokenizer_of_its_workdir(books, tmp_path):
     """The text may have changed, which `--accept data` allows."""
     stored = train_tokenizer(str(books / "a.txt"), 280)

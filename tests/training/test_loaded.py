@@ -196,6 +196,7 @@ class TestErrors:
         with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
             loaded._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
 
+    @pytest.mark.slow
     def test_model_without_a_head_has_features_and_no_classes(self, model):
         headless = small(model.module.clone(num_classes=None), jnp.zeros((1, 8, 8, 3)), pp=model.pp)
         assert headless.features(self.IMAGE).shape == (1, 8)
@@ -225,6 +226,7 @@ class TestErrors:
             with pytest.raises(InputError, match="tokens"):
                 words.features(np.asarray(tokens))
 
+    @pytest.mark.slow
     def test_more_tokens_than_learned_positions_are_one_line(self, words):
         learned = small(words.module.clone(position="learned"), jnp.zeros((1, 2), jnp.int32))
         for call in (learned.features, learned.attention):

@@ -47,6 +47,7 @@ def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=N
     return {"block": {"kernel": p["block/kernel"], "bias": p["block/bias"]}, "head": {"kernel": p["head/kernel"]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "equation"),
     [
@@ -117,6 +118,7 @@ def test_rules_without_a_match_and_invalid_schedules_are_refused(options, messag
         optim.make(PARAMS, total_steps=4, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (2, 4, 3)])
 def test_adafactor_equals_its_equations(shape):
     """Shazeer & Stern, 2018, Algorithms 1 and 4, with a capped β2, and an average of the updates without debiasing.

@@ -120,6 +120,7 @@ BAD_TEXT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_TEXT)
 def test_invalid_config_of_a_language_model_is_one_line(name):
     overrides, message = BAD_TEXT[name]
@@ -135,6 +136,7 @@ def test_text_is_refused_as_data_of_an_image_model():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_evaluation_text_must_end_documents_as_training_text_does(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 200)
     assert cli.run(tokenize.main, ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "pair")]) == 0
@@ -171,6 +173,7 @@ def test_invalid_command_line_is_one_line(capsys, argv, message):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_requires_fused_attention_is_refused_without_it_on_accelerators(monkeypatch):
     overrides = {"model.depth": 1, "model.implementation": "blockwise", "require_fused": True}
     make(**overrides)  # on a CPU
@@ -190,6 +193,7 @@ def test_setup_is_frozen_and_holds_the_complete_config():
     assert made.total_steps == 6
 
 
+@pytest.mark.slow
 def test_model_of_a_setup_has_the_properties_of_its_text():
     made = make("lm_stdlib", LM_TINY, vocab_size="none", document_mask=True)
     assert (made.model.vocab_size, made.model.context, made.model.end_of_text) == (257, 24, 256)

@@ -33,6 +33,7 @@ def _tensorflow():
     pytest.importorskip("tensorflow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", DECODERS)
 @pytest.mark.parametrize("name", sorted(READ))
 def test_every_supported_file_decodes_to_three_channels_of_uint8(name, spec):

@@ -107,6 +107,7 @@ def test_sizes_without_pixels_are_errors(size):
         kernels.resize_bilinear(noise(2, 2), size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "new_length"), [(1, 224), (2000, 1), (2000, 2000), (2**24 + 1, 2**24 + 1)])
 def test_no_position_is_outside_of_the_axis(length, new_length):
     before, after, _ = kernels._interpolation.__wrapped__(length, new_length)

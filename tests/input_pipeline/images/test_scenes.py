@@ -39,6 +39,7 @@ def expected_label(relation, attribute, grid):
     return (found + {"same": 0, "next": 1}[attribute]) % 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("relation", "attribute"), QUESTIONS)
 def test_labels_follow_from_the_content(relation, attribute):
     seen = set()

@@ -26,6 +26,7 @@ def second_shard(root):
 
 
 class TestExamples:
+    @pytest.mark.slow
     @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
     @pytest.mark.parametrize(
         ("split", "chosen"),

@@ -18,6 +18,7 @@ def apply(spec, image=SMALL, **example):
     return ip.Preprocess(spec)({"image": image, **example}, np.random.default_rng(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [60, 1500, 100_000])
 @pytest.mark.parametrize(
     ("before", "inside", "after"),

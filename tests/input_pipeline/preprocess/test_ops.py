@@ -53,6 +53,7 @@ def area(image, height, width):
 class TestTable:
     """The exact result of each op, computed independently."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [(48, 64), (130, 97), (31, 177), (75, 100)])
     def test_resize_interpolates_between_pixel_centers_and_truncates(self, size):
         pytest.importorskip("tensorflow")
@@ -250,6 +251,7 @@ class TestBigVision:
             expected = tf.cast(tf.image.resize(crop, (224, 224)), tf.uint8).numpy()
             np.testing.assert_array_equal(apply(spec, data, seed)["image"], expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [(375, 500), (500, 333), (60, 200)])
     def test_windows_have_the_distribution_of_tensorflows(self, tf, size):
         """Area, aspect ratio and center: means within 4 standard errors, standard deviations within 10 %."""
@@ -268,6 +270,7 @@ class TestBigVision:
             assert abs(a.mean() - b.mean()) < 4 * error, name
             assert a.std() == pytest.approx(b.std(), rel=0.1), name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [(4, 7), (9, 5)])
     def test_offsets_of_windows_have_the_range_and_distribution_of_tensorflows(self, tf, size):
         """For small images, where an offset more or less would show: every offset but the last, each equally often."""

@@ -88,6 +88,7 @@ class TestGeometry:
             expected = self.transform(tf, image, [1, 0, 0, level, 1, 0])
             assert np.array_equal(randaug.shear_y(image, level), expected), name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("pixels", [100, -100, 50, -50, 0, 2.5, -2.5, 0.5, -0.5, 300])
     def test_translations_equal_tensorflows_transform(self, tf, pixels):
         for name, image in IMAGES.items():
@@ -158,6 +159,7 @@ class TestValues:
             expected = np.asarray(ImageOps.autocontrast(Image.fromarray(image)))
             assert np.abs(randaug.autocontrast(image).astype(int) - expected).max() <= 1, name
 
+    @pytest.mark.slow
     def test_autocontrast_scales_in_float32_as_tensorflow_does(self, tf):
         for low, high in np.sort(np.random.default_rng(0).choice(256, (200, 2)), axis=1):
             values = LEVELS[low : high + 1]
@@ -302,6 +304,7 @@ SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"}
 class TestMagnitude:
     """The argument of an op as a function of the magnitude."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("name", "function", "arguments"), ARGUMENTS)
     def test_magnitude_sets_the_argument_and_the_sign_is_random(self, name, function, arguments):
         image, rng = IMAGES["smooth"], np.random.default_rng(0)
@@ -316,6 +319,7 @@ class TestMagnitude:
                 if not all(np.logical_and(plus, minus)):  # otherwise the result is completely gray for both signs
                     assert 16 < sum(plus) < 48
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("magnitude", "side"), [(0, 0), (3, 24), (5, 40), (10, 80), (30, 240)])
     def test_magnitude_sets_the_side_of_a_cutout(self, magnitude, side):
         image = np.zeros((500, 500, 3), np.uint8)

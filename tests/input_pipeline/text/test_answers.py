@@ -116,6 +116,7 @@ def test_marks_of_one_line_are_answers(text, found):
     assert [(marked.text[start:end], shots) for start, end, shots in marked.answers] == found
 
 
+@pytest.mark.slow
 def test_many_marks_or_unended_marks_take_linear_time():
     started = time.process_time()
     assert len(answers.read_marks("a [ b ]\n" * 200_000, "a:1").answers) == 200_000

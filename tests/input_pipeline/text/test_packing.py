@@ -73,6 +73,7 @@ def kinds(request, tmp_path_factory):
     return path, {name: ip.open_source(**given) for name, given in options.items()}
 
 
+@pytest.mark.slow
 def test_every_kind_has_the_rows_of_plain_packing(kinds):
     path, sources = kinds
     sequences, end = corpora.oracle(path, texts_of_full_rows(path))
@@ -88,6 +89,7 @@ def test_every_kind_has_the_rows_of_plain_packing(kinds):
             source[len(source)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["bytes"], indirect=True)  # the rows do not depend on the tokenizer's kind
 def test_batches_are_equal_for_every_kind_any_step_and_any_number_of_hosts(kinds):
     _, sources = kinds
@@ -103,6 +105,7 @@ def test_batches_are_equal_for_every_kind_any_step_and_any_number_of_hosts(kinds
             assert_same({k: np.concatenate([part[k] for part in parts]) for k in parts[0]}, expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["bytes"], indirect=True)
 def test_limited_and_cached_sources_keep_the_properties_of_the_tokens(kinds):
     for source in kinds[1].values():

@@ -11,6 +11,7 @@ import pytest
 import input_pipeline as ip
 
 
+@pytest.mark.slow
 def test_splits_share_no_file_and_are_utf8():
     splits = {split: ip.open_source("stdlib", split=split) for split in ("train", "validation")}
     files = {split: set(source.files) for split, source in splits.items()}

@@ -71,6 +71,7 @@ def answers(words):
     }[mode]()
 
 
+@pytest.mark.slow
 def test_exactly_the_given_answer_follows_from_the_text():
     for task, index in itertools.product(TASKS, range(40)):
         words = make_example(task, draws(1, 0, index, DRAWS))
@@ -88,6 +89,7 @@ def test_tasks_are_the_products_of_patterns_domains_relations_and_orders():
     assert len({*WORDS}) == len(WORDS)
 
 
+@pytest.mark.slow
 def test_answers_come_from_every_fact_equally_often():
     source = ip.open_source("synthetic", tasks="same/cities/the", shots=0)
     places = []
@@ -150,6 +152,7 @@ def test_splits_share_no_set_of_words_in_facts(domain):
     assert not train & validation
 
 
+@pytest.mark.slow
 def test_every_task_has_examples_in_both_splits_and_the_rows_have_the_answers_everywhere():
     for split in ("train", "validation"):
         source = ip.open_source("synthetic", shots=0, split=split)

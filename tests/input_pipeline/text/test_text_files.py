@@ -28,6 +28,7 @@ def test_files_are_read_in_order_without_hidden_other_and_empty_ones(tmp_path):
     assert open_text(tmp_path).tokens.tolist() == [token for digit in b"1234" for token in (digit, 256)]
 
 
+@pytest.mark.slow
 def test_split_of_a_document_does_not_depend_on_other_documents(tmp_path, tokenizer_path):
     texts = [f"document {i}" for i in range(400)]
     path = corpora.write_jsonl(tmp_path / "a.jsonl", texts)
@@ -100,6 +101,7 @@ def test_missing_files_are_an_error(tmp_path):
             open_text(path)
 
 
+@pytest.mark.slow
 @needs_zstd
 @pytest.mark.parametrize("frames", [1, 3])
 def test_zstd_file_cut_off_anywhere_is_refused(tmp_path, frames):
