@@ -246,7 +246,7 @@ def _like(old: Any, text: str, what: str) -> Any:
 
 
 def _override(config: ConfigDict, override: str) -> None:
-    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit; None only removes itself."""
+    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit; None removes its own unit."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")

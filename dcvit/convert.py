@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
 
     runtime.configure()
-    # By default, they would leave a temporary folder. SIGHUP is ignored under `nohup`.
+    # By default, these signals would leave a temporary folder. SIGHUP is ignored under `nohup`.
     signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(number: int, _: object) -> NoReturn:
-    """Exit as a shell reports a process that a signal ended."""
+    """Exit as a shell reports a process that a signal ended; more signals do not interrupt the removal of files."""
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

@@ -44,7 +44,7 @@ def write(stream: IO[bytes], strings: Sequence[bytes]) -> None:
 
 def main(handler: Callable[[list[bytes]], list[bytes]], seconds: int) -> None:
     """Answer requests until the end of stdin, each with a limit of `seconds` and of the time for its bytes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job; the parent decides
         signal.signal(number, signal.SIG_IGN)
     memory = 0
     while request := read(sys.stdin.buffer):

@@ -71,7 +71,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():
-    """Bound the memory of a worker: release the compiled programs after a module if it has grown.
+    """Bound the memory of a worker: release the compiled programs after a module if it exceeds a limit.
 
     The allocator keeps what is released for the next modules, so that only growth beyond it is a reason to release.
     """

@@ -23,7 +23,13 @@ def name_of(path):
 
 def param_shapes(net, example):
     """Return the parameters of a model as shapes, without computing any."""
-    return jax.eval_shape(net.init, jax.random.key(0), example)["params"]
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.tree.map(lambda shape: shape, _param_shapes(net, jax.typeof(example), mesh, jax.config.jax_enable_x64))
+
+
+@functools.cache
+def _param_shapes(net, example, mesh, x64):
+    return jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct(example.shape, example.dtype))["params"]
 
 
 def random_params(shapes, seed=1, std=0.2):

@@ -188,7 +188,9 @@ def check_memory(place: Path | str, *shapes: tuple[int, ...]) -> None:
     left = memory.available()
     for shape in shapes:
         if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
-            raise CheckpointError(f"{place} announces an array of shape {shape}, more than the available memory")
+            raise CheckpointError(
+                f"{place} announces an array or chunks of shape {shape}, more than the available memory"
+            )
 
 
 def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:

@@ -172,7 +172,9 @@ def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, ke
         if (down is None) != (up is None):
             raise ValueError(f"{side}1 and {side}2 must be given together: give both or neither")
         for name, x in ((f"{side}1", down), (f"{side}2", up)):
-            if x is not None and (x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads) or not x.size):
+            if x is not None and (
+                x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (batch, length, heads) or not x.shape[2]
+            ):
                 raise ValueError(f"{name} has shape {x.shape}, expected ({batch}, {length}, rank, {heads})")
         if down is not None and up is not None and down.shape != up.shape:
             raise ValueError(f"{side}1 and {side}2 must have the same shape, found {down.shape} and {up.shape}")

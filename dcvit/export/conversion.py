@@ -116,7 +116,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which ends with the process; OSError if another process holds it."""
-    number = os.open(folder, os.O_RDONLY)
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

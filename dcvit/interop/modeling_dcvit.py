@@ -61,7 +61,7 @@ class DCFormerConfig(PreTrainedConfig):
     """Fields of a decoder-only language model, as in `dcvit.models.lm`."""
 
     model_type = "dcformer"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {**NAMES, "max_position_embeddings": "context"}  # noqa: RUF012
 
     def __init__(self, **kwargs: Any):
@@ -157,10 +157,16 @@ def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-    """Return the mean cross-entropy; `count` is the number of labels if they are more than these."""
-    reduction = "mean" if count is None else "sum"
-    loss = functional.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
-    return loss if count is None else loss / count
+    """Return the cross-entropy of classes, or of their probabilities.
+
+    `count` is the number of labels of all accumulated batches, by which the sum is divided; None: that of `labels`.
+    """
+    labels = labels.to(logits.device)
+    if count is None:
+        return functional.cross_entropy(logits.float(), labels)
+    examples = count / labels.shape[-1] if labels.is_floating_point() else count  # Trainer counts all probabilities
+    examples = examples.to(logits.device) if isinstance(examples, Tensor) else examples
+    return functional.cross_entropy(logits.float(), labels, reduction="sum") / examples
 
 
 def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
@@ -248,7 +254,11 @@ class Attention(nn.Module):
     def _cached(
         self, cache: DynamicCache, k: Tensor, v: Tensor, keys: list[Tensor], ends: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return keys, values and key-wise weights of the tokens before and of these; the cache has them together."""
+        """Return keys, values and key-wise weights of the tokens before and of these, and extend the cache.
+
+        The cache stores them in one tensor (`pack`), in the dtype of the keys.
+        """
+        source_length = k.shape[2]
         with_k, with_v = [*([] if ends is None else [ends]), *keys[:1]], keys[1:]
         packed = [pack(y, torch.cat(more, dim=-1)) if more else y for y, more in ((k, with_k), (v, with_v))]
         packed = cache.update(*packed, self.layer)
@@ -256,7 +266,10 @@ class Attention(nn.Module):
             unpack(y, self.head_dim, sum(x.shape[-1] for x in more))
             for y, more in zip(packed, (with_k, with_v), strict=True)
         )
-        return k, v, [first[..., 0 if ends is None else 1 :].float(), last.float()][: len(keys)]
+        earlier = [first[..., 0 if ends is None else 1 :], last]
+        before = k.shape[2] - source_length
+        keys = [torch.cat([y[:, :before].float(), new], dim=1) for y, new in zip(earlier, keys, strict=False)]
+        return k, v, keys
 
 
 class Mlp(nn.Module):
@@ -399,7 +412,7 @@ class DCViTForImageClassification(DCModel):
     ) -> ImageClassifierOutput:
         """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
 
-        `num_items_in_batch` is the number of images of all accumulated batches: the loss is its share of their mean.
+        `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
         """
         attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
@@ -471,6 +484,7 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         cache: Cache | None = None,
+        cache_position: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Return the logits of each next token of `input_ids`, B T, or of `inputs_embeds`, B T M.
 
@@ -479,18 +493,19 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
             composed weights.
           past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
           attention_mask: 1 for real tokens, 0 for padding, also of the tokens in the cache, B S; or True where a query
-            attends to a key, B 1 T S.
-          position_ids: B T. A token attends to as many tokens before it as its position says, so that the documents of
-            a packed row are apart.
+            may attend to a key, B 1 T S.
+          position_ids: B T. Without a mask, a token attends to as many tokens before it as its position says, so that
+            the documents of a packed row are apart. After a token that ends a document, positions start again at 0.
           labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
           num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
+          cache_position: the slots of the tokens, which early releases of transformers 5 pass: those after the cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and self.config.end_of_text is not None:
             raise ValueError("inputs_embeds do not say where documents end; give input_ids")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        tokens_before = self._cache(past_key_values, cache, use_cache)
+        tokens_before = self._cache(past_key_values, cache, cache_position, use_cache)
         attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         ends = None if self.config.end_of_text is None else (input_ids == self.config.end_of_text)[..., None]
@@ -517,14 +532,23 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
             **{CACHE: tokens_before if use_cache else None},
         )
 
-    def _cache(self, first: Cache | None, second: Cache | None, wanted: bool) -> DynamicCache | None:
+    def _cache(
+        self, past_key_values: Cache | None, cache: Cache | None, slots: Tensor | None, wanted: bool
+    ) -> DynamicCache | None:
         """Return the given cache or, if one is wanted, an empty one."""
-        if first is not None and second is not None:
+        if past_key_values is not None and cache is not None:
             raise ValueError("cache and past_key_values are the same argument; give one of them")
-        given = second if first is None else first
+        given = past_key_values if cache is None else cache
+        recomputes = self.training and any(layer.gradient_checkpointing for layer in self.layers)
+        if given is not None and recomputes:
+            raise ValueError("gradient checkpointing would add its tokens to the cache twice")
         if given is not None and not isinstance(given, DynamicCache):
             raise ValueError(f"the cache is a {type(given).__name__}; the model supports a DynamicCache")
-        return DynamicCache() if given is None and wanted else given
+        if getattr(given, "offloading", False) and self.config.end_of_text is not None:
+            raise ValueError("a model with end_of_text does not support an offloaded cache")
+        if slots is not None and int(slots[0]) != (0 if given is None else given.get_seq_length()):
+            raise ValueError("cache_position does not continue the cache")
+        return DynamicCache() if given is None and wanted and not recomputes else given
 
     def _masks(
         self,
@@ -544,17 +568,20 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         slots = torch.arange(before + length, device=x.device)
         at = slots[before:].expand(batch, -1)
         whole = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-        if whole is not None and whole.dtype != torch.bool:
-            raise ValueError(f"an attention_mask with 4 dimensions should be bool, found {whole.dtype}")
+        if whole is not None and (whole.dtype != torch.bool or whole.shape[1] != 1):
+            found = f"{whole.dtype} of {tuple(whole.shape)}"
+            raise ValueError(f"an attention_mask with 4 dimensions should be bool, B 1 T S, found {found}")
         real = None if attention_mask is None or whole is not None else attention_mask.bool()
         starts = torch.zeros_like(at) if real is None else real.long().argmax(-1, keepdim=True).expand(batch, length)
-        if position_ids is not None:
+        if position_ids is not None and attention_mask is None:
             starts = torch.maximum(starts, at - position_ids)
+        last = torch.zeros_like(at)  # token that ended a document
         if ends is not None:
-            ended = ends[..., 0] if real is None else ends[..., 0] & real[:, before:]
+            ended = ends[..., 0]
             if before and cache is not None:
                 _, earlier = unpack(cache.layers[0].keys, self.config.width // self.config.num_heads, 1)
                 ended = torch.cat([earlier[..., 0] > 0, ended], dim=1)
+            ended = ended if real is None else ended & real
             last = torch.where(ended, slots, 0).cummax(1).values[:, before:]
             starts = torch.maximum(starts, last)
         visible = (slots >= starts[..., None]) & (slots <= at[..., None])
@@ -562,8 +589,10 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
             visible &= real[:, None]
         if whole is not None:
             visible &= whole[:, 0]
-        visible |= slots == at[..., None]  # padding attends to itself, so that no row is empty
+        # Padding attends to itself, so that no row is empty.
+        visible |= (slots == at[..., None]) & ~visible.any(-1, keepdim=True)
         window = self.config.prefill_window if length > 1 and self.config.prefill_window else self.config.window
         local = visible & (slots > at[..., None] - window)
-        positions = at - starts if position_ids is None or ends is not None else position_ids.expand(batch, -1)
+        local |= (slots == at[..., None]) & ~local.any(-1, keepdim=True)
+        positions = at - starts if position_ids is None else torch.where(last > 0, at - starts, position_ids)
         return {"G": visible[:, None], "L": local[:, None]}, positions.clamp(min=0)

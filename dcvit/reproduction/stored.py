@@ -31,8 +31,8 @@ def stored(path: Path, source: object, compute: Callable[[], Value]) -> Value:
         replace(path, json.dumps({**found, "crc32": checksum(found)}, indent=1, allow_nan=False) + "\n")
     try:
         content = json.loads(path.read_text())
-        if content.pop("crc32") != checksum(content):
-            raise ValueError("its checksum differs: it was changed")
+        if content.pop("crc32", None) != checksum(content):
+            raise ValueError("its checksum is missing or differs: it was changed")
         value: Value = content["value"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}; remove it to compute it again") from None

@@ -73,7 +73,8 @@ class Preemption:
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         self.before_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        handled = [number for number in STOPPED if signal.getsignal(number) != signal.SIG_IGN]
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by `nohup`
+        handled = [number for number in STOPPED if number != signal.SIGHUP or not ignored]
         self.before = {number: signal.signal(number, lambda *_: None) for number in handled}
         for number in self.before:
             signal.siginterrupt(number, False)  # do not interrupt system calls of the main thread

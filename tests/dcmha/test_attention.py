@@ -259,6 +259,8 @@ def test_arrays_without_floating_point_numbers_are_refused(name, dtype):
 def test_empty_batches_and_empty_queries_give_empty_outputs(shape, implementation):
     q, k = jnp.zeros(shape), jnp.zeros((shape[0], 5, 4, 8))
     assert attention(q, k, k, implementation=implementation).shape == shape
+    pre = ComposeWeights(*(jnp.zeros((*shape[:2], 2, 4)) for _ in range(2)), jnp.zeros((*shape[:2], 4)))
+    assert attention(q, k, k, pre, pre, implementation=implementation).shape == shape
 
 
 def test_a_traced_scale_raises():

@@ -244,6 +244,40 @@ def test_generation_is_the_same_with_and_without_cache(fields, beams):
     assert len(found[modeling.CACHE].layers) == 2
 
 
+@pytest.mark.parametrize("end_of_text", [None, END])
+def test_padding_between_two_turns_hides_nothing(end_of_text):
+    """Padding is the token that ends a document, and positions are those that `generate` gives."""
+    model = new_model(end_of_text=end_of_text)
+    first, second = torch.tensor([[0, 0, 5, 6, END, END]]), torch.tensor([[7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1]])
+    with torch.no_grad():
+        cache = model(first, attention_mask=mask[:, :6], use_cache=True)[modeling.CACHE]
+        found = model(second, attention_mask=mask, cache=cache).logits
+        whole = model(torch.cat([first, second], dim=1), attention_mask=mask).logits[:, 6:]
+        torch.testing.assert_close(found, whole, atol=1e-5, rtol=0)
+        positions = torch.tensor([[0, 0, 0, 1, 0, 0, 2, 3]])
+        found = model(torch.cat([first, second], dim=1), attention_mask=mask, position_ids=positions).logits[:, 6:]
+        alone = model(torch.tensor([[5, 6, 7, 8]])).logits[:, 2:]
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+def test_an_empty_cache_changes_no_bit_in_bfloat16():
+    model, rows = new_model(compose="both").to(torch.bfloat16), PADDED["input_ids"][1:]
+    with torch.no_grad():
+        assert torch.equal(model(rows, use_cache=True).logits, model(rows, use_cache=False).logits)
+
+
+def test_no_cache_is_made_where_layers_are_computed_again():
+    model, rows = new_model().train(), PADDED["input_ids"][1:]
+    cache = model(rows, use_cache=True)[modeling.CACHE]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # releases of transformers name the method differently
+        model.gradient_checkpointing_enable()
+    model(rows, use_cache=True, labels=rows).loss.backward()
+    with pytest.raises(ValueError, match="to the cache twice"):
+        model(rows, cache=cache)
+
+
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_the_cache_has_both_names(name):
     model, rows = new_model(), PADDED["input_ids"][1:]
@@ -296,9 +330,10 @@ def test_embeddings_positions_and_masks_are_honoured():
         torch.testing.assert_close(model(packed, attention_mask=mask).logits, expected, atol=1e-5, rtol=0)
         embedded = model.get_input_embeddings()(packed)
         torch.testing.assert_close(model(inputs_embeds=embedded).logits, model(packed).logits)
-        learned = new_model(position="learned")
-        moved = learned(packed, position_ids=torch.arange(6)[None] + 5).logits
-        assert (moved - learned(packed).logits).abs().max() > 1e-2
+        for end_of_text in (None, END):
+            learned = new_model(position="learned", end_of_text=end_of_text)
+            moved = learned(packed, position_ids=torch.arange(6)[None] + 5).logits
+            assert (moved - learned(packed).logits).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -307,6 +342,8 @@ def test_embeddings_positions_and_masks_are_honoured():
         ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds"),
         ({"token_type_ids": torch.zeros(1, 6)}, TypeError, "token_type_ids"),
         ({"attention_mask": torch.zeros(1, 1, 6, 6)}, ValueError, "should be bool"),
+        ({"attention_mask": torch.ones(1, 4, 6, 6, dtype=torch.bool)}, ValueError, "should be bool, B 1 T S"),
+        ({"cache_position": torch.arange(6) + 2}, ValueError, "does not continue the cache"),
         ({"cache": transformers.StaticCache(modeling.DCFormerConfig(), max_cache_len=8)}, ValueError, "a DynamicCache"),
     ],
 )
@@ -317,7 +354,7 @@ def test_an_argument_is_honoured_or_refused(arguments, error, message):
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
-    """In transformers' Trainer, one step of plain gradient descent."""
+    """In transformers' Trainer, one step of plain gradient descent. Labels of images are probabilities of classes."""
 
     def trained(batch, steps):
         torch.manual_seed(0)
@@ -327,7 +364,7 @@ def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
         else:
             shape = dict(width=32, depth=1, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3)
             model = modeling.DCViTForImageClassification(modeling.DCViTConfig(**shape))
-            data = [{"pixel_values": x, "labels": i % 3} for i, x in enumerate(torch.randn(4, 3, 8, 8))]
+            data = [{"pixel_values": x, "labels": x.mean((1, 2)).softmax(-1)} for x in torch.randn(4, 3, 8, 8)]
         before = {name: x.detach().clone() for name, x in model.named_parameters()}
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
