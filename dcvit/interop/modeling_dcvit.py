@@ -156,11 +156,13 @@ def unpack(x: Tensor, head_dim: int, numbers: int) -> tuple[Tensor, Tensor]:
     return x[..., :head_dim], x[..., head_dim:].transpose(1, 2).flatten(2)[..., :numbers]
 
 
-def mean_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-    """Return the cross-entropy of classes, or of their probabilities.
+def mean_loss(logits: Tensor, labels: Tensor | None, count: Tensor | int | None) -> Tensor | None:
+    """Return the cross-entropy of classes, or of their probabilities; None without labels.
 
     `count` is the number of labels of all accumulated batches, by which the sum is divided; None: that of `labels`.
     """
+    if labels is None:
+        return None
     labels = labels.to(logits.device)
     if count is None:
         return functional.cross_entropy(logits.float(), labels)
@@ -428,7 +430,7 @@ class DCViTForImageClassification(DCModel):
             x = torch.tanh(self.pre_logits(x))
         logits = self.head(x) if hasattr(self, "head") else x
         return ImageClassifierOutput(
-            loss=None if labels is None else mean_loss(logits, labels, num_items_in_batch),
+            loss=mean_loss(logits, labels, num_items_in_batch),
             logits=logits,
             hidden_states=tuple(states) if hidden_states else None,
             attentions=tuple(weights) if attentions else None,
@@ -521,11 +523,9 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         x = self.norm(x)
         logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
-        loss = None
-        if labels is not None:
-            loss = mean_loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), num_items_in_batch)
+        following = None if labels is None else labels[:, 1:].flatten()
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch),
             logits=logits,
             hidden_states=(*states[:-1], x) if hidden_states else None,
             attentions=tuple(weights) if attentions else None,
