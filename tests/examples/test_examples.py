@@ -63,7 +63,7 @@ def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
 def test_the_notebook_about_heads_follows_their_composition(
     digits_run, lm_workdir, library_promotion, tmp_path, monkeypatch, capsys
 ):
-    status, workdir = digits_run(**{"model.compose": "both", "model.patch_size": (2, 2)})
+    status, workdir = digits_run(**{"model.depth": 1, "model.compose": "both", "model.patch_size": (2, 2)})
     assert status == 0
     names = run_notebook("heads.ipynb", tmp_path, monkeypatch, digits=workdir, text=lm_workdir)
     assert names["error"] < 1e-5
