@@ -140,8 +140,10 @@ def find_dataset(name: str, root: str) -> str:
     manual = MANUAL_DOWNLOADS.get(dataset)
     download = f"put {manual} in {root}/downloads/manual and then " if manual else ""
     existing = f"; existing versions: {', '.join(versions)}" if versions else ""
+    prepare = f"tfds.builder({dataset!r}, data_dir={root!r}).download_and_prepare()"
     raise MissingDataError(
-        f"no prepared dataset {name!r} in {root}{existing}; {download}run: tfds build {dataset} --data_dir {root}"
+        f"no prepared dataset {name!r} in {root}{existing}; {download}run: "
+        f'python -c "import tensorflow_datasets as tfds; {prepare}"'
     )
 
 

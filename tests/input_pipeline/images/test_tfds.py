@@ -104,7 +104,8 @@ class TestNames:
             open_imagenet(tmp_path)
         assert "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unextracted" in str(error.value)
         assert f"in {tmp_path}/downloads/manual" in str(error.value)
-        assert f"tfds build imagenet2012 --data_dir {tmp_path}" in str(error.value)
+        command = f"tfds.builder('imagenet2012', data_dir='{tmp_path}').download_and_prepare()"
+        assert command in str(error.value)
         options = {"split": "train", "data_dir": str(imagenet[0]["tfrecord"])}
         with pytest.raises(ip.MissingDataError, match=r"'imagenet2012:9\.9\.9' .*existing versions: 5\.1\.0"):
             ip.open_source("tfds", name="imagenet2012:9.9.9", **options)
