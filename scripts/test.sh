@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests in parallel.   scripts/test.sh [--fast | --exhaustive | --interop | --weekly | --all] [pytest options]
-#   --fast         without the tests marked slow: about a minute on two cores
+#   --fast         without the tests marked slow: about a minute and a half on two cores
 #   --exhaustive   only the tests marked exhaustive: more combinations, longer runs
 #   --interop      only the tests marked interop and not exhaustive: they compare with PyTorch, ONNX and others, which are
 #                  several GB with CUDA
