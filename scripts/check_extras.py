@@ -28,14 +28,19 @@ doc_to_choice: [red, green]
 doc_to_target: label
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-SHORT = ["--config.total_steps=2", "--config.batch_size=4", "--config.model.depth=1", "--config.input.data.context=32"]
+SHORT = [
+    "--config.total_steps=2",
+    "--config.input.batch_size=4",
+    "--config.model.depth=1",
+    "--config.input.data.context=32",
+]
 # name of the part -> its extra, and the arguments of `dcvit` in a folder with the files of `prepare`
 PARTS = {
-    "digits": ("none", "train --config vit_digits:epochs=1 --workdir run"),
+    "digits": ("none", "train --config vit_digits:epochs=1,attention=mha --workdir run"),
     "embedded text": ("none", ["train", "--config", "lm_stdlib", "--workdir", "lm", *SHORT]),
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
-    "tfds": ("data", "check_data --config vit_i1k"),
+    "tfds": ("data", "check-data --config vit_i1k"),
     "BPE tokenizer": ("lm", ["train", "--config", "lm_text:data_dir=text,tokenizer=train,vocab_size=300", "--workdir",
                              "bpe", *SHORT]),
     "zstd": ("lm", ["train", "--config", "lm_text:data_dir=zstd", "--workdir", "zst", *SHORT]),
