@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha import dispatch, reference
-from dcvit.dcmha.compose import ComposeWeights, check_weights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.compose import ComposeWeights, check_floating, check_weights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array, Bool, Float
 
@@ -129,9 +129,7 @@ def _check_arguments(
     """Raise ValueError if the arguments of `attention` are inconsistent; return the scale."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
+    check_floating({"q": q, "k": k, "v": v})
     batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
     if not (heads and keys and head_dim and key_heads):

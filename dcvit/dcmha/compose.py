@@ -7,7 +7,7 @@ projections, G groups of heads (a compose combines heads of the same group only)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -164,6 +164,13 @@ def query_map(
     return out
 
 
+def check_floating(arrays: Mapping[str, Array | None]) -> None:
+    """Raise ValueError with the name of an array that does not have floating-point numbers."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
+
+
 def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, keys: int, groups: int) -> None:
     """Raise ValueError with the name of the weight if `w` does not fit attention of the given sizes."""
     if groups < 1 or heads % groups:
@@ -180,9 +187,7 @@ def check_weights(w: ComposeWeights, *, batch: int, heads: int, queries: int, ke
             raise ValueError(f"{side}1 and {side}2 must have the same shape, found {down.shape} and {up.shape}")
         if gate is not None and gate.shape != (batch, length, heads):
             raise ValueError(f"{side}g has shape {gate.shape}, expected {(batch, length, heads)}")
-    for name, x in w._asdict().items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}, expected floating-point numbers")
+    check_floating(w._asdict())
     per_group = heads // groups
     if w.static is not None and w.static.shape != (groups, per_group, per_group):
         raise ValueError(f"static has shape {w.static.shape}, expected {(groups, per_group, per_group)}")
