@@ -29,6 +29,7 @@ def param_shapes(net, example):
 
 @functools.cache
 def _param_shapes(net, example, mesh, x64):
+    """Trace a model once for each mesh and precision, on which the shapes' shardings and dtypes depend."""
     return jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct(example.shape, example.dtype))["params"]
 
 
