@@ -16,7 +16,7 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.numerics import statistics_dtype
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.shapes import Array, Float, Shaped
 
 RMS_EPSILON = 1e-6
 
@@ -164,7 +164,7 @@ def query_map(
     return out
 
 
-def check_floating(arrays: Mapping[str, Array | None]) -> None:
+def check_floating(arrays: Mapping[str, Shaped[Array, "..."] | None]) -> None:
     """Raise ValueError with the name of an array that does not have floating-point numbers."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):

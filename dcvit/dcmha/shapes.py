@@ -11,13 +11,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 try:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Shaped
 except ModuleNotFoundError:
     from jax import Array
 
-    Bool = Float = Int = Any  # type: ignore[assignment]
+    Bool = Float = Int = Shaped = Any  # type: ignore[assignment]
 
-__all__ = ["Array", "Bool", "Float", "Int", "Ref", "existing"]
+__all__ = ["Array", "Bool", "Float", "Int", "Ref", "Shaped", "existing"]
 
 Value = TypeVar("Value")
 
