@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcvit.errors import CheckpointError, ConfigError, first_line, first_line_with_type, nearest
+from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
 from dcvit.export import card, formats, libraries, logits, programs
 from dcvit.export.source import Model, from_weights, open_model
 from dcvit.interop.weights import open_weights
@@ -74,7 +74,7 @@ def convert(source: Path, target: Path, to: str) -> Report:
     model = open_model(source)
     try:
         with _new_folder(target) as folder:
-            WRITERS[to](model, folder)
+            _write(model, folder, to)
             report = compare(model, folder, to)
             if not report.difference <= report.allowed:
                 raise CheckpointError(f"{source} to {to}: {report}")
@@ -84,6 +84,16 @@ def convert(source: Path, target: Path, to: str) -> Report:
     except OSError as e:
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
     return report
+
+
+def _write(model: Model, folder: Path, to: str) -> None:
+    """Write a model in a format. A failure in a library that writes files, as on a full disk, is an OSError."""
+    try:
+        WRITERS[to](model, folder)
+    except (CheckpointError, ConfigError, InputError, OSError):
+        raise
+    except Exception as e:  # TensorStore and safetensors have error types of their own
+        raise OSError(first_line_with_type(e)) from e
 
 
 @contextlib.contextmanager

@@ -248,13 +248,16 @@ class MetricWriter:
 
 
 def _tensorboard(workdir: Folder) -> SummaryWriter | None:
-    """Return clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed."""
+    """Return clu's TensorBoard writer, or None if clu, tensorflow or tensorboard is not installed or fails to load."""
     if any(importlib.util.find_spec(name) is None for name in ("clu", "tensorflow", "tensorboard")):
         return None
     from input_pipeline.optional import tensorflow
 
-    tensorflow()  # before clu imports it: keeps TensorFlow off the accelerators
-    from clu import metric_writers
-
+    try:
+        tensorflow()  # before clu imports it: keeps TensorFlow off the accelerators
+        from clu import metric_writers
+    except Exception as e:  # a broken installation, or too little memory
+        LOG.warning("no events for TensorBoard: %s", first_line(e))
+        return None
     writer: SummaryWriter = metric_writers.SummaryWriter(str(workdir))
     return writer

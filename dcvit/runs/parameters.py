@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from dcvit.checkpoint.files import Folder, replace
+from dcvit.errors import first_line_with_type
 
 FILE = "parameters.txt"
+LOG = logging.getLogger(__name__)
 
 
 def write_overview(workdir: Folder, params: Mapping[str, Any]) -> None:
@@ -20,7 +23,11 @@ def write_overview(workdir: Folder, params: Mapping[str, Any]) -> None:
     """
     if importlib.util.find_spec("clu") is None:
         return
-    from clu import parameter_overview
+    try:
+        from clu import parameter_overview
+    except Exception as e:  # a broken installation, or too little memory
+        LOG.warning("no %s: clu fails to load: %s", FILE, first_line_with_type(e))
+        return
 
     table: str = parameter_overview.get_parameter_overview(params, include_stats=False)
     replace(workdir / FILE, table + "\n")

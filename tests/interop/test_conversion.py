@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -362,6 +363,23 @@ def test_failures_are_one_line_and_leave_nothing(case, folders, tmp_path, monkey
     assert error.count("\n") == 1
     assert message.replace("numpy", "numpi") in error
     assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["bv", "npz", "safetensors"])
+def test_a_disk_that_fills_up_while_writing_is_one_line(to, folders, tmp_path, capsys):
+    """A limit on the size of files makes the write fail in the middle, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        status = cli.run(convert.main, [str(folders["vit"]), str(tmp_path / "out"), "--to", to])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert (status, error.count("\n")) == (2, 1)
+    assert error.startswith(f"error: cannot write {tmp_path}/")
+    assert "File too large" in error
+    assert not any(tmp_path.iterdir())
 
 
 def break_source(case, source, folders, monkeypatch):
