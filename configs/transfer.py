@@ -2,14 +2,16 @@
 
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
     python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,batch_size=64 --workdir W
+    python -m dcvit.train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,compose=both --workdir W
 
-`init` is a workdir, a checkpoint folder of one, or a big_vision `.npz` file. The model and the preprocessing are those
-of the run, with the number of classes of the new data; arguments override them. For an `.npz` file, `variant`,
-`posemb`, `rep_size` and `pool_type` must be those of the checkpoint. With `res`, images are cropped to that resolution
-as `crop` says, with the run's `exif`. The head is initialized to zero. Learned position embeddings are resampled to the
-new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is that of big_vision's
-transfer.py: momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per data set, lie between
-0.001 and 0.03.
+`init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, a big_vision `.npz` file, or weights of
+transformers or timm. The model and the preprocessing are those of `init`, with the number of classes of the new data;
+arguments override them. `compose=both` upcycles a plain model: compositions that start as the identity are added. With
+`res`, and for weights that tell no preprocessing, images are cropped to that resolution, by default 384, as `crop`
+says, with the `exif` and the range of values of `init`. The head is initialized to zero. Learned position embeddings
+are resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is
+that of big_vision's transfer.py: momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per
+data set, lie between 0.001 and 0.03.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +24,8 @@ DATASETS = {
     "oxford_iiit_pet": ("train[:90%]", "train[90%:]", "test", 500),
     "oxford_flowers102": ("train[:90%]", "train[90%:]", "test", 500),
 }
-MODEL = {"variant": "DCViT-S/16", "posemb": "sincos2d", "rep_size": True, "pool_type": "gap"}  # without a run
+MODEL = {"variant": "DCViT-S/16", "posemb": "sincos2d", "rep_size": True, "pool_type": "gap"}  # without `init`
+SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size")  # which a variant sets, too
 RES = 384
 LABELS = '|onehot({num_classes})|keep("image", "labels")'
 
@@ -42,9 +45,10 @@ def get_config(
     posemb: str | None = None,
     rep_size: bool | None = None,
     pool_type: str | None = None,
+    compose: str | None = None,
     init_config: dict | None = None,
 ) -> ConfigDict:
-    """Return the config; arguments that are None are those of the run `init`, whose config is `init_config`.
+    """Return the config; arguments that are None are those of `init`, whose config is `init_config`.
 
     `data` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
     `steps=0` uses the number of DATASETS.
@@ -53,8 +57,9 @@ def get_config(
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
     run = init_config or {}
     if run and run["model_name"] != "vit":
-        raise ValueError(f"init={init} is a run of model_name={run['model_name']!r}; expected 'vit'")
-    given = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type}
+        raise ValueError(f"init={init} is a model of model_name={run['model_name']!r}; expected 'vit'")
+    given = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type, "compose": compose}
+    model = {key: value for key, value in run.get("model", MODEL).items() if not (variant and key in SIZES)}
     pp_train, pp_eval = preprocessing(run, res, crop, exif)
     train, evaluated, own_steps = sources(data, data_dir, val_fraction)
 
@@ -67,9 +72,9 @@ def get_config(
     config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = {**run.get("model", MODEL), **{key: value for key, value in given.items() if value is not None}}
+    config.model = {**model, **{key: value for key, value in given.items() if value is not None}}
     config.model_init = init
-    config.model_load = {"dont_load": ["head/kernel", "head/bias"]}
+    config.model_load = {"dont_load": ["head/kernel", "head/bias"], "upcycle": compose is not None}
 
     config.loss = "softmax_xent"
     config.optax_name = "trace"
@@ -88,8 +93,8 @@ def get_config(
 
 
 def preprocessing(run: dict, res: int | None, crop: str, exif: bool | None) -> tuple[str, str]:
-    """Return the preprocessing of training and of evaluation, without labels: that of the run, or for `res`."""
-    as_run = bool(run) and res is None and exif is None
+    """Return the preprocessing of training and of evaluation, without labels: that of `init`, or for `res`."""
+    as_run = "pp" in run.get("input", {}) and res is None and exif is None
     res = res or RES
     bigger = res * 7 // 6  # 448 for 384
     crops = {
@@ -102,11 +107,14 @@ def preprocessing(run: dict, res: int | None, crop: str, exif: bool | None) -> t
     if as_run:
         pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
         return pp_train if pp_train.startswith("decode") else pp_eval, pp_eval  # the run's images may not be encoded
-    exif = "exif=True" in run.get("pp_predict", "") if exif is None else exif
-    decode = "decode(exif=True)" if exif else "decode"
+    ops = [op.strip() for op in run.get("pp_predict", "").split("|")]
+    exif = "exif=True" in ops[0] if exif is None else exif
+    arguments = ", ".join(["1"] * ops[0].startswith("decode(1") + ["exif=True"] * exif)  # gray images have 1 channel
+    decode = f"decode({arguments})" if arguments else "decode"
+    value_range = next((op for op in ops if op.startswith(("value_range", "vgg_value_range"))), "value_range(-1, 1)")
     return (
-        f"{decode}|{crops[crop]}|flip_lr|value_range(-1, 1)",
-        f"{decode}|resize_small({bigger})|central_crop({res})|value_range(-1, 1)",
+        f"{decode}|{crops[crop]}|flip_lr|{value_range}",
+        f"{decode}|resize_small({bigger})|central_crop({res})|{value_range}",
     )
 
 

@@ -11,10 +11,10 @@ The schedule of the learning rate, warm-up included, is repeated over `steps` st
 are those of the run. The seed is another than the run's, and so is the order of the data. `compose=none` trains the
 plain model on in the same way, for comparison.
 
-Weights of other origin, such as a big_vision `.npz` file, have no run. Upcycle them with any config:
+Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 
-    python -m dcvit.train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-S/16 --workdir W \
-        --config.model_init=vit_s16.npz --config.model_load.upcycle=True
+    python -m dcvit.train --config configs/transfer.py:init=vit_s16.npz,data_dir=~/pets,compose=both --workdir W
+    python -m dcvit.train --config configs/lm_text.py:init=gpt2,data_dir=books,attention=dcmha --workdir W
 """
 
 from ml_collections import ConfigDict
@@ -39,6 +39,12 @@ def get_config(
     """Return the config of the run `init`, `init_config`, for a composed model; 0 and None are the run's values."""
     if not init:
         raise ValueError("give the run to start from: upcycle.py:init=WORKDIR")
+    if init_config and not any(f"total_{unit}" in init_config for unit in UNITS):
+        use = {"vit": "transfer.py:init={},compose=both", "lm": "lm_text.py:init={},attention=dcmha"}
+        raise ValueError(
+            f"init={init} are weights without data and recipe; upcycle them by "
+            f"{use[init_config['model_name']].format(init)},data_dir=FOLDER"
+        )
     if not init_config:
         raise ValueError(
             f"init={init} is no workdir of a run, nor a checkpoint in one; for weights of other origin use another "

@@ -3,7 +3,7 @@
 A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
 Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
 `X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
-latter receives the config of the run whose workdir or checkpoint folder `init` names, or {}.
+latter receives the config of the model that `init` names; see `init_config`.
 
 A config file of big_vision may be given, too. Its keys are translated; see `dcvit.big_vision`.
 """
@@ -29,12 +29,23 @@ from ml_collections.config_dict import RequiredValueError
 
 from dcvit import big_vision
 from dcvit.config_keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
-from dcvit.errors import ConfigError, check_regex, check_values, first_line, has_type, nearest, type_name, unknown_key
+from dcvit.errors import (
+    CheckpointError,
+    ConfigError,
+    check_regex,
+    check_values,
+    first_line,
+    has_type,
+    nearest,
+    type_name,
+    unknown_key,
+)
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
+Json: TypeAlias = dict[str, Any]
 Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
 
@@ -71,7 +82,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config.lock()
 
 
-def defaults() -> dict[str, Any]:
+def defaults() -> Json:
     """Return the default of every key."""
     return {name: key.default for name, key in KEYS.items()}
 
@@ -82,16 +93,24 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
     Raises:
       ConfigError: the file is missing or unreadable.
     """
+    found = _json_object(path)
+    try:
+        check_values(found, "config")
+        config = ConfigDict(defaults() | found)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    check_types(config)
+    return config.lock()
+
+
+def _json_object(path: Path | epath.Path) -> Json:
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
-        check_values(found, "config")
-        config = ConfigDict(defaults() | found)
-    except (OSError, ValueError, TypeError, RecursionError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
-    check_types(config)
-    return config.lock()
+    return found
 
 
 def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
@@ -122,7 +141,7 @@ def _find(name: str) -> Path:
     return known[name]
 
 
-def _translated(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _translated(path: Path, config: Json) -> Json:
     """Return the config of a file with keys of dcvit, and log how those of big_vision are translated."""
     if not big_vision.is_big_vision(config):
         return config
@@ -150,7 +169,7 @@ def _run(path: Path, text: str) -> ConfigDict:
     return config
 
 
-def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> dict[str, Any]:
+def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> Json:
     """Return the arguments of a get_config, converted to the types of its defaults.
 
     A get_config of big_vision has one parameter, `arg`, and parses the text itself.
@@ -163,19 +182,45 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
             raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
     given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
     if "init_config" in parameters:
-        given["init_config"] = run_config(arguments.get("init", ""))
+        given["init_config"] = init_config(arguments.get("init", ""))
     return given
 
 
-def run_config(checkpoint: str) -> dict[str, object]:
-    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path."""
+def init_config(checkpoint: str) -> Json:
+    """Return the config of a run, or the keys that weights of another library determine; {} if the path is neither.
+
+    `input.pp` is the preprocessing of training, with an inception crop if the model has only one of prediction.
+
+    Raises:
+      ConfigError: the config or the weights are damaged or unsupported.
+    """
+    from dcvit.checkpoint.steps import ABOUT  # late: a config without `init` needs none of these
+    from dcvit.interop import preprocessing
+    from dcvit.interop.weights import open_weights
+
+    found, path = run_config(checkpoint), expand(checkpoint)
+    try:
+        if not found and checkpoint and path.exists() and not (path / ABOUT).is_dir():
+            found = open_weights(path).config()
+        if found.get("pp_predict") and "pp" not in found.get("input", {}):
+            found["input"] = {**found.get("input", {}), **preprocessing.training(found["pp_predict"])}
+    except CheckpointError as e:
+        raise ConfigError(f"init={checkpoint}: {e}") from None
+    return found
+
+
+def run_config(checkpoint: str) -> Json:
+    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path.
+
+    The config.json of another library has no `model_name`.
+    """
     if not checkpoint or "://" in checkpoint:
         return {}
     place = expand(checkpoint).absolute()
     for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
         if (folder / "config.json").is_file():
-            found: dict[str, object] = read_json(folder / "config.json").to_dict()
-            return found
+            found = _json_object(folder / "config.json")
+            return read_json(folder / "config.json").to_dict() if "model_name" in found else {}
     return {}
 
 

@@ -28,11 +28,12 @@ LAYERS = [
     ["dcvit.report"],
     ["dcvit.evaluators", "dcvit.inference"],
     ["dcvit.runs"],
+    ["dcvit.config"],
     ["dcvit.models"],
     ["dcvit.interop"],
     ["dcvit.checkpoint"],
     ["dcvit.parallel"],
-    ["dcvit.config", "dcvit.config_keys", "dcvit.big_vision", "dcvit.dcmha", "input_pipeline"],
+    ["dcvit.config_keys", "dcvit.big_vision", "dcvit.dcmha", "input_pipeline"],
     ["dcvit.errors", "dcvit.versions", "input_pipeline.errors"],
 ]
 

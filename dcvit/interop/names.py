@@ -1,12 +1,14 @@
-"""Names of classes, and tokens that end a text, in the config files of transformers and timm."""
+"""Names of classes, and tokens that end a text, in config files of transformers and timm, and the keys of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dcvit.errors import CheckpointError
 from dcvit.interop.family import Description
-from dcvit.interop.tensors import GENERATION, Json
+from dcvit.interop.lm_fields import DEFAULTS
+from dcvit.interop.tensors import GENERATION, Json, read_json
 
 
 def named(description: Description, config: Json) -> Description:
@@ -60,6 +62,26 @@ def special_token(tokenizer: Json, number: int) -> str | None:
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     found = next((token.get("content") for token in tokens if token.get("id") == number and token.get("special")), None)
     return found if isinstance(found, str) else None
+
+
+def config(description: Description, tokenizer: Path | None) -> Json:
+    """Return the keys of a config of this project that describe a model and its tokens.
+
+    A run has one token that ends a text, the first of several.
+    """
+    outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
+    found: Json = {
+        "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
+    }  # fmt: skip
+    if description.model_name == "vit":
+        return found | ({"pp_predict": description.pp} if description.pp else {})
+    found["model"].setdefault("context", DEFAULTS.context)  # otherwise that of the data
+    # Without a tokenizer, the text is not known to be bytes.
+    data: Json = {"kind": "text", "tokenizer": str(tokenizer)} if tokenizer else {"kind": "input_ids"}
+    if description.end_tokens:
+        end = description.end_tokens[0]
+        data["end_of_text"] = special_token(read_json(tokenizer), end) if tokenizer else end
+    return {**found, "input": {"data": {key: value for key, value in data.items() if value is not None}}}
 
 
 def end_tokens(config: Json, vocab_size: int) -> tuple[int, ...]:

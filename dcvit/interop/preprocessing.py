@@ -11,7 +11,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
 from dcvit.interop.links import Arrays, Link
-from input_pipeline.preprocess.builder import Step, parsed
+from input_pipeline.preprocess.builder import Step, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
@@ -99,6 +99,16 @@ def from_pp(pp: str) -> Preprocessing:
     method = names.get(first.get("method", ""), "bilinear")
     smaller = min(squash) if squash else first.get("smaller_size")
     return Preprocessing(size_of(pp), smaller, method, mean, std, channels, squash)
+
+
+def training(pp: str) -> dict[str, str]:
+    """Return the `pp` of training, without labels, for a preprocessing string; {} if its images have no fixed size."""
+    try:
+        (height, width), value_range = size_of(pp), RANGE.search(pp)
+    except CheckpointError:
+        return {}
+    crop = f"inception_crop({height if height == width else [height, width]})"
+    return {"pp": "|".join([decoding(pp), crop, "flip_lr", *([value_range[0]] if value_range else [])])}
 
 
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:

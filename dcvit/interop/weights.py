@@ -37,7 +37,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, Family
 from dcvit.interop.links import Link
-from dcvit.interop.tensors import Tensor, Tensors, WeightsFile, has_files, is_npz, open_file
+from dcvit.interop.tensors import Json, Tensor, Tensors, WeightsFile, has_files, is_npz, open_file, tokenizer_of
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -72,6 +72,10 @@ class Weights(NamedTuple):
     def parameters(self) -> dict[str, Tensor]:
         """Return each parameter by its path in the tree of unrolled layers; see `dcvit.interop.links.parameters`."""
         return linking.parameters(self.links, self.tensors)
+
+    def config(self) -> Json:
+        """Return the keys of a config that the weights, and the tokenizer beside them, determine."""
+        return names.config(self.description, tokenizer_of(self.path))
 
     def folded(self) -> Weights:
         """Return the weights of an image model with mean and standard deviation folded into its first layer.

@@ -216,7 +216,7 @@ def test_invalid_prediction_preprocessing_is_refused_before_training(pets, tmp_p
             "transfer.py:init=x,data_dir={pets},res=32,variant=ViT-mu/16",
             "512: set --config.input.batch_size to 24 or less",
         ),
-        ("transfer.py:init={text},data_dir={pets}", "a run of model_name='lm'; expected 'vit'"),
+        ("transfer.py:init={text},data_dir={pets}", "a model of model_name='lm'; expected 'vit'"),
         ("transfer.py", "give the checkpoint to start from"),
         ("transfer.py:init=x", "give either data="),
         ("transfer.py:init=x,data=cifar11", "known: cifar10"),

@@ -1,0 +1,91 @@
+"""configs/transfer.py, lm_text.py and upcycle.py with `init` of weights without a run."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conversion_models import PP, image_model, language_model, write
+
+from dcvit import config as configs
+from dcvit.errors import ConfigError
+from dcvit.export import formats
+from dcvit.training.model import make_loader, make_model
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+FORMATS = {"safetensors": formats.write_safetensors, "npz": formats.write_npz, "dcvit": formats.write_dcvit}
+
+
+def written(model, kind, folder):
+    folder.mkdir()
+    FORMATS[kind](model, folder)
+    return folder
+
+
+def loaded(config, example, **outputs):
+    """Return the parameters with which a run of the config starts, and its model."""
+    net = make_model(configs.replaced(config, **outputs))
+    params = net.init(jax.random.key(1), example)["params"]
+    found = make_loader(config, net, params)(params)
+    return jax.tree.map(lambda new, old: old if new is None else new, found, params), net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compose", [None, "both"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_images_start_from_weights_without_further_arguments(kind, compose, tmp_path):
+    """With all but the head; the upcycled model computes the features of the plain one."""
+    net, params, model = image_model(compose=None)
+    folder = written(model, kind, tmp_path / "weights")
+    config = configs.load(f"transfer:init={folder},data_dir=x" + (f",compose={compose}" if compose else ""))
+    assert config.pp_predict == PP
+    assert config.input.pp.startswith("decode|inception_crop(16)|flip_lr|value_range(-1, 1)|onehot(")
+    images = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))
+    found, tuned = loaded(config, images, num_classes=3)
+    before, after = (n.apply({"params": p}, images)[1]["pre_logits"] for n, p in ((net, params), (tuned, found)))
+    np.testing.assert_allclose(after, before, atol=1e-5)
+    assert tuned.compose == compose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [None, "dcmha"])
+def test_language_model_starts_from_weights_without_further_arguments(attention, tmp_path):
+    net, params, model = language_model(compose=None, qk_norm=None, window_pattern="none")
+    (folder := write(model, tmp_path / "weights")).joinpath("tokenizer.json").write_text("{}")
+    config = configs.load(f"lm_text:init={folder},data_dir=x" + (f",attention={attention}" if attention else ""))
+    assert config.input.data.tokenizer == str(folder / "tokenizer.json")
+    assert config.model.context >= config.input.data.context
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    found, tuned = loaded(config, tokens)
+    before, after = (n.apply({"params": p}, tokens)[0] for n, p in ((net, params), (tuned, found)))
+    np.testing.assert_allclose(after, before, atol=1e-5)
+    assert (tuned.compose is None) == (attention is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("upcycle:init={vit}", "transfer.py:init=.*,compose=both,data_dir=FOLDER"),
+        ("upcycle:init={run}", "transfer.py:init=.*,compose=both,data_dir=FOLDER"),
+        ("upcycle:init={lm}", "lm_text.py:init=.*,attention=dcmha,data_dir=FOLDER"),
+        ("lm_text:init={vit},data_dir=x", "no language model: vit"),
+        ("lm_text:init=/nowhere,data_dir=x", "no language model: expected a run or weights"),
+        ("lm_text:init={lm},data_dir=x", "has no tokenizer.json: give tokenizer=PATH"),
+        ("lm_text:init={lm},data_dir=x,tokenizer=train", "does not go with init"),
+        ("transfer:init={lm},data_dir=x", "model_name='lm'; expected 'vit'"),
+        ("transfer:init={other},data_dir=x", "has no weights"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(spec, message, tmp_path):
+    image = image_model(compose=None)[2]
+    places = {"vit": write(image, tmp_path / "vit"), "run": written(image, "dcvit", tmp_path / "run")}
+    places |= {"lm": write(language_model()[2], tmp_path / "lm"), "other": tmp_path / "other"}
+    places["other"].mkdir()
+    (places["other"] / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
+    with pytest.raises(ConfigError, match=message) as error:
+        configs.load(spec.format(**places))
+    assert "\n" not in str(error.value)
+    assert not re.search(r"KeyError|AttributeError|TypeError", str(error.value))
