@@ -20,7 +20,9 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
 Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
 random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
 of each group with the field `groups`. The gate of "gated" is 1 + tanh(x·W_qg) = 2σ(2·x·W_qg), so W_qg is half of the
-paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2.
+paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2. w_q1 of
+"lightweight" is RMS-normed over the heads, as in all dynamic projections. modded-nanogpt's record 85 composes the last
+layer only and adds the product in the local window only; "lightweight" composes all layers and all visible keys.
 """
 
 from __future__ import annotations
