@@ -20,6 +20,7 @@ import tensorstore as ts
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
+from dcvit.export import tokenizer_files
 from dcvit.export.logits import nested
 from dcvit.export.source import Model
 from dcvit.interop import (
@@ -38,7 +39,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, WrittenFamily
 from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import GENERATION, PROCESSOR, TOKENIZER, Json, read_json, tokenizer_of
+from dcvit.interop.tensors import GENERATION, PROCESSOR, Json, read_json, tokenizer_of
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build, example
 
@@ -107,11 +108,11 @@ def write_dcvit(model: Model, folder: Path) -> None:
     if isinstance(record["model"], dict):
         record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
     if model.workdir:
-        for name in (DATA, TOKENIZER, "accepted.json"):
+        for name in (DATA, "accepted.json"):
             if (model.workdir / name).is_file():
                 shutil.copyfile(model.workdir / name, folder / name)
-    elif tokenizer:
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    if own_tokenizer := tokenizer_of(model.workdir or model.path):
+        tokenizer_files.copy(own_tokenizer, folder)
     if model.description.class_names and not model.workdir:
         _write_json(folder / DATA, {"class_names": list(model.description.class_names)})
     _write_json(folder / "config.json", record)
@@ -186,9 +187,7 @@ def write_hf(model: Model, folder: Path) -> None:
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     tokens: Json = {"eos_token_id": ends if ends[1:] else ends[0], "pad_token_id": ends[0]} if ends else {}
     _write_json(folder / GENERATION, tokens)
-    if tokenizer := tokenizer_of(model.workdir or model.path):
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokenizer_files.write_hf(model.workdir or model.path, folder, ends)
 
 
 def _image_size(model: Model) -> Json:

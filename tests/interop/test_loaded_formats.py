@@ -102,12 +102,8 @@ def test_transformers_reads_the_names(tmp_path):
 @pytest.fixture
 def text(tmp_path):
     """A folder of transformers with a tokenizer whose tokens are the letters of a language model."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
     model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
-    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="a"))
-    tokenizer.add_special_tokens([LETTERS[-1]])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_tokenizer(tmp_path, {})
     formats.write_hf(model, tmp_path)
     return tmp_path, model
 
@@ -136,6 +132,67 @@ def test_a_tokenizer_beside_a_single_file_is_found(text):
     folder, _ = text
     (file,) = folder.glob("*.safetensors")
     assert dcvit.load(file).tokenizer.encode("cab") == dcvit.load(folder).tokenizer.encode("cab") == [2, 0, 1]
+
+
+def save_tokenizer(folder, config):
+    """Write a tokenizer of letters and the files beside it that transformers writes."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers; pip install -e .[lm]")
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="a"))
+    tokenizer.add_special_tokens(list(LETTERS[-2:]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+GIVEN = {
+    "eos_token": {"__type": "AddedToken", "content": LETTERS[-2], "special": True},
+    "pad_token": LETTERS[-1], "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Own",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN], ids=["none", "given"])
+@pytest.mark.parametrize("fields", [{"compose": None}, {}], ids=["native", "ours"])
+@pytest.mark.parametrize("by_run", [False, True])
+def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, fields, by_run, tmp_path, monkeypatch):
+    """A batch is padded and keeps its tokens on the right; no code is asked for, and none is executed."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    source, run, folder = (tmp_path / name for name in ("source", "run", "hf"))
+    for made in (source, run, folder):
+        made.mkdir()
+    save_tokenizer(source, given)
+    model = conversion_models.language_model("DCFormer++-405M", depth=1, **fields)[2]
+    model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=source)
+    if by_run:
+        formats.write_dcvit(model, run)
+        model = open_model(run)
+    formats.write_hf(model, folder)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks to run code"))
+    found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert (found.eos_token, found.pad_token) == ((LETTERS[-2], LETTERS[-1]) if given else (LETTERS[-1],) * 2)
+    rows = found(["cab", "b"], padding=True)
+    assert rows.keys() == {"input_ids", "attention_mask"}
+    assert rows["input_ids"] == [[2, 0, 1], [len(LETTERS) - 1] * 2 + [1]]
+    if given:
+        assert found.apply_chat_template([{"role": "user", "content": "cab"}], tokenize=False) == "cab"
+
+
+@pytest.mark.slow
+def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    modeling = pytest.importorskip("dcvit.interop.modeling_dcvit", reason="needs transformers 5")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_tokenizer(tmp_path, {})
+    model = conversion_models.language_model("DCFormer++-405M", depth=1)[2]
+    formats.write_hf(described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=tmp_path), folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    net = modeling.DCFormerForCausalLM.from_pretrained(folder)
+    pipeline = transformers.pipeline("text-generation", model=net, tokenizer=tokenizer, device="cpu")
+    options = dict(max_new_tokens=3, do_sample=False)
+    texts = ["cabd", "b"]
+    assert pipeline(texts, batch_size=2, **options) == [pipeline(text, **options) for text in texts]
 
 
 @pytest.mark.slow
