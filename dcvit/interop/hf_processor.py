@@ -96,9 +96,11 @@ def _preprocessing(found: Json, image_size: tuple[int, int], channels: int) -> P
     if not _flag(found, "do_resize") or found.get("rescale_offset"):
         raise CheckpointError(f"{PROCESSOR}: do_resize=false and rescale_offset are not supported")
     number = found["resample"]
-    if number not in range(len(METHODS)):
+    if isinstance(number, bool) or number not in range(len(METHODS)):
         raise CheckpointError(f"{PROCESSOR}: resample={number!r:.100}; expected 0 to {len(METHODS) - 1}")
     crop = _size(found.get("crop_size"))
+    if any(isinstance(side, int) and side < 1 for side in found["size"].values()):
+        raise CheckpointError(f"{PROCESSOR}: size={found['size']!r:.100} should be 1 pixel or more")
     mean, std = _normalization(found)
     resize = squash = None
     if crop and _flag(found, "do_center_crop", default=False):

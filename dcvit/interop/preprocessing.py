@@ -20,6 +20,9 @@ METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", 
 DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
 NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
+SIZES = ("size", "smaller_size", "larger_size", "crop_size", "border")  # arguments of ops, in pixels
+LARGEST = 1 << 14  # pixels of a side
+SMALLEST = 1e-4  # of a range of pixels in [0, 255]; normalized pixels of smaller ones would not be accurate
 GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
               ["resize_pillow", "central_crop"])  # fmt: skip
 
@@ -54,7 +57,7 @@ def to_pp(preprocessing: Preprocessing) -> str:
     """
     both = (*preprocessing.mean, *preprocessing.std)
     too_few = min(len(preprocessing.mean), len(preprocessing.std)) < preprocessing.channels
-    if too_few or min(preprocessing.std) <= 0 or not all(map(math.isfinite, both)):
+    if too_few or min(preprocessing.std) < SMALLEST / 255 or not all(map(math.isfinite, both)):
         raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
     method = METHODS[preprocessing.method]
     size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)
@@ -99,6 +102,21 @@ def from_pp(pp: str) -> Preprocessing:
     method = names.get(first.get("method", ""), "bilinear")
     smaller = min(squash) if squash else first.get("smaller_size")
     return Preprocessing(size_of(pp), smaller, method, mean, std, channels, squash)
+
+
+def check(pp: str) -> None:
+    """Raise CheckpointError if a preprocessing string of a file is invalid, or has a size or range that cannot work."""
+    for op, given in _steps(pp):
+        sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
+        if not all(isinstance(n, int) and 1 <= n <= LARGEST for n in sizes):
+            raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not in 1 … {LARGEST}")
+        if op in RANGES:
+            names = ("std", "mean") if op == "vgg_value_range" else ("in_max", "in_min", "vmin", "vmax")
+            high, low, *others = (np.ravel(given[name]).astype(np.float64) for name in names)
+            scale = high if op == "vgg_value_range" else high - low
+            finite = all(np.isfinite(x).all() for x in (high, low, *others))
+            if not finite or (np.abs(scale) < SMALLEST).any():
+                raise CheckpointError(f"pp={pp!r:.200}: {op} has a range that is empty or not finite")
 
 
 def training(pp: str) -> dict[str, str]:

@@ -125,14 +125,24 @@ def open_weights(path: str | Path) -> Weights:
         if family.matches(file.tensors, file.config):
             try:
                 description = names.named(family.describe(file.tensors, file.config), file.config)
+                preprocessing.check(description.pp)
                 links = family.links(description, file.tensors)
             except CheckpointError as e:
                 raise CheckpointError(f"{path} ({name}): {e}") from None
             linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
             linking.check_shapes(links, file.tensors, f"{path} ({name})")
+            _check_case(links, path)
             return Weights(path, name, description, links, file.tensors)
     some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
     raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+
+
+def _check_case(links: list[Link], path: Path) -> None:
+    """Raise CheckpointError if two parameters would have the same file where case does not distinguish names."""
+    seen = dict[str, str]()
+    for name in (name for link in links for name in link.ours):
+        if seen.setdefault(name.casefold(), name) != name:
+            raise CheckpointError(f"{path}: the names {seen[name.casefold()]!r} and {name!r} differ only in case")
 
 
 def _read(path: Path, name: str, tensor: Tensor) -> np.ndarray:

@@ -10,8 +10,11 @@ import pytest
 from conversion_models import PP, image_model, language_model, write
 
 from dcvit import config as configs
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import formats
+from dcvit.interop import hf_processor
+from dcvit.interop.tensors import PROCESSOR
+from dcvit.interop.weights import open_weights
 from dcvit.training.model import make_loader, make_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -89,3 +92,40 @@ def test_what_does_not_fit_is_one_line(spec, message, tmp_path):
         configs.load(spec.format(**places))
     assert "\n" not in str(error.value)
     assert not re.search(r"KeyError|AttributeError|TypeError", str(error.value))
+
+
+@pytest.mark.parametrize(
+    "pp",
+    [
+        "decode|resize(0)|value_range(-1, 1)",
+        "decode|resize([16, 10**9])",
+        "decode|resize(1000000000)|value_range(-1, 1)",
+        "decode|resize(-5)|value_range(-1, 1)",
+        "decode|resize_small(0)|central_crop(16)|value_range(-1, 1)",
+        "decode|resize(16)|value_range(0, 1, 3.0, 3.0)",
+        "decode|resize(16)|value_range(-1, 1e999)",
+        "decode|resize(16)|vgg_value_range([1, 2, 3], [1, 0, 1])",
+        "decode|resize(16)|__import__('os')",
+    ],
+)
+def test_preprocessing_that_cannot_run_is_refused_where_it_is_read(pp, tmp_path):
+    model = image_model()[2]
+    folder = write(model._replace(description=model.description._replace(pp=pp)), tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="pp="):
+        open_weights(folder)
+
+
+def test_statistics_of_a_processor_that_cannot_run_are_refused():
+    for change in ({"image_std": [1e-45] * 3}, {"resample": True}, {"size": -5}, {"size": {"height": 0, "width": 9}}):
+        with pytest.raises(CheckpointError, match=PROCESSOR):
+            hf_processor.read({PROCESSOR: change}, "ViT", (32, 32), 3)
+    assert hf_processor.read({PROCESSOR: {"image_std": [0.01] * 3}}, "ViT", (32, 32), 3)
+
+
+def test_names_that_differ_only_in_case_are_refused(tmp_path):
+    """One file would overwrite the other in a folder of arrays on some file systems."""
+    model = image_model()[2]
+    tensors = {**model.params, "Head/kernel": model.params["head/kernel"]}
+    folder = write(model._replace(params=tensors), tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="'Head/kernel' and 'head/kernel' differ only in case"):
+        open_weights(folder)
