@@ -39,7 +39,7 @@ from dcvit.interop import (
 from dcvit.interop import links as linking
 from dcvit.interop.family import Description, WrittenFamily
 from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import GENERATION, PROCESSOR, Json, read_json, tokenizer_of
+from dcvit.interop.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build, example
 
@@ -127,20 +127,14 @@ def write_dcvit(model: Model, folder: Path) -> None:
 
 
 def _config(description: Description, tokenizer: Path | None) -> Json:
-    """Return the keys of a config that describe a model and its tokens."""
-    outputs = {"vit": "num_classes", "lm": "vocab_size"}[description.model_name]
-    found: Json = {
-        "model_name": description.model_name, "model": dict(description.fields), outputs: description.num_outputs,
-    }  # fmt: skip
-    if description.model_name == "lm":  # without a tokenizer, the text is not known to be bytes
-        data: Json = {"kind": "text", "tokenizer": OWN_TOKENIZER} if tokenizer else {"kind": "input_ids"}
-        if description.end_tokens:
-            end, *others = description.end_tokens
-            if others:
-                log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
-            data |= {"end_of_text": names.special_token(read_json(tokenizer), end) if tokenizer else end}
-        return {**found, "input": {"data": {key: value for key, value in data.items() if value is not None}}}
-    return found | ({"pp_predict": description.pp} if description.pp else {})
+    """Return the keys of a config that describe a model and its tokens, with a tokenizer in the workdir."""
+    if others := list(description.end_tokens[1:]):
+        end = description.end_tokens[0]
+        log.warning("a run has one token that ends a text, here %d; others are lost: %s", end, others)
+    found = names.config(description, tokenizer)
+    if tokenizer and "input" in found:
+        found["input"]["data"]["tokenizer"] = OWN_TOKENIZER
+    return found
 
 
 def native_family(model: Model, families: tuple[str, ...]) -> tuple[str, Json]:
