@@ -28,6 +28,7 @@ from dcvit.training.tasks import task_class
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
+SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
 MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
@@ -129,6 +130,8 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
         try:
             loaded = load_params(shapes, config.model_init, fields, **options)
         except CheckpointError as e:
+            if sizes := _other_sizes(config, model):
+                raise CheckpointError(f"{e}; the model there has {sizes}") from None
             if "head/kernel (" not in str(e):
                 raise
             head = "--config.model_load.dont_load=\"['head/.*']\""
@@ -163,6 +166,17 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
             f"config.model: upcycling preserves the function of {config.model_init}, but {found}; set {words}"
         )
     LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
+
+
+def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
+    """Return the options that give a model the sizes of the model it starts from; "" if it has them, or none is known."""
+    source = _source_model(config)
+    pairs = {name: (getattr(source, name, None), getattr(model, name, None)) for name in SIZES}
+    return " ".join(
+        f"--config.model.{name}={shlex.quote(repr(old))}"
+        for name, (old, new) in pairs.items()
+        if source is not None and old != new
+    )
 
 
 def _source_model(config: ConfigDict) -> nn.Module | None:

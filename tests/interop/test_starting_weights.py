@@ -129,3 +129,15 @@ def test_names_that_differ_only_in_case_are_refused(tmp_path):
     folder = write(model._replace(params=tensors), tmp_path / "weights")
     with pytest.raises(CheckpointError, match="'Head/kernel' and 'head/kernel' differ only in case"):
         open_weights(folder)
+
+
+def test_other_sizes_are_named_by_their_options(tmp_path):
+    folder = write(language_model(compose=None)[2], tmp_path / "weights")
+    source = open_weights(folder).description.fields
+    config = configs.load("lm_text:data_dir=x", [f"model_init={folder}", "vocab_size=9", "model.context=8"])
+    net = make_model(config)
+    shapes = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
+    with pytest.raises(CheckpointError) as error:
+        make_loader(config, net, shapes)(shapes)
+    for name in ("width", "depth", "mlp_dim"):
+        assert f"--config.model.{name}={source[name]}" in str(error.value)
