@@ -177,8 +177,8 @@ def write_hf(model: Model, folder: Path) -> None:
         except CheckpointError as e:
             log.info("%s is not written: %s", PROCESSOR, e)
         return
-    ends = [*model.description.end_tokens, model.description.fields.get("end_of_text")]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    found = [*model.description.end_tokens, model.description.fields.get("end_of_text")]
+    ends = list(dict.fromkeys(end for end in found if end is not None))
     tokens: Json = {"eos_token_id": ends if ends[1:] else ends[0], "pad_token_id": ends[0]} if ends else {}
     _write_json(folder / GENERATION, tokens)
     tokenizer_files.write_hf(model.workdir or model.path, folder, ends)
