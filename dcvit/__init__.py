@@ -1,19 +1,70 @@
-"""Vision transformers and language models with Dynamically Composable Multi-Head Attention, in JAX."""
+"""Vision transformers and language models with Dynamically Composable Multi-Head Attention (DCMHA), in JAX.
+
+In plain multi-head attention, heads work independently. DCMHA (Xiao et al., ICML 2024) mixes them: before the softmax
+(pre-compose) and after it (post-compose), the H scores of each query-key pair are multiplied by a small H×H matrix that
+is computed from the query and the key.
+
+    dcvit.load("runs/W").predict("image.png")   a trained model, or weights of another library
+    dcvit.DCMHA(num_heads=8)                    the flax layer, in place of nn.MultiHeadDotProductAttention
+    dcvit.dcmha.attention(q, k, v, pre, post)   the same attention on JAX arrays
+    dcvit.list_models()                         the models by name
+    dcvit.quiet()                               no messages of a libtpu that finds no TPU
+
+`import dcvit` imports no other library: these names import theirs when they are used.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcvit import dcmha
+    from dcvit.models.dcmha import DCMHA
     from dcvit.training.loaded import LoadedModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet"]
 
 
 def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> LoadedModel:
     """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.training.loaded.load`."""
-    from dcvit.training import loaded  # late: `import dcvit` needs no library
+    from dcvit.training import loaded
 
     return loaded.load(source, config=config, sharding=sharding)
+
+
+def list_models() -> list[str]:
+    """Return the names of the models: the `variant` of ViTs without patch size, and the `preset` of language models.
+
+    `dcvit.models.vit.Model(1000, variant="DCViT-S/16")` and `dcvit.models.lm.Model(50257, preset="DCFormer++-405M")`
+    build them.
+    """
+    from dcvit.models import presets, vit
+
+    return [f"{kind}-{size}" for kind in ("ViT", "DCViT") for size in vit.VARIANTS] + list(presets.PRESETS)
+
+
+def quiet() -> None:
+    """Skip libtpu on a machine without TPU, as the commands do, so that it prints no lines about its search for one.
+
+    Call it before the first use of a device; later, it has no effect. Where a TPU is present, nothing changes.
+    """
+    from dcvit.parallel import runtime
+
+    runtime.skip_absent_tpu()
+
+
+def __getattr__(name: str) -> Any:
+    """Import `DCMHA` or `dcmha` when it is first used."""
+    if name == "DCMHA":
+        return importlib.import_module("dcvit.models.dcmha").DCMHA
+    if name == "dcmha":
+        return importlib.import_module("dcvit.dcmha")
+    raise AttributeError(f"module 'dcvit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
