@@ -77,6 +77,8 @@ def attention(
     """
     _check_integers(groups=groups, window=1 if window is None else window)
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
+    if not isinstance(dropout, Dropout | None):
+        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
     if dropout is not None and not 0 <= dropout.rate <= 1:
         raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
     if implementation is not None and implementation not in IMPLEMENTATIONS:

@@ -20,7 +20,8 @@ def attention_maps(
 ) -> dict[int, AttentionMatrices]:
     """Return the attention matrices of the given layers, by default of all, in float32.
 
-    The scores of a key that the query may not attend to are 0.
+    The scores of a key that the query may not attend to are 0. Keys of the result are numbers from 0, in their order:
+    `layers=[-1]` of 12 layers gives the key 11.
 
     Args:
       model: the model.

@@ -53,6 +53,12 @@ class LayerInputs(NamedTuple):
     cache: Cache | None = None  # the tokens before; see `FlatAttention.decode`
     update: CacheUpdate | None = None
 
+    def check_axes(self) -> None:
+        """Raise ValueError if inputs lack an axis, or have other leading axes than the queries."""
+        shapes = [x.shape for x in (self.q, self.k, self.v) if x is not None]
+        if any(len(shape) < 2 or shape[:-2] != shapes[0][:-2] for shape in shapes):
+            raise ValueError(f"expected inputs (*B, T, M) with the same leading axes, found {shapes}")
+
     def flat(self, mask_heads: int) -> LayerInputs:
         """Return the inputs with a single leading axis B, and the mask as booleans with 1 or `mask_heads` heads."""
         lead, queries = self.q.shape[:-2], self.q.shape[-2]
@@ -290,8 +296,8 @@ class Attention(FlatAttention):
 
         Raises:
           ValueError: a field has none of its valid values, the numbers of heads, key heads and groups and the width do
-            not divide each other as they must, the mask does not broadcast, or a rotary embedding is combined with
-            `x_kv`.
+            not divide each other as they must, the inputs lack an axis or have different leading axes, the mask does
+            not broadcast, or a rotary embedding is combined with `x_kv`.
         """
         inputs = LayerInputs(x_q, x_kv, x_v, mask, positions, dropout_rng)
         result = self.attend(inputs, deterministic=deterministic, return_weights=return_weights)
@@ -318,6 +324,7 @@ class Attention(FlatAttention):
         Raises:
           ValueError: as `__call__`.
         """
+        inputs.check_axes()
         if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
             inputs = inputs._replace(dropout_key=None)
         elif inputs.dropout_key is None:

@@ -135,8 +135,8 @@ class DCMHA(nnx.MultiHeadAttention):
         """
         if input_positions is not None:
             raise ValueError("DCMHA has no input_positions, because it has no attention_fn: use flax's layer")
-        if inputs_q.shape[-1] != self.in_features:
-            raise ValueError(f"inputs_q has width {inputs_q.shape[-1]}, expected in_features={self.in_features}")
+        if inputs_q.shape[-1:] != (self.in_features,):
+            raise ValueError(f"inputs_q has shape {inputs_q.shape}, expected a width of in_features={self.in_features}")
         decode = bool(self.decode if decode is None else decode)
         if decode and self.cached_key is None:
             raise ValueError("decode=True needs a cache: call init_cache first")

@@ -156,7 +156,7 @@ class LoadedModel:
             )  # fmt: skip
 
     def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
-        """Return the attention matrices B H T S of the given layers, by default of all.
+        """Return the attention matrices B H T S of the given layers, by default of all, by their numbers from 0.
 
         Raises:
           ConfigError: there is no layer of a number, or the inputs are too many for one batch.

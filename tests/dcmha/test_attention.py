@@ -232,6 +232,7 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"scale": -float("inf")}, "scale=-inf: expected a finite number"),
         ({"window": 2.5}, "window=2.5: expected an integer"),
         ({"groups": 2.0}, "groups=2.0: expected an integer"),
+        ({"dropout": 0.1}, r"dropout is a float, expected dcvit.dcmha.Dropout\(key, rate\)"),
         ({"pre": ComposeWeights(jnp.zeros((2, 5, 0, 4)), jnp.zeros((2, 5, 0, 4)))}, r"q1 has shape \(2, 5, 0, 4\)"),
         ({"pre": ComposeWeights(qg=jnp.zeros((2, 5, 4), int))}, "qg has dtype int32, expected floating-point"),
     ],

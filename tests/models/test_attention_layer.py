@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcvit.models.attention import Attention
+from dcvit.models.attention import Attention, LayerInputs
 from dcvit.models.projections import HeadDense
 
 
@@ -287,3 +288,13 @@ def test_a_composition_of_inputs_of_two_widths_is_refused():
         jax.eval_shape(
             Attention(2, compose="both").init, jax.random.key(0), jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 8))
         )
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[()], [(8,)], [(2, 3, 8), (3, 8)], [(2, 3, 8), (4, 3, 8)], [(2, 2, 3, 8), (4, 3, 8)], [(3, 8), (3, 8), (8,)]],
+)
+def test_inputs_with_missing_or_other_leading_axes_are_refused(shapes):
+    inputs = LayerInputs(*map(jnp.ones, shapes))
+    with pytest.raises(ValueError, match=re.escape(f"with the same leading axes, found {shapes}")):
+        jax.eval_shape(lambda: Attention(4).init(jax.random.key(0), inputs, method="attend"))
