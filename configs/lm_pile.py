@@ -1,8 +1,8 @@
 """Language models of the DCMHA paper on the Pile, by name.
 
-    python -m dcvit.train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
-    python -m dcvit.train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile,branches=q --workdir W
-    python -m dcvit.train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile,branches=q --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
 
 Parameters are counted with the vocabulary given here. Batches are rows of 2048 tokens. The paper's results: validation
 perplexity on the Pile, and the average of zero-shot accuracies in % (Tables 4 and 9).

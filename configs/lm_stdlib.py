@@ -1,8 +1,8 @@
 """A small DCFormer++, or Transformer++ of the same shape, on the source code of Python's standard library.
 
-    python -m dcvit.train --config configs/lm_stdlib.py --workdir W
-    python -m dcvit.train --config configs/lm_stdlib.py:attention=mha --workdir W
-    python -m dcvit.generate --workdir W --prompt "def main"
+    dcvit train --config configs/lm_stdlib.py --workdir W
+    dcvit train --config configs/lm_stdlib.py:attention=mha --workdir W
+    dcvit generate --workdir W --prompt "def main"
 
 Tokens are bytes, nothing is downloaded, and a run takes minutes on two CPU cores. `bash scripts/demo.sh lm` compares
 the two models. About every twentieth file belongs to the validation split.

@@ -1,8 +1,8 @@
 """A small DCFormer, or Transformer of the same shape, on generated tasks like those of the paper's Section 4.3.
 
-    python -m dcvit.train --config configs/lm_synthetic.py --workdir W
-    python -m dcvit.train --config configs/lm_synthetic.py:attention=mha --workdir W2
-    python -m dcvit.evaluate --workdir W
+    dcvit train --config configs/lm_synthetic.py --workdir W
+    dcvit train --config configs/lm_synthetic.py:attention=mha --workdir W2
+    dcvit evaluate --workdir W
 
 An example is "apple . wolf . cello . in initial animal w ;": a pattern selects a word, a relation transforms it.
 `input_pipeline/text/synthetic_tasks.py` lists the tasks. Tokens are words, only the answers count, and nothing is

@@ -1,9 +1,9 @@
 """A small DCFormer++, or Transformer++ of the same shape, on text files of your own.
 
-    python -m dcvit.train --config configs/lm_text.py:data_dir=books --workdir W
-    python -m dcvit.train --config configs/lm_text.py:data_dir=books,tokenizer=train,vocab_size=4096 --workdir W
-    python -m dcvit.train --config configs/lm_text.py:data_dir=books,init=gpt2,attention=dcmha --workdir W
-    python -m dcvit.generate --workdir W --prompt "Once upon a time"
+    dcvit train --config configs/lm_text.py:data_dir=books --workdir W
+    dcvit train --config configs/lm_text.py:data_dir=books,tokenizer=train,vocab_size=4096 --workdir W
+    dcvit train --config configs/lm_text.py:data_dir=books,init=gpt2,attention=dcmha --workdir W
+    dcvit generate --workdir W --prompt "Once upon a time"
 
 `data_dir` is a folder, file or glob of .txt, .jsonl and .jsonl.zst files. Tokens are bytes; `tokenizer=train` trains a
 BPE tokenizer on the text and stores it in the workdir, and `tokenizer=PATH/tokenizer.json` uses a given one. The last

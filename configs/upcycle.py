@@ -1,8 +1,8 @@
 """A trained ViT or language model with plain attention becomes a composed one, and trains on.
 
-    python -m dcvit.train --config configs/upcycle.py:init=runs/plain --workdir runs/upcycled
-    python -m dcvit.train --config configs/upcycle.py:init=runs/plain,static=true,steps=2000,lr=0.0003 --workdir W
-    python -m dcvit.train --config configs/upcycle.py:init=runs/plain,compose=none --workdir W    (the baseline)
+    dcvit train --config configs/upcycle.py:init=runs/plain --workdir runs/upcycled
+    dcvit train --config configs/upcycle.py:init=runs/plain,static=true,steps=2000,lr=0.0003 --workdir W
+    dcvit train --config configs/upcycle.py:init=runs/plain,compose=none --workdir W    (the baseline)
 
 `init` is a workdir, or a checkpoint folder of one. The model, the data and the recipe are those of the run, with
 compositions that start as the identity: at step 0 the model computes the function of the plain one. `compose`,
@@ -13,8 +13,8 @@ plain model on in the same way, for comparison.
 
 Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 
-    python -m dcvit.train --config configs/transfer.py:init=vit_s16.npz,data_dir=~/pets,compose=both --workdir W
-    python -m dcvit.train --config configs/lm_text.py:init=gpt2,data_dir=books,attention=dcmha --workdir W
+    dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=~/pets,compose=both --workdir W
+    dcvit train --config configs/lm_text.py:init=gpt2,data_dir=books,attention=dcmha --workdir W
 """
 
 from ml_collections import ConfigDict

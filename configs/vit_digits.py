@@ -1,7 +1,7 @@
 """DCViT or ViT on the 1,797 handwritten digits of 8×8 pixels that scikit-learn contains. Nothing is downloaded.
 
-    python -m dcvit.train --config configs/vit_digits.py --workdir W
-    python -m dcvit.train --config configs/vit_digits.py:attention=mha --workdir W2
+    dcvit train --config configs/vit_digits.py --workdir W
+    dcvit train --config configs/vit_digits.py:attention=mha --workdir W2
 
 1,437 images train, 360 test; a patch is 2×2 pixels, so a digit has 16 tokens.
 """

@@ -1,7 +1,7 @@
 """DCViT or ViT on a folder of your own images, trained from scratch.
 
-    python -m dcvit.train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-Ti/16 --workdir W
-    python -m dcvit.predict --workdir W photo.jpg
+    dcvit train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-Ti/16 --workdir W
+    dcvit predict --workdir W photo.jpg
 
 `data_dir` contains the folders `train` and `val`, each with a folder for every class. With val_fraction=0.1 it contains
 the class folders themselves, and a tenth of their images is the validation split. JPEG, PNG and WebP files are read

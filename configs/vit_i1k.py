@@ -1,8 +1,8 @@
 """ViT-S/16, DCViT-S/16 or ViT-M/16 on ImageNet-1k with the recipe of the DCMHA paper (Section 4.5).
 
-    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir W
-    python -m dcvit.train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
-    python -m dcvit.evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
+    dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16 --workdir W
+    dcvit train --config configs/vit_i1k.py:variant=DCViT-S/16,runlocal=true --workdir W    (on a laptop)
+    dcvit evaluate --config configs/vit_i1k.py:variant=DCViT-S/16 --checkpoint CHECKPOINT
 
 The table lists the paper's results (Table 8; top-1 / top-5 accuracy in %). big_vision reaches 76.5 % with a schedule of
 90 epochs, so the column for epoch 90 is probably a checkpoint of the run with 300 epochs (epochs=300):

@@ -1,7 +1,7 @@
 """DCViT or ViT on scenes of scikit-learn's handwritten digits, in which a marker asks for a relation between them.
 
-    python -m dcvit.train --config configs/vit_scenes.py --workdir W
-    python -m dcvit.train --config configs/vit_scenes.py:attention=mha --workdir W2
+    dcvit train --config configs/vit_scenes.py --workdir W
+    dcvit train --config configs/vit_scenes.py:attention=mha --workdir W2
 
 The answer is a number from 0 to 9, such as the digit above the marker; `input_pipeline/images/scenes.py` lists the
 questions. An image has 27×27 pixels and a token for each of its 3×3 places. The splits have different handwritten

@@ -8,12 +8,14 @@ import shlex
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from pages import PAGES, ROOT, blocks, commands
 
 from dcvit import __main__ as entry
-from dcvit import cli
+from dcvit import cli, dcmha
 from dcvit import config as configs
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -85,6 +87,30 @@ def test_every_command_in_a_code_block_has_options_that_exist():
                     given = {pair.split("=")[0] for pair in arguments.split(",")}
                     assert given <= inspect.signature(get_config).parameters.keys(), f"{page.name}: {command}"
     assert checked > 30
+
+
+def test_pages_write_commands_in_one_form_and_install_editable():
+    """`dcvit COMMAND`; the equivalent form is mentioned once. A copy of the clone would ignore edits of its configs."""
+    text = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
+    assert len(re.findall(r"^.*python -m dcvit\.\w+.*$", text, re.MULTILINE)) == 1
+    assert re.findall(r'pip install "?\.', text) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("composed", ["dynamic", "zero"])
+def test_the_explanation_of_pre_and_post_is_what_compose_computes(composed):
+    (block,) = [b for b in blocks(ROOT / "docs" / "tutorials" / "own_model.md", "python") if "def compose" in b]
+    names: dict = {}
+    exec(compile(block, "own_model.md", "exec"), names)
+    rng = np.random.default_rng(0)
+    shapes = [(3, 2, 4), (3, 2, 4), (3, 4), (3, 2, 4), (3, 2, 4), (3, 4), (4, 4)]  # 3 positions, rank 2, 4 heads
+    weights = [(composed == "dynamic") * rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    one = dcmha.ComposeWeights(*weights)
+    a = rng.normal(size=(1, 4, 3, 3)).astype(np.float32)
+    batch = dcmha.ComposeWeights(*(jnp.asarray(w[None]) for w in weights))
+    expected = np.asarray(dcmha.compose(jnp.asarray(a), batch))
+    for i, j in np.ndindex(3, 3):
+        np.testing.assert_allclose(names["compose"](a[0, :, i, j], one, i, j), expected[0, :, i, j], atol=1e-5)
 
 
 def test_every_option_of_a_script_in_a_code_block_exists():
