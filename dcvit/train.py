@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dcvit import cli
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
-from dcvit.training.seeds import final_metrics, parse_seeds, rounded, summarize, workdir_of, write
+from dcvit.training.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
 
 if TYPE_CHECKING:
     from dcvit.runs.preemption import Preemption
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         if args.seeds:
             return _train_seeds(args, overrides, preemption)
+        check_no_seeds(args.workdir)
         train(make_setup(config, workdir=args.workdir), args.workdir, args.accept, preemption)
     return 0
 

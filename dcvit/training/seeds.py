@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from dcvit.checkpoint.files import Folder, replace
+from dcvit.errors import ConfigError
 from dcvit.runs import metrics
 
 MAX_SEEDS = 1000
@@ -34,6 +35,13 @@ def parse_seeds(text: str) -> list[int]:
 def workdir_of(folder: Folder, seed: int) -> Folder:
     """Return the workdir of the run with a seed."""
     return folder / f"seed{seed}"
+
+
+def check_no_seeds(folder: Folder) -> None:
+    """Raise ConfigError if the folder holds the workdirs of seeds, so that it cannot be the workdir of a single run."""
+    held = [path.name for path in folder.glob("seed*") if (path / "config.json").is_file()]
+    if held and not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} holds the runs of seeds ({min(held)}, …); resume them with --seeds")
 
 
 def final_metrics(workdir: Folder) -> dict[str, float]:

@@ -38,6 +38,16 @@ def test_interval_is_that_of_students_t_distribution():
     assert (one["± 95 %"], one["n"], one["seed 1"], missing["seed 0"]) == (None, 1, None, None)
 
 
+def test_the_folder_of_seeds_is_no_workdir_of_a_single_run(tmp_path, capsys):
+    seeds.workdir_of(tmp_path, 3).mkdir()
+    (seeds.workdir_of(tmp_path, 3) / "config.json").touch()
+    assert command(tmp_path) == 2
+    assert (
+        capsys.readouterr().err == f"error: {tmp_path} holds the runs of seeds (seed3, …); resume them with --seeds\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["seed3"]
+
+
 def command(workdir, *words):
     options = [f"--config.{key}={value}" for key, value in TINY.items()]
     return cli.run(dispatch, ["train", "--config", "vit_digits", "--workdir", str(workdir), *options, *words])
