@@ -176,7 +176,10 @@ def _rows_of_part(part: Sequence[float], examples: int, what: str) -> range:
         raise InputError(f"{what}: part={part} should be two increasing fractions from 0 to 1")
     rows = range(round(part[0] * examples), round(part[1] * examples))
     if not rows:
-        raise InputError(f"{what}: part={tuple(part)} of {examples} example(s) is empty")
+        raise InputError(
+            f"{what}: part={tuple(part)} of {examples} example(s) is empty; give another fraction, or, for text, a"
+            " shorter context"
+        )
     return rows
 
 

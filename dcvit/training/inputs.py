@@ -125,8 +125,6 @@ def explained(data: Options) -> Iterator[None]:
             )
         elif data["kind"] in ("text", "input_ids") and Path(str(data.get("path"))).name in ("train", "validation"):
             hint = "; lm_pile.py reads the folders train and validation, and lm_text.py splits one folder"
-        elif data.get("part") is not None and not isinstance(e, MissingDataError):
-            hint = "; give a shorter context, or another fraction"
         if not hint:
             raise
         raise type(e)(f"{e}{hint}") from e

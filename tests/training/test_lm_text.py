@@ -111,7 +111,7 @@ def test_resumed_run_uses_the_tokenizer_of_its_workdir(books, tmp_path):
         ("data_dir={short}", "2 examples of 256 tokens do not fill one batch of 16: set --config.input.batch_size"),
         (
             "data_dir={short},batch_size=8,context=32,val_fraction=0.001",
-            "part=.* of 15 example.* is empty; give a shorter context",
+            "part=.* of 15 example.* is empty; give another fraction, or, for text, a shorter context",
         ),
         ("data_dir={short},vocab_size=99", "a tokenizer of 99 tokens: expected 257"),
         ("data_dir={short},val_fraction=1.5", "val_fraction=1.5; expected a number from 0 to below 1"),
