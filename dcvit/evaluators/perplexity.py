@@ -65,8 +65,9 @@ class Evaluator:
         """Return totals and means over all targets.
 
         The metrics are `loss` in nats per token, `perplexity`, its exponential, and `tokens`, the number of targets. If
-        the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if the token that
-        ends a document is known, `nats_per_document` and the number of `documents`. That token adds nats but no bytes.
+        the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if
+        several documents end in the data, `nats_per_document` and the number of `documents`. The token that ends a
+        document adds nats but no bytes.
         """
         nats, found = 0.0, {"tokens": 0, "bytes": 0, "documents": 0}
         self.score.reset_timer()
@@ -85,7 +86,7 @@ class Evaluator:
         numbers = {"loss": loss, "perplexity": math.exp(min(loss, MAX_NATS)), "tokens": found["tokens"]}
         if found["bytes"]:
             numbers |= {"bits_per_byte": nats / math.log(2) / found["bytes"], "bytes": found["bytes"]}
-        if found["documents"]:
+        if found["documents"] > 1:
             numbers |= {"nats_per_document": nats / found["documents"], "documents": found["documents"]}
         return numbers
 

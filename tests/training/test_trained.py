@@ -45,7 +45,7 @@ def test_perplexity_is_exact_for_every_batch_size(batch_size):
     evaluator = Evaluator(predictor(net), sharding.data_mesh(), data=options, batch_size=batch_size, loss_chunk=10)
     rows = [evaluator.source[i] for i in range(21)]
     tokens, counted = (np.stack([row[key] for row in rows]) for key in ("tokens", "is_target"))
-    tokens[5, 11] = 256  # ends a document
+    tokens[5, 11] = tokens[7, 3] = 256  # end documents
     evaluator.source.source.tokens = tokens.reshape(-1).astype(np.uint16)
     total, targets = nats(net, params, tokens)[counted[:, 1:]].sum(), tokens[:, 1:][counted[:, 1:]]
     ends = int((targets == 256).sum())
