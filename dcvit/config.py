@@ -131,7 +131,7 @@ def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
 def _find(name: str) -> Path:
     """Return the file of a config given by path or by bare name."""
     if "/" in name or name.endswith(".py"):
-        path = expand(name)
+        path = expand(name if name.endswith(".py") else f"{name}.py")
         if not path.is_file():
             raise ConfigError(f"no config file {name}")
         return path

@@ -45,6 +45,16 @@ def check_regex(pattern: Any, what: str) -> None:
         raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
 
 
+# Names of other packages, whose spelling is closer to another key than to that of the same meaning.
+SYNONYMS = {
+    "batch_size": "input.batch_size",
+    "epochs": "total_epochs",
+    "learning_rate": "lr",
+    "steps": "total_steps",
+    "weight_decay": "wd",
+}
+
+
 def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
     """Return a message about an unknown key: the most similar one, or where all keys are listed.
 
@@ -54,6 +64,8 @@ def unknown_key(name: str, key: str, known: Iterable[str]) -> str:
       known: the valid names in its place.
     """
     close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    if name == f"config.{key}" and key in SYNONYMS:
+        close = [SYNONYMS[key]]
     return f"unknown key {name!r}; " + (
         f"did you mean {close[0]!r}?" if close else "`dcvit help config` lists all keys"
     )

@@ -60,6 +60,10 @@ def test_configs_of_the_package_load_by_bare_name_from_any_folder(tmp_path, monk
     assert configs.load("vit_digits").model.compose == "both"
 
 
+def test_a_path_needs_no_suffix(file):
+    assert configs.load(f"{file.with_suffix('')}:width=16").model.width == 16
+
+
 def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     config = configs.load(str(file))
     (tmp_path / "config.json").write_text(config.to_json())
@@ -77,6 +81,8 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("vit_digits:attention", [], "not of the form key=value"),
         ("vit_digits:epochs=many", [], "argument epochs=many should be of type int, not str"),
         ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
+        ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),
+        ("vit_digits", ["batch_size=1"], "unknown key 'config.batch_size'; did you mean 'input.batch_size'"),
         ("vit_digits", ["total_epoch=3"], "unknown key 'config.total_epoch'; did you mean 'total_epochs'"),
         ("vit_digits", ["model.width"], "expected --config.KEY=VALUE"),
         ("vit_digits", ["modle.width=3"], "unknown key 'config.modle'; did you mean 'model'"),

@@ -169,7 +169,7 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
 
 
 def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
-    """Return the options that give a model the sizes of the model it starts from; "" if it has them, or none is known."""
+    """Return the options that give a model the sizes of the one it starts from; "" if it has them, or none is known."""
     source = _source_model(config)
     pairs = {name: (getattr(source, name, None), getattr(model, name, None)) for name in SIZES}
     return " ".join(
