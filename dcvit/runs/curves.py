@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from dcvit.checkpoint.files import Folder
@@ -43,11 +43,11 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     units: set[str] = set()
-    for i, workdir in enumerate(workdirs):
+    for i, (workdir, name) in enumerate(zip(workdirs, labels(workdirs), strict=True)):
         rows = metrics.read(workdir / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"no metrics.jsonl with rows in {workdir}")
-        label = escaped(workdir.name).lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
+        label = escaped(name).lstrip("_") or "run"  # matplotlib hides labels that begin with an underscore
         losses = _points(rows, "loss")
         left.plot(*zip(*losses, strict=True), color=f"C{i}", label=label, marker="." if len(losses) == 1 else None)
         units.add(_plot_evaluations(right, rows, label, f"C{i}"))
@@ -62,6 +62,14 @@ def plot(workdirs: Sequence[Folder], out: Path) -> None:
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such characters are drawn as boxes
         figure.savefig(out, dpi=120)
     plt.close(figure)
+
+
+def labels(workdirs: Sequence[Folder]) -> list[str]:
+    """Return the last parts of each path: as many as tell the runs apart, or one where no number does."""
+    parts = [PurePosixPath(str(workdir)).parts for workdir in workdirs]
+    depths = range(1, max(map(len, parts), default=0) + 1)
+    depth = next((n for n in depths if len({part[-n:] for part in parts}) == len(parts)), 1)
+    return ["/".join(part[-depth:]) for part in parts]
 
 
 def _plot_evaluations(axes: Axes, rows: Sequence[Row], label: str, color: str) -> str:

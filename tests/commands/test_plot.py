@@ -1,10 +1,12 @@
 """The command plot on the metrics of finished and barely started runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from dcvit import cli, plot
+from dcvit.runs import curves
 
 
 def write_metrics(workdir, rows):
@@ -18,6 +20,19 @@ def test_curves_are_drawn_for_several_runs(tmp_path):
     out = tmp_path / "curves.png"
     assert cli.run(plot.main, [str(tmp_path / "a"), str(tmp_path / "_b"), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("workdirs", "labels"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["runs/vit/seed0", "runs/dcvit/seed0", "runs/vit/seed1"], ["vit/seed0", "dcvit/seed0", "vit/seed1"]),
+        (["seed0", "old/seed0"], ["seed0", "old/seed0"]),
+        (["runs/a", "runs/a"], ["a", "a"]),
+    ],
+)
+def test_labels_tell_runs_apart(workdirs, labels):
+    assert curves.labels([Path(workdir) for workdir in workdirs]) == labels
 
 
 @pytest.mark.slow
