@@ -385,9 +385,10 @@ def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
-    """Print a table for reading, transposed if the terminal is too narrow."""
-    names = list(rows[0]) if rows else []
-    lines = [[f"{v:.4f}" if isinstance(v, float) else escaped(str(v)) for v in row.values()] for row in rows]
+    """Print a table of the columns that have a value, transposed if the terminal is too narrow."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
+    values = [[row[name] for name in names] for row in rows]
+    lines = [[f"{v:.4f}" if isinstance(v, float) else escaped(str(v)) for v in line] for line in values]
     console, table = _Console(), _table(title, names, lines)
     if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
         transposed = list(zip(names, *lines, strict=True))

@@ -19,7 +19,7 @@ from dcvit.models import Outputs, Params
 from dcvit.models.flops import forward_flops
 from dcvit.parallel.sharding import batch_shards, local_rows, put_batch, replicated
 
-IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "loss", "n", "images_per_second")
+IMAGE_COLUMNS = ("gflops", "image_size", "top1", "top5", "mean_recall", "loss", "n", "images_per_second")
 
 Batch: TypeAlias = Mapping[str, np.ndarray]  # arrays with a first axis of examples; `_mask` is 0 for padding
 DeviceBatch: TypeAlias = dict[str, jax.Array]

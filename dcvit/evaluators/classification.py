@@ -1,4 +1,4 @@
-"""Top-1 accuracy, top-5 accuracy and loss of a classifier over all examples of a data source."""
+"""Top-1 and top-5 accuracy, mean recall and loss of a classifier over all examples of a data source."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Observer(Protocol):
         Args:
           batch: the preprocessed batch.
           logits: B C, with excluded classes at `ABSENT_LOGIT`.
-          scores: `counted` (False for padding and examples without labels), `prediction`, and whether it is correct,
-            `top1`; each of shape B.
+          scores: `counted` (False for padding and examples without labels), `prediction`, whether it is correct,
+            `top1`, `label`, the first one, and `several`, whether there are more; each of shape B.
         """
 
     def add(self, found: Mapping[str, np.ndarray]) -> None:
@@ -52,7 +52,7 @@ class Evaluator:
 
     target = ("labels", 1)  # key of the preprocessed labels, and their rank
     columns = IMAGE_COLUMNS
-    metrics = ("top1", "top5", "loss", "n")
+    metrics = ("top1", "top5", "mean_recall", "loss", "n")  # `run` omits those that say nothing about the data
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
@@ -104,6 +104,8 @@ class Evaluator:
                 "prediction": best[:, 0],
                 "top1": hits[:, 0],
                 "top5": jnp.any(hits, axis=-1),
+                "label": jnp.argmax(labels > 0, axis=-1),
+                "several": jnp.sum(labels > 0, axis=-1) > 1,
                 "loss": loss_fn(logits, labels),
             }
             return scores | (self.observer.select(batch, logits, scores) if self.observer else {})
@@ -111,9 +113,15 @@ class Evaluator:
         self.score = TimedFunction(score, mesh, batch_size)
 
     def run(self, params: Params) -> dict[str, float]:
-        """Return `top1` and `top5` (fractions of `n`), `loss` (mean, in nats) and `n`, the counted examples."""
+        """Return the metrics.
+
+        They are `top1` and `top5` (fractions of `n`; `top5` with more than five classes), `mean_recall` (the mean of
+        the classes' top-1 accuracies, over the examples with one label), `loss` (mean, in nats) and `n`, the number of
+        counted examples.
+        """
         correct = {"top1": 0, "top5": 0}
         total, n = 0.0, 0
+        examples, hits = np.zeros((2, 1), int)  # of each class
         self.score.reset_timer()
         for batch in self._batches():
             if self.present is None:
@@ -124,10 +132,18 @@ class Evaluator:
             total += float(scores["loss"][counted].sum(dtype=np.float64))
             for name in correct:
                 correct[name] += int(scores[name][counted].sum())
+            single = counted & ~scores["several"]
+            examples = examples + np.bincount(scores["label"][single], minlength=len(self.present))
+            hits = hits + np.bincount(scores["label"][single & scores["top1"]], minlength=len(self.present))
             if self.observer:
                 self.observer.add(scores)
         self.images_per_second = self.score.rate()
-        return {name: hits / max(n, 1) for name, hits in correct.items()} | {"loss": total / max(n, 1), "n": n}
+        metrics = {name: count / max(n, 1) for name, count in correct.items()}
+        if self.present is None or self.present.sum() <= 5:
+            del metrics["top5"]
+        if examples.any():
+            metrics["mean_recall"] = float(np.mean(hits[examples > 0] / examples[examples > 0]))
+        return metrics | {"loss": total / max(n, 1), "n": n}
 
     def rows(self, name: str, metrics: Mapping[str, float], net: nn.Module) -> list[Row]:
         """Return one row."""

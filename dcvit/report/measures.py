@@ -81,12 +81,6 @@ def class_measures(pairs: Pairs) -> list[ClassMeasures]:
     return rows
 
 
-def mean_recall(rows: list[ClassMeasures]) -> float | None:
-    """Return the mean recall of the classes that have examples (balanced accuracy); None if there is none."""
-    recalls = [row.recall for row in rows if row.recall is not None]
-    return statistics.fmean(recalls) if recalls else None
-
-
 def frequent_confusions(pairs: Pairs) -> list[tuple[int, int, int]]:
     """Return (label, prediction, examples) of all mistakes, the most frequent first and then by class number."""
     wrong = [(label, prediction, number) for (label, prediction), number in pairs.items() if label != prediction]

@@ -67,8 +67,6 @@ class Outcomes:
         wrong = scores["counted"] & ~scores["top1"] & jnp.isfinite(confidence)
         rank, rows = jax.lax.top_k(jnp.where(wrong, confidence, -1.0), min(MISTAKES, len(confidence)))
         return {
-            "label": jnp.argmax(labels, axis=-1),
-            "several": jnp.sum(labels, axis=-1) > 1,
             "confidence": confidence,
             "mistake": rank >= 0,
             "mistake_row": rows,

@@ -111,13 +111,12 @@ def _tiles(evaluation: Evaluation) -> ET.Element:
     outcomes, row = evaluation.outcomes, evaluation.row
     low, high = measures.wilson(outcomes.correct, outcomes.n)
     error, loss = measures.calibration_error(outcomes), row["loss"]
-    recall = measures.mean_recall(measures.class_measures(outcomes.pairs))
     interval = f"95\u00a0% interval {100 * low:.2f} to {percent(high)} (Wilson)"
     tiles = [("Accuracy", percent(row["top1"]), interval)]
-    if len(evaluation.class_names) > 5:
+    if row.get("top5") is not None:
         tiles.append(("Top-5 accuracy", percent(row["top5"]), "a label is among the five best classes"))
     tiles += [
-        ("Mean recall", percent(recall), "of the classes, each with equal weight"),
+        ("Mean recall", percent(row.get("mean_recall")), "of the classes, each with equal weight"),
         ("Calibration error", percent(error), f"ECE, {BINS} bins of equal width"),
         ("Loss", f"{loss:.4f}" if isinstance(loss, float) else NONE, "mean, in nats"),
         ("Images", f"{outcomes.n:,}", f"{outcomes.n - outcomes.correct:,} mistakes"),
@@ -265,13 +264,15 @@ def _classes(evaluation: Evaluation) -> ET.Element:
 def _overview(rows: Sequence[Mapping[str, object]], evaluations: Sequence[Evaluation]) -> ET.Element:
     """Return the table of all evaluations, with links to their sections."""
     sections = {evaluation.name: i for i, evaluation in enumerate(evaluations)}
+    titles = {"top1": "Top-1", "top5": "Top-5", "mean_recall": "Mean recall"}
+    shown = {metric: title for metric, title in titles.items() if any(row.get(metric) is not None for row in rows)}
     cells: list[list[Node]] = []
     for row in rows:
         name, loss, n = str(row["evaluation"]), row.get("loss"), row.get("n")
         link = tag("a", name, href=f"#evaluation-{sections[name]}") if name in sections else name
         shown_loss = f"{loss:.4f}" if isinstance(loss, float) else NONE
-        cells.append([link, percent(row.get("top1")), percent(row.get("top5")), shown_loss, f"{n:,}"])
-    header = ("Evaluation", "Top-1", "Top-5", "Loss (nats)", "Images")
+        cells.append([link, *(percent(row.get(metric)) for metric in shown), shown_loss, f"{n:,}"])
+    header = ("Evaluation", *shown.values(), "Loss (nats)", "Images")
     return tag("section", tag("h2", "Results"), _table("Results", header, cells))
 
 

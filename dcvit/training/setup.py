@@ -160,7 +160,7 @@ def _build(
     for example in {evaluator.example for evaluator in evaluators.values()} - {task.example}:
         param_shapes(model, example)  # rows may be longer than those of training, or too long
     options = RunOptions(**{field.name: config.to_dict()[field.name] for field in dataclasses.fields(RunOptions)})
-    _check_options(options, evaluators, total_steps)
+    _check_options(options, evaluators, total_steps, model)
     check_wandb(options.wandb)
     return Setup(
         record=json.loads(config.to_json()), seed=config.seed, mesh=mesh, sharding_strategy=config.sharding_strategy,
@@ -365,9 +365,11 @@ def _make_intervals(
     )
 
 
-def _check_options(options: RunOptions, evaluators: Mapping[str, Any], total_steps: int) -> None:
+def _check_options(options: RunOptions, evaluators: Mapping[str, Any], total_steps: int, model: nn.Module) -> None:
     """Raise ConfigError if `ckpt_best` or `early_stop` names no metric, or `profile` no step of the run."""
     known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
+    if (getattr(model, "num_classes", 0) or 0) <= 5:
+        known = [metric for metric in known if not metric.endswith("/top5")]
     for key, value in (("ckpt_best", options.ckpt_best), ("early_stop", options.early_stop)):
         if value and value[0] not in known:
             raise ConfigError(f"config.{key}: no evaluation yields {value[0]!r}; {nearest(value[0], known)}")

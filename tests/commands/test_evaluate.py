@@ -42,7 +42,7 @@ def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call
         "parameters": metrics.read(digits_workdir / "metrics.jsonl")[0]["num_params"],
         "gflops": pytest.approx(5e-5, abs=5e-5),  # rounded to four digits
         "image_size": "8x8",
-        **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "loss", "n")},
+        **{k: pytest.approx(last[f"test/{k}"], rel=1e-5) for k in ("top1", "top5", "mean_recall", "loss", "n")},
     }
     step = digits_workdir / "checkpoints" / str(last["step"])
     status, out, _ = call(
@@ -64,7 +64,7 @@ def test_rows_of_several_models_are_collected_in_one_file(digits_workdir, tmp_pa
     for _ in range(2):
         assert call("--workdir", digits_workdir, "--out", out)[0] == 0
     header, one, other = out.read_text().splitlines()
-    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,loss,n,images_per_second"
+    assert header == "evaluation,model,step,parameters,gflops,image_size,top1,top5,mean_recall,loss,n,images_per_second"
     assert one.rpartition(",")[0] == other.rpartition(",")[0]  # except the speed
     out.write_text(f"{header}\n{one}")  # without a line feed at the end
     assert call("--workdir", digits_workdir, "--out", out)[0] == 0

@@ -72,7 +72,7 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_top_5_is_1_with_fewer_than_five_classes(monkeypatch):
+def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
     monkeypatch.setattr(IndexSource, "labels", [np.array([i % 4]) for i in range(9)])
     table = TABLE[:9, :4]
     mesh = make_mesh([("data", -1)], jax.devices()[:1])
@@ -81,7 +81,7 @@ def test_top_5_is_1_with_fewer_than_five_classes(monkeypatch):
     got = evaluator.run({"table": jnp.asarray(table)})
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
-    assert got["top5"] == 1
+    assert "top5" not in got
     assert got["top1"] == (table.argmax(axis=1) == np.arange(9) % 4).mean()
     assert got["loss"] == pytest.approx(loss, rel=1e-6)
 
@@ -101,8 +101,16 @@ def test_present_classes_only_excludes_all_other_classes(monkeypatch):
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
     assert got["top1"] > by_hand()["top1"]
-    assert got["top5"] == 1
+    assert "top5" not in got
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
+    """Its top-1 accuracy is the share of that class, however large."""
+    monkeypatch.setattr(IndexSource, "labels", [np.array([0 if i < 20 else i - 19]) for i in range(23)])
+    table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
+    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7).run(table)
+    assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
 
 
 def test_cached_batches_give_the_same_metrics_and_are_read_once():

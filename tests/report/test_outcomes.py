@@ -90,8 +90,7 @@ def test_numbers_equal_those_of_independent_libraries(monkeypatch, axes, batch, 
             assert ours == (None if np.isnan(theirs) else pytest.approx(theirs))
     assert measures.class_measures(got.pairs)[6].recall is None
     assert measures.class_measures(got.pairs)[4].precision is None
-    balanced = np.nanmean(recall)
-    assert measures.mean_recall(measures.class_measures(got.pairs)) == pytest.approx(balanced)
+    assert printed["mean_recall"] == pytest.approx(np.nanmean(recall))
 
 
 @pytest.mark.slow
@@ -140,7 +139,6 @@ def test_an_evaluation_without_examples_has_no_numbers():
     outcomes = Outcomes(sigmoid=False)
     assert measures.wilson(0, 0) == (0, 1)
     assert measures.calibration_error(outcomes) == 0
-    assert measures.mean_recall(measures.class_measures(outcomes.pairs)) is None
 
 
 def test_frequent_confusions_are_ordered_by_number_and_then_by_class():

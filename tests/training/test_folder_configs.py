@@ -181,6 +181,12 @@ def test_evaluator_without_preprocessing_is_one_line(pets, tmp_path, capsys):
     assert re.search("config.evals.val: pp=None should be of type str", capsys.readouterr().err)
 
 
+def test_top_5_of_few_classes_does_not_choose_the_best_checkpoint(pets, tmp_path, capsys):
+    spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32,batch_size=8"
+    assert command(spec, tmp_path / "run", "ckpt_best=('val/top5', 'max')") == 2
+    assert "config.ckpt_best: no evaluation yields 'val/top5'; did you mean 'val/top1'" in capsys.readouterr().err
+
+
 def test_number_of_classes_of_another_config_comes_from_the_run_or_an_option(trained, pets, capsys):
     spec = f"configs/vit_folder.py:data_dir={pets},variant=ViT-mu/16,res=32"
     words = ["--config", spec, "--config.model.num_heads=4", "--config.model.posemb=learn", "--format", "json"]

@@ -75,7 +75,7 @@ def test_each_seed_is_a_run_and_a_failed_one_is_resumed(tmp_path, capsys, monkey
     assert [config["seed"] for config in configs] == [3, 5]
     rows = {row["metric"]: row for row in csv.DictReader((folder / "seeds.csv").read_text().splitlines())}
     final = [metrics.read(folder / f"seed{seed}" / "metrics.jsonl")[-1] for seed in (3, 5)]
-    assert rows.keys() == {"loss", "test/top1", "test/top5", "test/loss"}
+    assert rows.keys() == {"loss", "test/top1", "test/top5", "test/mean_recall", "test/loss"}
     for key, row in rows.items():
         assert [float(row[f"seed {seed}"]) for seed in (3, 5)] == [last[key] for last in final]
         assert float(row["mean"]) == pytest.approx(np.mean([last[key] for last in final]))
