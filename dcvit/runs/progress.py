@@ -153,8 +153,14 @@ class RunProgress(ProgressBar):
         super().__exit__(kind, error, traceback)
 
     def advance(self, step: int) -> None:
-        """Show the number of completed steps in the bar."""
+        """Show the number of completed steps: in the bar, or as a line every `LINE_SECONDS` after the first step."""
         self.bar.update(self.task, completed=step)
+        now = time.monotonic()
+        if step <= self.start + 1:
+            self.shown = now
+        elif not self.live and now >= self.shown + LINE_SECONDS:
+            self.shown = now
+            self.line(f"step {step}/{self.total}")
 
     def report(self, step: int, metrics: Mapping[str, object], timing: Mapping[str, float]) -> None:
         """Show a logged step: loss and speed in the bar, or as a line, and a line for each evaluation."""
@@ -169,6 +175,7 @@ class RunProgress(ProgressBar):
         if not self.live and status:
             left = (self.total - step) * timing["step_seconds"] if timing else 0
             self.line(f"step {step}/{self.total}  {status}" + (f"  ETA {left:.0f}s" if timing else ""))
+            self.shown = time.monotonic()
         if timing:
             self._estimate(step)
         evaluations: dict[str, list[str]] = {}

@@ -7,6 +7,7 @@ the chips exchange. Nothing is executed.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import time
@@ -26,6 +27,7 @@ from dcvit.parallel.topologies import GIB
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
 
+LOG = logging.getLogger(__name__)
 FITS = "fits"
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -106,7 +108,10 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
       ConfigError: an unknown topology, a missing libtpu, or a config that does not fit the slice; before compilation.
     """
     chip, devices = topology_devices(topology)
-    step = lower(load_setup(spec, overrides, devices=devices, stand_in=True))
+    LOG.info("setting up %s for %s", spec, topology)
+    setup = load_setup(spec, overrides, devices=devices, stand_in=True)
+    LOG.info("tracing the training step")
+    step = lower(setup)
     result = CompiledStep(
         config=spec,
         topology=topology,
@@ -117,6 +122,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
         optimizer=_shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
         tflops=step.flops and step.flops / 1e12,
     )
+    LOG.info("compiling it")
     started = time.perf_counter()
     try:
         compiled = step.lowered.compile()

@@ -61,6 +61,18 @@ def test_updates_are_shown_at_intervals(capsys):
     assert capsys.readouterr().err.count("\n") <= 1
 
 
+def test_steps_are_shown_at_intervals_between_logged_ones(monkeypatch, capsys):
+    now = iter([0.0, 20.0, 25.0, 31.0, 36.0, 39.0, 47.0])  # the start, steps 5 to 7, the line of step 7, steps 8 and 9
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    with RunProgress("run", 10, start=4) as shown:
+        for step in (5, 6, 7):
+            shown.advance(step)
+        shown.report(7, {"loss": 1.0}, {})
+        shown.advance(8)
+        shown.advance(9)
+    assert capsys.readouterr().out.splitlines() == ["step 7/10", "step 7/10  loss 1.0000", "step 9/10"]
+
+
 def test_logged_step_is_a_line_with_speed_and_a_line_for_each_evaluation(capsys):
     metrics = {"loss": 1.23456, "lr": 0.1, "test/top1": 0.5, "test/n": 360, "val/loss": None}
     with RunProgress("run", 10, rate=("tok/s", 2)) as shown:
