@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 import input_pipeline
 from dcvit.checkpoint.files import Folder
 from dcvit.config import UNITS, Options, duration, is_duration, load
+from dcvit.config_keys import is_rate
 from dcvit.dcmha import dispatch
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
@@ -245,6 +246,9 @@ def make_optimizer(
     if config.optax_name not in optim.TRANSFORMATIONS:
         raise ConfigError(_unknown_transformation(config.optax_name, list(optim.TRANSFORMATIONS)))
     check_call(optim.TRANSFORMATIONS[config.optax_name], config.optax.to_dict(), "config.optax")
+    for name, value in config.optax.items():
+        if isinstance(value, int | float) and not is_rate(float(value)):
+            raise ConfigError(f"config.optax.{name}={value!r} should be finite and not negative")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
         steps = in_steps(schedule, name, what="config.schedule", default=0)

@@ -33,6 +33,7 @@ BAD = {
     "stochastic gradient descent": ({"optax_name": "sgd"}, "use the transformation 'trace' with --config.optax.decay"),
     "unknown optimizer": ({"optax_name": "scale_by_adamm"}, "nearest: scale_by_adam"),
     "optimizer argument": ({"optax.beta1": 0.9}, "config.optax has no option 'beta1'"),
+    "negative optimizer argument": ({"optax.eps": -1}, "config.optax.eps=-1 should be finite and not negative"),
     "unknown schedule": ({"schedule.decay_type": "cosin"}, "decay_type='cosin'"),
     "schedule argument": ({"schedule.warm_steps": 1}, "did you mean 'warmup_steps'"),
     "long warm-up": ({"schedule.warmup_steps": 100}, "do not fit into 6 steps"),
