@@ -27,9 +27,9 @@ class Key(NamedTuple):
 
 DURATIONS = {
     "total": "Length of training. Required.",
-    "log": "Interval between rows of metrics.jsonl; 50 steps if not set.",
-    "ckpt": "Interval between checkpoints; only the last step is saved if not set.",
-    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed.",
+    "log": "Interval between rows of metrics.jsonl; 50 steps if not set. 0: rows of evaluations only.",
+    "ckpt": "Interval between checkpoints; only the last step is saved if not set. 0: nothing is saved.",
+    "keep_ckpt": "Checkpoints of steps divisible by this interval are never removed. 0: none.",
 }
 KEYS = {
     "seed": Key(int, 0, "Seed of the parameters, the data order and every random choice."),

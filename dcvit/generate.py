@@ -37,12 +37,19 @@ def make_parser() -> cli.Parser:
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; several form a batch")
     parser.add_argument("--prompt_file", type=cli.path, action="append", default=[], help="file with text to continue")
     parser.add_argument(
-        "--tokens", type=int, help="maximum number of new tokens; by default 200, if the context allows"
+        "--tokens", type=int, help="number of new tokens, within the context; by default 200, or as many as fit"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 selects the token of the highest logit")
-    parser.add_argument("--top_k", type=int, default=0, help="number of tokens to draw from; 0 for all")
-    parser.add_argument("--top_p", type=float, default=0.95, help="total probability of the tokens to draw from")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 selects the token of the highest logit; by default %(default)s",
+    )
+    parser.add_argument("--top_k", type=int, default=0, help="number of tokens to draw from; by default 0, for all")
+    parser.add_argument(
+        "--top_p", type=float, default=0.95, help="total probability of the tokens to draw from; by default %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws; by default %(default)s")
     parser.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
     parser.add_argument("--tokenizer", help="tokenizer.json, instead of the config's tokenizer")
     return parser
