@@ -159,7 +159,7 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
       ConfigError: an unknown slice, or libtpu is not installed.
     """
     try:
-        chip, _ = topologies.topology(name)
+        chip, sides = topologies.topology(name)
     except ValueError as e:
         raise ConfigError(f"--topology: {e}") from None
     from jax.experimental.topologies import get_topology_desc
@@ -167,8 +167,10 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
     # libtpu should not search for TPUs of this machine, and another process may use it at the same time.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # By default, a host has 2x2 chips, which a slice of a single chip does not.
+    host = {"chips_per_host_bounds": (1, 1, 1)} if sides == (1, 1) else {}
     try:
-        found = get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config)
+        found = get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config, **host)
     except Exception as e:
         hint = "" if importlib.util.find_spec("libtpu") else "; it needs libtpu: pip install 'dcvit[tpu]'"
         raise ConfigError(f"cannot compile for {name}: {first_line(e)}{hint}") from None

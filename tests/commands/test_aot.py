@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit import aot, cli
 from dcvit import config as configs
 from dcvit.models.attention import Attention
-from dcvit.parallel import hlo, sharding
+from dcvit.parallel import hlo, sharding, topologies
 from dcvit.parallel import mesh as mesh_axes
 from dcvit.training import aot as compilation
 
@@ -127,6 +127,15 @@ def test_a_step_that_does_not_fit_is_reported_with_the_missing_memory(library_pr
     assert re.search(r"does not fit, over by \d+\.\d\d GiB", capsys.readouterr().out)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["total"] > row["memory"] == 16
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["v5e", "v6e"])
+def test_every_listed_slice_can_be_compiled_for(family):
+    sides = [tuple(map(int, name.split("x"))) for name in topologies.FLAT]
+    chips = [len(compilation.topology_devices(f"{family}:{rows}x{columns}")[1]) for rows, columns in sides]
+    assert chips == [rows * columns for rows, columns in sides]
 
 
 @needs_libtpu
