@@ -68,7 +68,9 @@ def attention(
         (`dcvit.dcmha.dispatch`). All have gradients and a forward mode (`jax.jvp`, `jax.linearize`).
 
     Returns:
-      The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs.
+      The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs. They are
+      defined where all inputs are finite and all scores, also the composed ones, are below 1e30 in magnitude. A NaN in
+      q or k gives NaN to the queries that attend with it, and to no others; v must be finite where it is masked, too.
 
     Raises:
       ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide

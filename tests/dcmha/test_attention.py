@@ -264,6 +264,23 @@ def test_empty_batches_and_empty_queries_give_empty_outputs(shape, implementatio
     assert attention(q, k, k, pre, pre, implementation=implementation).shape == shape
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("composed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(name, composed, implementation):
+    """Several blocks of queries of "blockwise" attend to the key, and others do not."""
+    rng = np.random.default_rng(0)
+    tokens, at, window = 600, 300, 70
+    arrays = {key: jnp.asarray(rng.normal(size=(1, tokens, 2, 4)), jnp.float32) for key in "qkv"}
+    sizes = dict(batch=1, queries=tokens, keys=tokens, heads=2, rank=1, groups=1)
+    pre, post = (to_jax(oracle.random_weights(rng, "qkg", **sizes), jnp.float32) if composed else None for _ in "12")
+    arrays[name] = arrays[name].at[0, at].set(jnp.nan)
+    found = jnp.isnan(attention(**arrays, pre=pre, post=post, window=window, implementation=implementation))
+    reached = [at] if name == "q" else range(at, at + window)
+    np.testing.assert_array_equal(np.flatnonzero(found.any((0, 2, 3))), reached)
+    assert found[:, np.asarray(reached)].all()
+
+
 def test_a_traced_scale_raises():
     q = jnp.zeros((2, 5, 4, 8))
     with pytest.raises(ValueError, match="known at trace time"):
