@@ -9,6 +9,7 @@ import gc
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -103,6 +104,14 @@ def library_promotion():
     """JAX's standard promotion, for tests that run optax's Adam, which mixes dtypes inside."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def hangup():
+    """The default reaction to SIGHUP, also in child processes, although the tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

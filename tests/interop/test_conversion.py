@@ -667,6 +667,7 @@ def test_the_known_classes_are_those_that_are_written(folders):
     assert libraries.class_name(formats.native_family(plain_image_model(), ("hf_vit",))[1]) == NATIVE_VIT
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("error", ["SIGTERM", "SIGHUP", "full disk"])
 def test_neither_temporary_folders_nor_new_parents_remain(error, folders, tmp_path, monkeypatch):
     def stop(model, folder):

@@ -165,7 +165,7 @@ def test_ctrl_c_saves_and_says_what_is_saved():
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_saves():
+def test_a_closed_terminal_saves(hangup):
     err = stop(start(LISTENING, "ending", "stays"), signal.SIGHUP)
     assert err.splitlines()[1] == "stopped by SIGHUP: step 3 is saved; re-run the same command to resume"
 
@@ -200,7 +200,7 @@ def test_closed_stderr_does_not_prevent_the_save(tmp_path):
         (signal.SIGINT, signal.SIGINT, 130),
     ],
 )
-def test_second_signal_ends_the_process_while_it_saves(first, second, status):
+def test_second_signal_ends_the_process_while_it_saves(hangup, first, second, status):
     process = start(LISTENING, "never saved", "stays", repeat_seconds=0.1)
     process.send_signal(first)
     read_until(process.stderr, f"{preemption.NAMES[first]}: saving and stopping", process)
