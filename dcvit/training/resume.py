@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -132,6 +133,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         ]:
             if multihost.is_first():
                 LOG.warning(line)
+        _warn_of_full_disk(folder, shapes)
         _claim(setup, folder, data, sorted({*accept, *before}))
         writer = None
         if multihost.is_first():
@@ -141,6 +143,16 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         stack.callback(watchdog.close)
         progress = stack.enter_context(RunProgress(folder.name, setup.total_steps, start, setup.task.rate))
         yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer, lock)
+
+
+def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
+    """Warn before the first step if a checkpoint may not fit on the disk of a workdir, in the first process."""
+    if not isinstance(folder, Path) or not multihost.is_first():
+        return
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        LOG.warning("%s has %.2f GB free, and a checkpoint takes up to %.2f GB", folder, free / 1e9, needed / 1e9)
 
 
 def _claim(setup: Setup, folder: Folder, data: workdir.Record, accept: Sequence[str]) -> None:

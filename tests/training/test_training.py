@@ -2,17 +2,18 @@
 
 import json
 import shutil
+import types
 
 import jax
 import pytest
 from trained_workdirs import TEXT
-from training_runs import digits_command, interrupted_before, lm_command, same
+from training_runs import digits_command, interrupted_before, lm_command, same, small_setup
 
 from dcvit import config as configs
 from dcvit.checkpoint.checkpointer import load_params
 from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
-from dcvit.training import hooks
+from dcvit.training import hooks, resume
 from dcvit.training.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -175,6 +176,14 @@ def test_tensorboard_gets_the_metrics_if_it_is_installed(special):
     events = b"".join(p.read_bytes() for p in special.glob("events.out.tfevents*"))
     assert b"test/top1" in events
     assert b"grad_norm" in events
+
+
+@pytest.mark.parametrize(("free", "warned"), [(10**3, True), (10**9, False)])
+def test_a_disk_without_space_for_a_checkpoint_is_a_warning(tmp_path, monkeypatch, caplog, free, warned):
+    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
+    with resume.open_run(small_setup(), tmp_path / "run"):
+        pass
+    assert ("run has 0.00 GB free, and a checkpoint takes up to" in caplog.text) == warned
 
 
 def test_workdir_of_another_config_is_refused_and_unchanged(complete, tmp_path, digits_run, capsys):
