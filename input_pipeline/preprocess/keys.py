@@ -28,7 +28,7 @@ def onehot(
       depth: length of the vector, the number of classes.
       key: key of the label or labels.
       key_result: key of the result; None: `key`.
-      multi: merge several labels into one vector; otherwise the result has one vector for each.
+      multi: merge several labels into one vector; otherwise labels of any shape get one vector each.
       on: value at a label.
       off: value elsewhere.
     """
@@ -38,14 +38,17 @@ def onehot(
     def op(example: Example, rng: np.random.Generator) -> Example:
         labels = np.asarray(example[key])
         shown = f"{labels.dtype} of shape {labels.shape}"
-        if labels.size and (labels.ndim > 1 or labels.dtype.kind not in "iu"):
+        merged = multi or not labels.ndim
+        if labels.size and ((merged and labels.ndim > 1) or labels.dtype.kind not in "iu"):
             raise InputError(f"onehot({depth}): {key!r} should be an integer or several, found {shown}")
         if labels.size and (labels.min() < 0 or labels.max() >= depth):
             raise InputError(f"onehot({depth}): {key}={str(example[key])[:40]} is out of range")
-        merged = multi or not labels.ndim
-        hot = np.full((depth,) if merged else (labels.size, depth), off, np.float32)
+        hot = np.full((depth,) if merged else (*labels.shape, depth), off, np.float32)
         positions = labels.astype(np.int64)
-        hot[positions if merged else (np.arange(labels.size), positions)] = on
+        if merged:
+            hot[positions] = on
+        else:
+            np.put_along_axis(hot, positions[..., None], on, axis=-1)
         return {**example, key_result or key: hot}
 
     return op

@@ -129,6 +129,8 @@ class TestTable:
         assert smoothed.tolist() == [0.75, 0.125, 0.75]
         assert apply("onehot(3, multi=False)", label=label)["labels"].tolist() == [[0, 0, 1], [1, 0, 0]]
         assert apply("onehot(3, multi=False)", label=1)["labels"].tolist() == [0, 1, 0]
+        grid = np.array([[0, 2, 1], [1, 1, 0]])
+        np.testing.assert_array_equal(apply("onehot(3, multi=False)", label=grid)["labels"], np.eye(3)[grid])
         assert apply("onehot(3, multi=False)", label=[])["labels"].shape == (0, 3)
         assert apply("onehot(3, 'label', None)", label=1)["label"].tolist() == [0, 1, 0]
 
