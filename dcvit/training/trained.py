@@ -45,8 +45,11 @@ class TrainedModel:
 
     @property
     def label(self) -> str:
-        """The variant or preset of the model, or else the kind of model."""
-        return str(self._config.model.get(self._task.variant_key) or self._config.model_name)
+        """The variant or preset of the model, or else its kind: "ViT", "DCViT", "Transformer" or "DCFormer"."""
+        if name := self._config.model.get(self._task.variant_key):
+            return str(name)
+        plain, composed = {"vit": ("ViT", "DCViT"), "lm": ("Transformer", "DCFormer")}[self._config.model_name]
+        return composed if getattr(self.model, "compose", None) else plain
 
     @functools.cached_property
     def model(self) -> nn.Module:

@@ -37,7 +37,7 @@ def test_evaluation_equals_the_last_row_of_the_training_run(digits_workdir, call
     assert row.pop("images_per_second") > 0
     assert row == {
         "evaluation": "test",
-        "model": "vit",
+        "model": "ViT",
         "step": last["step"],
         "parameters": metrics.read(digits_workdir / "metrics.jsonl")[0]["num_params"],
         "gflops": pytest.approx(5e-5, abs=5e-5),  # rounded to four digits

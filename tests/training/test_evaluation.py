@@ -50,7 +50,7 @@ def test_every_row_has_the_columns_of_all_evaluators(run):
     assert [row["evaluation"] for row in rows] == ["a/0", "a/1", "b/0", "b/1"]
     for row in rows:
         assert list(row) == ["evaluation", "model", "step", "parameters", "bytes", "loss", "tokens"]
-        assert (row["model"], row["step"], row["tokens"]) == ("vit", None, None)
+        assert (row["model"], row["step"], row["tokens"]) == ("DCViT", None, None)
     assert [(row["bytes"], row["loss"]) for row in rows] == 2 * [(leaves, None)] + 2 * [(None, leaves)]
 
 
