@@ -64,13 +64,13 @@ def attention(
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.
       implementation: a name from `IMPLEMENTATIONS`; None folds the composition into q and the output if that is exact
-        (`dcvit.dcmha.folded`), or else selects the fastest one for platform, shapes and dtypes
-        (`dcvit.dcmha.dispatch`). All have gradients and a forward mode (`jax.jvp`, `jax.linearize`).
+        (`dcvit.dcmha.folded`), or else selects the fastest one (`dcvit.dcmha.dispatch`). All have gradients and a
+        forward mode (`jax.jvp`, `jax.linearize`).
 
     Returns:
-      The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs. They are
-      defined where all inputs are finite and all scores, also the composed ones, are below 1e30 in magnitude. A NaN in
-      q or k gives NaN to the queries that attend with it, and to no others; v must be finite where it is masked, too.
+      The outputs of the heads in q's dtype. Softmax and its statistics are float32 for all narrower inputs. Scores must
+      be below 1e30 in magnitude, and v finite, also where it is masked. A NaN in q or k gives NaN to the queries that
+      attend with it, and to no others.
 
     Raises:
       ValueError: the shapes are inconsistent, an array does not have floating-point numbers, `groups` does not divide
@@ -79,10 +79,7 @@ def attention(
     """
     _check_integers(groups=groups, window=1 if window is None else window)
     scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
-    if not isinstance(dropout, Dropout | None):
-        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
-    if dropout is not None and not 0 <= dropout.rate <= 1:
-        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
+    _check_dropout(dropout)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
@@ -92,6 +89,14 @@ def attention(
         q, k, v, pre, post, implementation, dropout,
         causal=causal, window=window, mask=mask, groups=groups, scale=scale,
     )  # fmt: skip
+
+
+def _check_dropout(dropout: object) -> None:
+    """Raise ValueError if the dropout is another type, or its rate is not a fraction."""
+    if not isinstance(dropout, Dropout | None):
+        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
+    if dropout is not None and not 0 <= dropout.rate <= 1:
+        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
 
 
 def attention_weights(

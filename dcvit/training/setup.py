@@ -49,6 +49,7 @@ from dcvit.training.tasks import Task, check_loss, task_class
 
 LOG = logging.getLogger(__name__)
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
+RATES = ("b1", "b2", "b3", "decay", "eps", "eps_root", "momentum")  # of `config.optax`: numbers that are not negative
 Params = Mapping[str, Any]
 Predict = Callable[..., tuple[jax.Array, dict[str, Any]]]
 
@@ -247,7 +248,7 @@ def make_optimizer(
         raise ConfigError(_unknown_transformation(config.optax_name, list(optim.TRANSFORMATIONS)))
     check_call(optim.TRANSFORMATIONS[config.optax_name], config.optax.to_dict(), "config.optax")
     for name, value in config.optax.items():
-        if isinstance(value, int | float) and not is_rate(float(value)):
+        if name in RATES and isinstance(value, int | float) and not is_rate(float(value)):
             raise ConfigError(f"config.optax.{name}={value!r} should be finite and not negative")
     schedule = config.schedule.to_dict()
     for name in SCHEDULE_DURATIONS:
