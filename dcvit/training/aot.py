@@ -108,9 +108,8 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
       ConfigError: an unknown topology, a missing libtpu, or a config that does not fit the slice; before compilation.
     """
     chip, devices = topology_devices(topology)
-    LOG.info("setting up %s for %s", spec, topology)
     setup = load_setup(spec, overrides, devices=devices, stand_in=True)
-    LOG.info("tracing the training step")
+    LOG.info("tracing the training step of %s for %s", spec, topology)
     step = lower(setup)
     result = CompiledStep(
         config=spec,
