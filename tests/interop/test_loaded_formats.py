@@ -152,6 +152,7 @@ GIVEN = {
 }  # fmt: skip
 
 
+@pytest.mark.interop
 @pytest.mark.parametrize("given", [{}, GIVEN], ids=["none", "given"])
 @pytest.mark.parametrize("fields", [{"compose": None}, {}], ids=["native", "ours"])
 @pytest.mark.parametrize("by_run", [False, True])
@@ -178,6 +179,7 @@ def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, 
         assert found.apply_chat_template([{"role": "user", "content": "cab"}], tokenize=False) == "cab"
 
 
+@pytest.mark.interop
 @pytest.mark.slow
 def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
