@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.experimental.topologies
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
