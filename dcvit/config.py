@@ -194,13 +194,15 @@ def init_config(checkpoint: str) -> Json:
     Raises:
       ConfigError: the config or the weights are damaged or unsupported.
     """
+    if not checkpoint:
+        return {}
     from dcvit.checkpoint.steps import ABOUT  # late: a config without `init` needs none of these
     from dcvit.interop import preprocessing
     from dcvit.interop.weights import open_weights
 
     found, path = run_config(checkpoint), expand(checkpoint)
     try:
-        if not found and checkpoint and path.exists() and not (path / ABOUT).is_dir():
+        if not found and path.exists() and not (path / ABOUT).is_dir():
             found = open_weights(path).config()
         if found.get("pp_predict") and "pp" not in found.get("input", {}):
             found["input"] = {**found.get("input", {}), **preprocessing.training(found["pp_predict"])}
