@@ -23,6 +23,14 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
+# Names of other packages, whose spelling is closer to another key than to that of the same meaning.
+SYNONYMS = {
+    "batch_size": "input.batch_size",
+    "epochs": "total_epochs",
+    "learning_rate": "lr",
+    "steps": "total_steps",
+    "weight_decay": "wd",
+}
 
 
 class ConfigError(ValueError):
@@ -43,16 +51,6 @@ def check_regex(pattern: Any, what: str) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as e:
         raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
-
-
-# Names of other packages, whose spelling is closer to another key than to that of the same meaning.
-SYNONYMS = {
-    "batch_size": "input.batch_size",
-    "epochs": "total_epochs",
-    "learning_rate": "lr",
-    "steps": "total_steps",
-    "weight_decay": "wd",
-}
 
 
 def unknown_key(name: str, key: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from dcvit.parallel import runtime
 
 
 def fresh(code):
-    """What a new Python prints."""
+    """Return what a new Python prints."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -65,9 +65,9 @@ class Evaluator:
         """Return totals and means over all targets.
 
         The metrics are `loss` in nats per token, `perplexity`, its exponential, and `tokens`, the number of targets. If
-        the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if
-        several documents end in the data, `nats_per_document` and the number of `documents`. The token that ends a
-        document adds nats but no bytes.
+        the bytes of each token are known, there are also `bits_per_byte` and the number of `bytes`; if several
+        documents end in the data, `nats_per_document` and the number of `documents`. The token that ends a document
+        adds nats but no bytes.
         """
         nats, found = 0.0, {"tokens": 0, "bytes": 0, "documents": 0}
         self.score.reset_timer()
