@@ -28,7 +28,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "mistral": ("MistralForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
     "gpt_neox": ("GPTNeoXForCausalLM",),
-    **{kind: (model_class,) for kind, (_, model_class) in dcvit_hf.CLASSES.items()},
+    dcvit_hf.IMAGE: ("DCViTForImageClassification", "DCViTModel"),
+    dcvit_hf.TEXT: ("DCFormerForCausalLM",),
 }
 MAX_BYTES = 2 << 30  # of parameters; these libraries hold all of them in memory
 
@@ -53,7 +54,7 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
 
     library: ModuleType = transformers
     try:
-        if name in itertools.chain(*dcvit_hf.CLASSES.values()):
+        if name in itertools.chain(KNOWN[dcvit_hf.IMAGE], KNOWN[dcvit_hf.TEXT]):
             from dcvit.interop import modeling_dcvit as library
         model_class = getattr(library, name, None)
     except (ImportError, RuntimeError):  # transformers imports a class late; torchvision may not fit torch

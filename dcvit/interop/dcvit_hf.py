@@ -18,8 +18,17 @@ from dcvit.interop.tensors import Json, Tensors
 
 MODULE = "modeling_dcvit"
 IMAGE, TEXT = "dcvit", "dcformer"  # model types in config.json
-CLASSES = {IMAGE: ("DCViTConfig", "DCViTForImageClassification"), TEXT: ("DCFormerConfig", "DCFormerForCausalLM")}
-AUTO = {IMAGE: "AutoModelForImageClassification", TEXT: "AutoModelForCausalLM"}
+AUTO = {IMAGE: "AutoModelForImageClassification", TEXT: "AutoModelForCausalLM"}  # with the head of the run
+CLASSES = {  # of the modeling file, for transformers' automatic classes
+    IMAGE: {
+        "AutoConfig": "DCViTConfig", "AutoModel": "DCViTModel",
+        "AutoModelForImageClassification": "DCViTForImageClassification",
+    },
+    TEXT: {
+        "AutoConfig": "DCFormerConfig", "AutoModel": "DCFormerModel", "AutoModelForCausalLM": "DCFormerForCausalLM",
+        "AutoModelForSequenceClassification": "DCFormerForSequenceClassification",
+    },
+}  # fmt: skip
 SHARED: Json = {
     "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": None,
     "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1,
@@ -73,10 +82,9 @@ def config(description: Description) -> Json:
     if unknown := [f"{key}={value!r}" for key, value in description.fields.items() if key not in known]:
         raise CheckpointError(f"{MODULE}.py cannot express {', '.join(unknown)}")
     kind = IMAGE if description.model_name == "vit" else TEXT
-    config_class, model_class = CLASSES[kind]
     found: Json = {
-        "model_type": kind, "architectures": [model_class], "dtype": "float32",
-        "auto_map": {"AutoConfig": f"{MODULE}.{config_class}", AUTO[kind]: f"{MODULE}.{model_class}"},
+        "model_type": kind, "architectures": [CLASSES[kind][AUTO[kind]]], "dtype": "float32",
+        "auto_map": {name: f"{MODULE}.{class_name}" for name, class_name in CLASSES[kind].items()},
         **known, **description.fields,
     }  # fmt: skip
     if kind == IMAGE:

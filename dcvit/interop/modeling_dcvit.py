@@ -1,7 +1,8 @@
 """DCViT and DCFormer for PyTorch: models with Dynamically Composable Multi-Head Attention, in one file.
 
 The file needs torch and transformers 5 only. `dcvit convert RUN FOLDER --to hf` copies it beside the weights, and
-`AutoModelForCausalLM` or `AutoModelForImageClassification` loads it with `trust_remote_code=True`. The models follow
+`AutoModelForCausalLM` or `AutoModelForImageClassification` loads it with `trust_remote_code=True`, or `AutoModel`
+without the head. The models follow
 Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax, the H scores of each query-key pair
 are multiplied by an H×H matrix that is computed from the query and the key (Eqn 4-7).
 
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast, ImageClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+    SequenceClassifierOutput,
+)
 from transformers.utils import can_return_tuple
 
 RMS_EPSILON = 1e-6  # of the dynamic projections
@@ -372,8 +379,8 @@ class AttentionPool(nn.Module):
         return (y + self.mlp(self.norm(y)))[:, 0]
 
 
-class DCViTForImageClassification(DCModel):
-    """A vision transformer. `pixel_values` are B C height width, scaled as preprocessor_config.json says."""
+class DCViTBody(DCModel):
+    """A vision transformer without its head. `pixel_values` are B C height width, as preprocessor_config.json says."""
 
     config_class = DCViTConfig
     main_input_name = "pixel_values"
@@ -396,26 +403,15 @@ class DCViTForImageClassification(DCModel):
         if config.rep_size:
             before, width = width, config.width if config.rep_size is True else config.rep_size
             self.pre_logits = nn.Linear(before, width)
-        if config.num_labels:
-            self.head = nn.Linear(width, config.num_labels)
-        self.post_init()
+        self.num_features = width
 
     def get_input_embeddings(self) -> nn.Module:
         return self.patches
 
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> ImageClassifierOutput:
-        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
-
-        `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
-        """
+    def encode(
+        self, pixel_values: Tensor, output_attentions: bool | None, output_hidden_states: bool | None
+    ) -> BaseModelOutputWithPooling:
+        """Return the tokens after the last norm, and the features of an image, which a head takes."""
         attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
@@ -425,13 +421,11 @@ class DCViTForImageClassification(DCModel):
         for layer in self.layers:
             x, a = layer(x, return_weights=attentions)
             states, weights = [*states, x] if hidden_states else states, [*weights, a]
-        x = self._pooled(self.norm(x))
-        if self.config.rep_size:
-            x = torch.tanh(self.pre_logits(x))
-        logits = self.head(x) if hasattr(self, "head") else x
-        return ImageClassifierOutput(
-            loss=mean_loss(logits, labels, num_items_in_batch),
-            logits=logits,
+        x = self.norm(x)
+        features = self._pooled(x)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=x,
+            pooler_output=torch.tanh(self.pre_logits(features)) if self.config.rep_size else features,
             hidden_states=tuple(states) if hidden_states else None,
             attentions=tuple(weights) if attentions else None,
         )
@@ -455,11 +449,66 @@ class DCViTForImageClassification(DCModel):
         return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)[None].to(x.dtype)
 
 
-class DCFormerForCausalLM(DCModel, GenerationMixin):
-    """A decoder-only language model. Decoding caches the key-wise weights of the compositions beside the keys."""
+class DCViTModel(DCViTBody):
+    """A vision transformer without its head."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^head\."]  # noqa: RUF012
+
+    def __init__(self, config: DCViTConfig):
+        super().__init__(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Return the tokens after the last norm, and as `pooler_output` the features of each image."""
+        return self.encode(pixel_values, output_attentions, output_hidden_states)
+
+
+class DCViTForImageClassification(DCViTBody):
+    """A vision transformer with a linear head."""
+
+    def __init__(self, config: DCViTConfig):
+        super().__init__(config)
+        if config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(
+                f"the loss supports single labels and probabilities, not problem_type={config.problem_type!r}"
+            )
+        if config.num_labels:
+            self.head = nn.Linear(self.num_features, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> ImageClassifierOutput:
+        """Return the logits, and with `labels` the cross-entropy; a model without a head returns its features.
+
+        `num_items_in_batch` is the number of labels of all accumulated batches, by which the summed loss is divided.
+        """
+        encoded = self.encode(pixel_values, output_attentions, output_hidden_states)
+        logits = self.head(encoded.pooler_output) if hasattr(self, "head") else encoded.pooler_output
+        return ImageClassifierOutput(
+            loss=mean_loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+        )
+
+
+class DCFormerBody(DCModel):
+    """A decoder-only language model without its head. The cache holds key-wise compose weights beside the keys."""
 
     config_class = DCFormerConfig
-    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
     _input_embed_layer = "embed"
 
     def __init__(self, config: DCFormerConfig):
@@ -468,74 +517,55 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         if config.position == "learned":
             self.position = nn.Parameter(torch.zeros(config.context, config.width))
         self.layers, self.norm = nn.ModuleList(Block(config, i) for i in range(config.depth)), main_norm(config)
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def encode(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        cache: Cache | None = None,
-        cache_position: Tensor | None = None,
-    ) -> CausalLMOutputWithPast:
-        """Return the logits of each next token of `input_ids`, B T, or of `inputs_embeds`, B T M.
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        before: Cache | None,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+    ) -> BaseModelOutputWithPast:
+        """Return the tokens after the last norm; `before` is the cache of the tokens before, which is extended.
 
         Args:
-          use_cache, logits_to_keep, output_attentions, output_hidden_states: as in transformers. Attentions are the
-            composed weights.
-          past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
+          input_ids, inputs_embeds: tokens B T, or B T M.
           attention_mask: 1 for real tokens, 0 for padding, also of the tokens in the cache, B S; or True where a query
             may attend to a key, B 1 T S.
           position_ids: B T. Without a mask, a token attends to as many tokens before it as its position says, so that
             the documents of a packed row are apart. After a token that ends a document, positions start again at 0.
-          labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
-          num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
-          cache_position: the slots of the tokens, which early releases of transformers 5 pass: those after the cache.
+          output_attentions, output_hidden_states: as in transformers. Attentions are the composed weights.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and self.config.end_of_text is not None:
             raise ValueError("inputs_embeds do not say where documents end; give input_ids")
-        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        tokens_before = self._cache(past_key_values, cache, cache_position, use_cache)
         attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         ends = None if self.config.end_of_text is None else (input_ids == self.config.end_of_text)[..., None]
-        masks, positions = self._masks(x.shape[1], ends, attention_mask, position_ids, tokens_before, x)
+        masks, positions = self._masks(x.shape[1], ends, attention_mask, position_ids, before, x)
         if self.config.position == "learned":
             x = x + self.position[positions.clamp(max=self.config.context - 1)]
         pattern = WINDOW_PATTERNS[self.config.window_pattern]
         states, weights = [x], list[Tensor | None]()
         for i, layer in enumerate(self.layers):
             mask = masks[pattern[i % len(pattern)]]
-            x, a = layer(x, mask, positions, tokens_before, None if i else ends, return_weights=attentions)
+            x, a = layer(x, mask, positions, before, None if i else ends, return_weights=attentions)
             states, weights = [*states, x] if hidden_states else states, [*weights, a]
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         x = self.norm(x)
-        logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
-        following = None if labels is None else labels[:, 1:].flatten()
-        return CausalLMOutputWithPast(
-            loss=mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch),
-            logits=logits,
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
             hidden_states=(*states[:-1], x) if hidden_states else None,
             attentions=tuple(weights) if attentions else None,
-            **{CACHE: tokens_before if use_cache else None},
         )
 
     def _cache(
-        self, past_key_values: Cache | None, cache: Cache | None, slots: Tensor | None, wanted: bool
-    ) -> DynamicCache | None:
-        """Return the given cache or, if one is wanted, an empty one."""
+        self, past_key_values: Cache | None, cache: Cache | None, slots: Tensor | None, use_cache: bool | None
+    ) -> tuple[DynamicCache | None, bool]:
+        """Return the given cache or, if one is wanted, an empty one, and whether the output should hold it."""
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is not None and cache is not None:
             raise ValueError("cache and past_key_values are the same argument; give one of them")
         given = past_key_values if cache is None else cache
@@ -548,7 +578,7 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
             raise ValueError("a model with end_of_text does not support an offloaded cache")
         if slots is not None and int(slots[0]) != (0 if given is None else given.get_seq_length()):
             raise ValueError("cache_position does not continue the cache")
-        return DynamicCache() if given is None and wanted and not recomputes else given
+        return DynamicCache() if given is None and wanted and not recomputes else given, wanted
 
     def _masks(
         self,
@@ -596,3 +626,128 @@ class DCFormerForCausalLM(DCModel, GenerationMixin):
         local |= (slots == at[..., None]) & ~local.any(-1, keepdim=True)
         positions = at - starts if position_ids is None else torch.where(last > 0, at - starts, position_ids)
         return {"G": visible[:, None], "L": local[:, None]}, positions.clamp(min=0)
+
+
+class DCFormerModel(DCFormerBody):
+    """A decoder-only language model without its head."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Return the tokens after the last norm, B T M. Arguments are those of `DCFormerForCausalLM`."""
+        before, wanted = self._cache(past_key_values, cache, None, use_cache)
+        inputs = input_ids, attention_mask, position_ids, inputs_embeds
+        encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
+        encoded[CACHE] = before if wanted else None
+        return encoded
+
+
+class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
+    """A decoder-only language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
+        cache_position: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of each next token. The inputs are those of `DCFormerBody.encode`.
+
+        Args:
+          use_cache, logits_to_keep: as in transformers.
+          past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
+          labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
+          num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
+          cache_position: the slots of the tokens, which early releases of transformers 5 pass: those after the cache.
+        """
+        before, wanted = self._cache(past_key_values, cache, cache_position, use_cache)
+        inputs = input_ids, attention_mask, position_ids, inputs_embeds
+        encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        x = encoded.last_hidden_state
+        logits = self.lm_head(x if isinstance(keep, int) else x[:, keep])
+        following = None if labels is None else labels[:, 1:].flatten()
+        return CausalLMOutputWithPast(
+            loss=mean_loss(logits[:, :-1].flatten(0, 1), following, num_items_in_batch),
+            logits=logits,
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+            **{CACHE: before if wanted else None},
+        )
+
+
+class DCFormerForSequenceClassification(DCFormerBody):
+    """A decoder-only language model with a new linear layer over the last real token of each row."""
+
+    accepts_loss_kwargs = False
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.score = nn.Linear(config.width, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Return the logits of classes, B C, and with `labels` the loss that `config.problem_type` says.
+
+        Rows with padding need an `attention_mask`, B T.
+        """
+        inputs = input_ids, attention_mask, position_ids, inputs_embeds
+        encoded = self.encode(*inputs, None, output_attentions, output_hidden_states)
+        x = encoded.last_hidden_state
+        last = x.new_full((len(x),), x.shape[1] - 1, dtype=torch.long)
+        if attention_mask is not None:
+            if attention_mask.ndim != 2:
+                raise ValueError("classification of rows supports an attention_mask B T only")
+            last = (attention_mask.bool() * torch.arange(x.shape[1], device=x.device)).argmax(-1)
+        logits = self.score(x[torch.arange(len(x), device=x.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )

@@ -58,7 +58,9 @@ def to_torch(model, tmp_path):
     kind = dcvit_hf.IMAGE if model.description.model_name == "vit" else dcvit_hf.TEXT
     if not (folder / f"{dcvit_hf.MODULE}.py").exists():  # a native class could express the model
         pytest.fail("expected the modeling file")
-    loaded, report = getattr(modeling, dcvit_hf.CLASSES[kind][1]).from_pretrained(folder, output_loading_info=True)
+    loaded, report = getattr(modeling, dcvit_hf.CLASSES[kind][dcvit_hf.AUTO[kind]]).from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return loaded.eval(), folder
 
@@ -378,3 +380,44 @@ def test_accumulated_gradients_are_those_of_one_batch(kind, tmp_path):
     assert max(x.abs().max() for x in whole.values()) > 1e-3
     for name, change in whole.items():
         torch.testing.assert_close(accumulated[name], change, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", [dcvit_hf.IMAGE, dcvit_hf.TEXT])
+def test_automatic_classes_load_the_folder_without_its_head(kind, tmp_path):
+    image = kind == dcvit_hf.IMAGE
+    net, _, model = conversion_models.image_model((16, 16, 3)) if image else text_case("folded")
+    headed, folder = to_torch(model, tmp_path)
+    named = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert named == {name: f"{dcvit_hf.MODULE}.{value}" for name, value in dcvit_hf.CLASSES[kind].items()}
+    base_class = getattr(modeling, dcvit_hf.CLASSES[kind]["AutoModel"])
+    base, report = base_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if image:
+            x = torch.randn(2, 3, 16, 16, generator=generator)
+            found, expected = headed.head(base.eval()(x).pooler_output), headed(x).logits
+        else:
+            x = torch.from_numpy(make_tokens(net)).long()
+            found, expected = headed.lm_head(base.eval()(x).last_hidden_state), headed(x).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_row_is_classified_by_its_last_real_token(tmp_path):
+    """The same row has the same logits with padding on either side, and the loss is that of its class."""
+    _, folder = to_torch(text_case("both")[2], tmp_path)
+    classify = modeling.DCFormerForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    row, padding = torch.tensor([[5, 9, 2, 7]]), torch.zeros(1, 3, dtype=torch.long)
+    real, unreal = torch.ones_like(row), torch.zeros_like(padding)
+    with torch.no_grad():
+        expected = classify(row, labels=torch.tensor([2]))
+        for left, right in ((row, padding), (padding, row)):
+            mask = torch.cat([real if part is row else unreal for part in (left, right)], dim=1)
+            found = classify(torch.cat([left, right], dim=1), attention_mask=mask).logits
+            torch.testing.assert_close(found, expected.logits, rtol=0, atol=1e-5)
+    assert expected.loss.item() == pytest.approx(-expected.logits.log_softmax(-1)[0, 2].item(), rel=1e-5)
+
+
+def test_a_classifier_of_images_refuses_other_losses():
+    with pytest.raises(ValueError, match="problem_type='regression'"):
+        modeling.DCViTForImageClassification(modeling.DCViTConfig(depth=1, width=24, problem_type="regression"))
