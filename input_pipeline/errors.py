@@ -22,6 +22,10 @@ class ReadingError(InputError):
     """
 
 
+class MissingLibraryError(ReadingError):
+    """An optional library that is not installed; the message names the extra that contains it."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its type name if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

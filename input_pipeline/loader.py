@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from input_pipeline.errors import InputError, ReadingError, first_line_with_type
+from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line_with_type
 from input_pipeline.preprocess.builder import Preprocess
 from input_pipeline.shuffle import example_at, example_rng
 from input_pipeline.source import Source
@@ -217,6 +217,7 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
     """Read and preprocess one example.
 
     Raises:
+      MissingLibraryError: as `require` raises it, without the example.
       ReadingError: the failure is not the fault of the data; the message names the example.
       InputError: the example is corrupt; the message does not name the example.
     """
@@ -226,6 +227,8 @@ def _read(source: Source, preprocess: Preprocess, seed: int, key: ExampleKey) ->
     try:
         example = preprocess(source[key.example], example_rng(seed, key.epoch, key.example))
         return {name: np.asarray(value) for name, value in example.items()}
+    except MissingLibraryError:
+        raise
     except ReadingError as e:
         raise ReadingError(f"{source.describe(key.example)}: {e}") from e
     except InputError:

@@ -5,7 +5,7 @@ import functools
 import importlib
 import types
 
-from input_pipeline.errors import ReadingError, first_line_with_type
+from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_with_type
 from input_pipeline.stderr_filter import hide_start_up_messages
 
 LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
@@ -15,13 +15,16 @@ def require(module: str) -> types.ModuleType:
     """Import a module of an optional library.
 
     Raises:
-      ReadingError: the library is not installed, and the message names the extra that contains it; or it fails to load.
+      MissingLibraryError: the library is not installed.
+      ReadingError: it fails to load.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
         extra = "lm" if module.partition(".")[0] in LM_LIBRARIES else "data"
-        raise ReadingError(f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"') from None
+        raise MissingLibraryError(
+            f'this needs {e.name}, which is not installed: pip install "dcvit[{extra}]"'
+        ) from None
     except Exception as e:  # a broken installation, or too little memory
         raise ReadingError(f"{module} fails to load: {first_line_with_type(e)}") from e
 

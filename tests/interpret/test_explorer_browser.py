@@ -55,6 +55,16 @@ def test_all_stages_are_those_of_the_library(browser, file, name):
         assert_equal(browser, arrays, layer, query)
 
 
+def test_the_page_opens_on_the_largest_loan_of_weights_between_two_tokens(browser, file):
+    opened(browser, file)
+    loans = browser.value("facts.samples[0].loans.filter(l => l.where === 'post' && l.query !== l.key)")
+    largest = max(loans, key=lambda loan: abs(loan["amount"]))
+    names = {"layer": "layer", "query": "query", "key": "key", "head": "borrower"}
+    assert {name: browser.value(f"explorer.state.{name}") for name in names} == {
+        name: largest[key] for name, key in names.items()
+    }
+
+
 # Makes the page wait for the data of blocks whose names begin with a prefix, and forget all others.
 SLOW = """(() => {
   layers.clear(); rollouts.clear();

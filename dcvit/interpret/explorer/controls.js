@@ -181,6 +181,7 @@ async function start() {
   addEventListener("hashchange", () => { readHash(); showAll(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAll);
   readHash();
+  if (!location.hash) Object.assign(state, firstView(sampleOf(0)));
   const { run } = sampleOf(state.sample);
   $("title").textContent = facts.runs[run].name;
   $("facts").textContent = facts.runs[run].facts;

@@ -318,10 +318,20 @@ function showAblations(sample, layer) {
   fillTable($("ablations"), ["off", "change", "first five predictions"], rows);
 }
 
+const viewOf = (sample, loan) => ({
+  layer: sample.layers.findIndex((layer) => layer.number === loan.layer), query: loan.query, key: loan.key, head: loan.borrower,
+});
+
+// The first view: the largest loan between a query and another key, of weights if they are composed.
+function firstView(sample) {
+  const apart = sample.loans.filter((loan) => loan.query !== loan.key);
+  const loan = apart.find(({ where }) => where === "post") ?? apart[0];
+  return loan ? viewOf(sample, loan) : {};
+}
+
 function showLoans(sample) {
   const rows = sample.loans.map((loan) => {
-    const position = sample.layers.findIndex((layer) => layer.number === loan.layer);
-    const go = () => set({ layer: position, query: loan.query, key: loan.key, head: loan.borrower });
+    const go = () => set(viewOf(sample, loan));
     return [element("button", { type: "button", onclick: go }, `layer ${loan.layer}`), loan.where, loan.branch,
       `head ${loan.lender}`, `head ${loan.borrower}`, labelOf(sample, loan.query), labelOf(sample, loan.key), number(loan.amount)];
   });

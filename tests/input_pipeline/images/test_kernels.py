@@ -175,13 +175,15 @@ def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_numba_the_error_names_the_extra():
+def test_without_numba_the_error_names_the_extra_and_no_example():
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "import numpy as np, input_pipeline as ip\n"
-        "pp = ip.Preprocess('resize(3)')\n"
-        "try: pp({'image': np.zeros((4, 4, 3), np.uint8)}, None)\n"
+        "class Images(list):\n"
+        "    def describe(self, index): return f'image {index}'\n"
+        "images = Images({'image': np.zeros((4, 4, 3), np.uint8)} for _ in range(4))\n"
+        "try: next(ip.train_batches(images, 'resize(3)', 2, seed=0))\n"
         "except ip.InputError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'which is not installed: pip install "dcvit[data]"' in done.stdout
+    assert done.stdout == 'this needs numba, which is not installed: pip install "dcvit[data]"\n'
