@@ -26,7 +26,7 @@ def python(code):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "both", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["stdout", "stdout and stderr"]
+    "both", [pytest.param(False, marks=pytest.mark.weekly), True], ids=["stdout", "stdout and stderr"]
 )
 def test_training_continues_without_reader(tmp_path, both):
     words = [f"--config.{key}={value}" for key, value in TINY.items()]

@@ -59,7 +59,7 @@ def test_the_notebook_runs_and_predicts(digits_workdir, tmp_path, monkeypatch):
     assert len(names["maps"]) == 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_notebook_about_heads_follows_their_composition(
     digits_run, lm_workdir, library_promotion, tmp_path, monkeypatch, capsys
 ):

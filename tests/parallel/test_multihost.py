@@ -216,7 +216,7 @@ def test_processes_with_different_data_are_refused(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("target", [pytest.param(0, marks=pytest.mark.weekly), 1])
 def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to_the_same_result(tmp_path, two, target):
     workdir = tmp_path / "run"
     words = options(workdir)

@@ -88,7 +88,7 @@ def test_a_table_without_estimates_says_so(installed, tmp_path, monkeypatch):
     assert words in " ".join(tables.markdown(table6.table()).split())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
 def test_small_models_train_and_generate_in_rounds(monkeypatch):
     for name, value in {"ROUNDS": 1, "LENGTH": 32, "PROMPT": 8, "NEW": 4}.items():

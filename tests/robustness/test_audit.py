@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from trained_workdirs import DIGITS, TEXT
 
+pytestmark = pytest.mark.weekly
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ["images", "text", "training", "loading weights", "compilation cache"]
 # TensorFlow imports h5py, which asks `uname -p` for the processor, and urllib3, which checks if a socket can be bound
@@ -51,7 +52,6 @@ def events(tmp_path_factory, digits_workdir, lm_workdir):
     return audit(tmp_path_factory.mktemp("audit"), PHASES, {"vit": digits_workdir, "lm": lm_workdir})
 
 
-@pytest.mark.exhaustive
 def test_events_of_every_kind_are_recorded(events):
     recorded = {(kind, event) for kind, event, *_ in events["control"]}
     assert {
@@ -60,18 +60,15 @@ def test_events_of_every_kind_are_recorded(events):
     } <= recorded  # fmt: skip
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["unpickling", "process", "network"])
 def test_commands_cause_no_such_event_after_all_imports(events, kind):
     assert [(phase, event) for phase in PHASES for event in events[phase] if event[0] == kind] == []
 
 
-@pytest.mark.exhaustive
 def test_importing_the_package_causes_no_event(events):
     assert events["import"] == []
 
 
-@pytest.mark.exhaustive
 def test_importing_libraries_causes_only_known_events(events):
     for kind, event, arguments, callers in events["libraries"]:
         expected, caller = KNOWN.get(event, ("", "unknown"))
@@ -79,6 +76,5 @@ def test_importing_libraries_causes_only_known_events(events):
         assert any(caller in line for line in callers), (kind, event, arguments, callers)
 
 
-@pytest.mark.weekly
 def test_demo_causes_no_event(tmp_path):
     assert audit(tmp_path, ["demo"], {})["demo"] == []

@@ -162,7 +162,7 @@ def test_a_branch_is_ablated_alone(composed):
         assert np.abs(composed_by(a, whole[where]) - expected[where]).max() > 0.1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_measures_of_a_run_agree_with_its_metrics_and_are_stored(tmp_path, library_promotion):
     tiny = ["model.width=16", "model.depth=1", "model.num_heads=2", "model.mlp_dim=16"]
     tiny += ["evals.validation.data.limit=116", "evals.validation.batch_size=58"]

@@ -195,7 +195,7 @@ def i1k(tmp_path, monkeypatch, library_promotion):
     return train_it
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_path, capsys, monkeypatch):
     root = shutil.copytree(data_dir, tmp_path / "all")
     for name in OTHERS:

@@ -153,7 +153,7 @@ def test_profile_is_recorded_for_the_given_steps(special):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.weekly)])
 def test_profile_is_recorded_up_to_the_last_step_and_if_it_started_before_an_interruption(
     digits_run, monkeypatch, interrupted
 ):
