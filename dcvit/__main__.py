@@ -54,7 +54,7 @@ def _usage() -> str:
 
 def _keys() -> str:
     """Return the type, the default and the meaning of every config key."""
-    from dcvit import config
+    from dcvit.config import load as config
 
     lines = ["Keys of a config; --config.KEY=VALUE sets one on the command line.", ""]
     for name, kind, default, text in config.describe_keys():

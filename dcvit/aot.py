@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit import config as configs
+    from dcvit.config import load as configs
     from dcvit.training import aot
 
     jax.config.update("jax_platforms", "cpu")

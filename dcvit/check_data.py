@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="config file or bare name, with :argument=value,…")
     args, overrides = parser.parse(argv)
 
-    from dcvit import config as configs
+    from dcvit.config import load as configs
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs, explained
     from input_pipeline import MissingDataError

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcvit.checkpoint import files
-from dcvit.checkpoint.files import Folder
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
+from dcvit.runs import files
+from dcvit.runs.files import Folder
 from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         """Return the help: options, examples, and for commands that take a config its overrides and the names."""
         lines = [super().format_help()]
         if any(action.dest == "config" for action in self._actions):
-            from dcvit import config
+            from dcvit.config import load as config
 
             names = ", ".join(path.stem for path in config.shipped())
             lines += [
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         if "." in name:
             return "did you mean '--config.KEY=VALUE'?"
         if "--config" in valid:
-            from dcvit import config
+            from dcvit.config import load as config
 
             if name.removeprefix("--") in config.known_keys():
                 return f"did you mean '--config.{name.removeprefix('--')}=VALUE'?"

@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
 
-    from dcvit.checkpoint.files import replace
+    from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.parallel import runtime
-    from dcvit.training.evaluation import append_csv, evaluate
+    from dcvit.runs.files import replace
     from dcvit.training.trained import open_trained
 
     runtime.configure()

@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
 
-    from dcvit import report
-    from dcvit.checkpoint.files import replace
+    from dcvit.pages import report
+    from dcvit.pages.exploration import Options, explore, open_explored
     from dcvit.parallel import runtime
-    from dcvit.training.exploration import Options, explore, open_explored
+    from dcvit.runs.files import replace
 
     report.check_path(args.out, "--out")
     runtime.configure()

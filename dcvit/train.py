@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from dcvit import config as configs
+    from dcvit.config import load as configs
     from dcvit.parallel import runtime
     from dcvit.runs.preemption import Preemption
     from dcvit.training.setup import make_setup
@@ -79,7 +79,7 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
     Raises:
       ConfigError, InputError: the config or the data is invalid, which concerns every seed.
     """
-    from dcvit import config as configs
+    from dcvit.config import load as configs
     from dcvit.training.setup import make_setup
     from dcvit.training.trainer import train
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from dcvit import __main__ as entry
-from dcvit import cli, config
-from dcvit.config_keys import Key
+from dcvit import cli
+from dcvit.config import load as config
+from dcvit.config.keys import Key
 from dcvit.errors import type_name
 from dcvit.models import attention, dcmha, lm, presets, vit
 from dcvit.training import optim

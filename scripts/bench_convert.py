@@ -19,13 +19,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dcvit.interop import gpt_neox
-from dcvit.interop.family import Description
-from dcvit.interop.links import write
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Tensor
 from dcvit.models.presets import decode_preset
 from dcvit.parallel import runtime
+from dcvit.weights import gpt_neox
+from dcvit.weights.family import Description
+from dcvit.weights.links import write
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import Tensor
 
 VOCAB = 50304
 

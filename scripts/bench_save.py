@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import jax
 
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.parallel import runtime
 from dcvit.training import trainer
 from dcvit.training.hooks import CheckpointHook, StepResult

@@ -27,13 +27,13 @@ import seeded_runs
 from flax.traverse_util import flatten_dict, unflatten_dict
 from seeded_runs import ROOT, complete_seeds, differences, signed
 
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import replace
 from dcvit.evaluators.in_context import Evaluator
 from dcvit.models import Params
 from dcvit.parallel.sharding import shardings
 from dcvit.reproduction.seeded import machine, parameters
 from dcvit.reproduction.step_times import step_times
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.files import replace
 from dcvit.training.seeds import summarize
 from dcvit.training.trained import open_trained
 

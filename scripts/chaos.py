@@ -32,8 +32,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.parallel import runtime
+from dcvit.runs.steps import saved_steps
 
 INTERVAL, EVAL = 10, 7  # steps between checkpoints and between evaluations
 AIMS = ("starting", "compiling", "a step", "saving", "evaluating")

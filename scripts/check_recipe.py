@@ -31,7 +31,7 @@ import recipe_data
 from bench_input import cpu, resident_megabytes
 
 import input_pipeline
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.models import flops
 from dcvit.training.model import make_model
 from dcvit.training.optim import Schedule

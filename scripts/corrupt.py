@@ -29,10 +29,10 @@ import jax
 import numpy as np
 
 from dcvit import cli, train
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.errors import CheckpointError, ConfigError, MetricsError
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from dcvit.training.trained import open_trained
 
 SAVED, STEPS, INTERVAL = 6, 9, 3  # the step at which the run was stopped, all steps, steps between checkpoints

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import input_pipeline
-from dcvit import config as configs
-from dcvit.checkpoint import big_vision, checksums, steps
+from dcvit.config import load as configs
 from dcvit.inference.task_files import check_task_files
-from dcvit.runs import curves, metrics, workdir
+from dcvit.runs import checksums, curves, metrics, steps, workdir
 from dcvit.training.setup import make_setup
 from dcvit.training.trained import open_trained
+from dcvit.weights import big_vision_files as big_vision
 from input_pipeline.images import decode
 from input_pipeline.preprocess import ops
 from input_pipeline.text import tokenizer

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcvit import cli, train
-from dcvit.checkpoint.files import replace
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.parallel import runtime
 from dcvit.reproduction import seeded
+from dcvit.runs.files import replace
 from dcvit.training.seeds import parse_seeds
 
 Measured = TypeVar("Measured", bound=Mapping[str, object])  # with `seeds`

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from small_models import make_lm, param_shapes, random_params
 
-from dcvit.interpret.explorer.page import render
-from dcvit.interpret.explorer.samples import make_sample
 from dcvit.models import vit
-from dcvit.report.html import picture
+from dcvit.pages.explorer.page import render
+from dcvit.pages.explorer.samples import make_sample
+from dcvit.pages.report.html import picture
 
 SIZE, PATCH = (20, 16), 4
 TEXT_FIELDS = dict(

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from dcvit.report.outcomes import Outcomes
-from dcvit.report.page import Evaluation, render
+from dcvit.pages.report.outcomes import Outcomes
+from dcvit.pages.report.page import Evaluation, render
 
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&amp;&lt;", "</title></style>", "\u202egnp.exe",

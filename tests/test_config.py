@@ -6,8 +6,8 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from dcvit import config as configs
-from dcvit.config import duration
+from dcvit.config import load as configs
+from dcvit.config.load import duration
 from dcvit.errors import ConfigError
 
 FILE = """

@@ -9,7 +9,7 @@ import numpy as np
 from trained_workdirs import TINY
 
 from dcvit import cli, train
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.training import hooks, step
 from dcvit.training.setup import make_setup
 

@@ -28,7 +28,7 @@ ABSENT_LOGIT = -1e9  # logit of an excluded class; finite, so that 0 · log p is
 
 
 class Observer(Protocol):
-    """Receiver of the outcome of every example, such as `dcvit.report.outcomes.Outcomes`."""
+    """Receiver of the outcome of every example, such as `dcvit.pages.report.outcomes.Outcomes`."""
 
     def select(self, batch: DeviceBatch, logits: jax.Array, scores: DeviceBatch) -> DeviceBatch:
         """Return further arrays for `add`, computed on the devices.

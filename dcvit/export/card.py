@@ -10,9 +10,9 @@ import dcvit
 from dcvit.errors import MetricsError
 from dcvit.export import formats
 from dcvit.export.source import Model
-from dcvit.interop import dcvit_hf
 from dcvit.runs import metrics
 from dcvit.training.model import example
+from dcvit.weights import dcvit_hf
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric

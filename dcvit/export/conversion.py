@@ -18,7 +18,7 @@ import numpy as np
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
 from dcvit.export import card, formats, libraries, logits, programs
 from dcvit.export.source import Model, from_weights, open_model
-from dcvit.interop.weights import open_weights
+from dcvit.weights.families import open_weights
 
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
 WRITERS: dict[str, Callable[[Model, Path], None]] = {

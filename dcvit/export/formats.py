@@ -17,31 +17,19 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import Checkpointer
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError
 from dcvit.export import tokenizer_files
 from dcvit.export.logits import nested
 from dcvit.export.source import Model
-from dcvit.interop import (
-    dcvit_hf,
-    dinov2,
-    gpt2,
-    gpt_neox,
-    hf_processor,
-    hf_vit,
-    llama,
-    names,
-    own,
-    siglip,
-    timm_vit,
-)
-from dcvit.interop import links as linking
-from dcvit.interop.family import Description, WrittenFamily
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.training.model import build, example
+from dcvit.weights import dcvit_hf, dinov2, gpt2, gpt_neox, hf_processor, hf_vit, llama, names, own, siglip, timm_vit
+from dcvit.weights import links as linking
+from dcvit.weights.family import Description, WrittenFamily
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 
 # Families of transformers by our models; the first that can express a model is used.
 WRITTEN: dict[str, WrittenFamily] = {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line_with_type
-from dcvit.interop import dcvit_hf
-from dcvit.interop.tensors import Json
+from dcvit.weights import dcvit_hf
+from dcvit.weights.tensors import Json
 
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ def transformers_logits(folder: Path, x: np.ndarray) -> np.ndarray | None:
     library: ModuleType = transformers
     try:
         if name in itertools.chain(KNOWN[dcvit_hf.IMAGE], KNOWN[dcvit_hf.TEXT]):
-            from dcvit.interop import modeling_dcvit as library
+            from dcvit.weights import modeling_dcvit as library
         model_class = getattr(library, name, None)
     except (ImportError, RuntimeError):  # transformers imports a class late; torchvision may not fit torch
         return None

@@ -17,11 +17,11 @@ from jaxtyping import PyTree
 from PIL import Image
 
 import input_pipeline
-from dcvit.checkpoint.placement import place_params
 from dcvit.export.source import Model
 from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
 from dcvit.training.model import build, example
+from dcvit.weights.placement import place_params
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES, ROWS = 4, 2

@@ -13,21 +13,21 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import as_tensor, open_params
-from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.checkpoint.placement import unrolled
-from dcvit.config_keys import WITHOUT_EFFECT
+from dcvit.config import load as configs
+from dcvit.config.keys import WITHOUT_EFFECT
 from dcvit.errors import ConfigError, InputError
 from dcvit.inference.classifier import read_class_names
-from dcvit.interop.family import Description
-from dcvit.interop.tensors import Json, Tensor, Tensors
-from dcvit.interop.weights import Weights, open_weights
 from dcvit.models import lm, vit
+from dcvit.models.trees import check_tree, shapes_of
+from dcvit.runs.checkpointer import as_tensor, open_params
 from dcvit.runs.workdir import find
 from dcvit.training import setup
 from dcvit.training.model import build, described_by, example
 from dcvit.training.trained import TrainedModel, open_trained
+from dcvit.weights.families import Weights, open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.placement import unrolled
+from dcvit.weights.tensors import Json, Tensor, Tensors
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcvit.interop import names
-from dcvit.interop.tensors import Json, read_json, tokenizer_of
+from dcvit.weights import names
+from dcvit.weights.tensors import Json, read_json, tokenizer_of
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"

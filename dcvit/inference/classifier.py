@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float32
 from rich.cells import cell_len, set_cell_size
 
-from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, InputError, escaped
 from dcvit.models import Outputs
+from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
 from input_pipeline.files import files_below, read_regular
 

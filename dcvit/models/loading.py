@@ -18,7 +18,7 @@ from dcvit.models.upcycling import gained_compositions, has_compositions, identi
 from input_pipeline.files import expand
 
 if TYPE_CHECKING:
-    from dcvit.checkpoint.big_vision import Tensors
+    from dcvit.weights.big_vision_files import Tensors
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
@@ -73,8 +73,8 @@ def load_params_into(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    from dcvit.checkpoint.params import shapes_of  # late: the models import where Orbax is not installed
-    from dcvit.checkpoint.placement import in_layout, place_params
+    from dcvit.models.trees import shapes_of  # late: the models import where Orbax is not installed
+    from dcvit.weights.placement import in_layout, place_params
 
     tensors = convert(_open(init_file))
     names = in_layout(tensors, shapes_of(init_params))
@@ -90,9 +90,9 @@ def load_params_into(
 
 def _open(init_file: str) -> Tensors:
     """Open a checkpoint of this project or of big_vision, or weights of another library as unrolled layers."""
-    from dcvit.checkpoint import big_vision
-    from dcvit.checkpoint.checkpointer import as_tensor, open_params
-    from dcvit.interop.weights import is_weights, open_weights
+    from dcvit.runs.checkpointer import as_tensor, open_params
+    from dcvit.weights import big_vision_files as big_vision
+    from dcvit.weights.families import is_weights, open_weights
 
     path = expand(init_file)
     if is_weights(path):

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dcvit.config_keys import WITHOUT_EFFECT
+from dcvit.config.keys import WITHOUT_EFFECT
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params

@@ -35,7 +35,7 @@ from dcvit.models.loading import ModelFields, load_params_into, pop_blocks, stac
 from dcvit.parallel.mesh import BATCH, constrain
 
 if TYPE_CHECKING:
-    from dcvit.checkpoint.big_vision import Tensors
+    from dcvit.weights.big_vision_files import Tensors
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from dcvit.checkpoint.checkpointer import load_params
 from dcvit.errors import ConfigError
 from dcvit.evaluators.in_context import Evaluator
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
@@ -23,6 +22,7 @@ from dcvit.models.lm import LM
 from dcvit.parallel.sharding import shardings
 from dcvit.reproduction import in_context
 from dcvit.reproduction.tables import Maps, Row, Table, grid
+from dcvit.runs.checkpointer import load_params
 from dcvit.training.seeds import workdir_of
 from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.source import Example

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dcvit.config import load, recommended
+from dcvit.config.load import load, recommended
 from dcvit.models import flops
 from dcvit.parallel.topologies import topology
 from dcvit.reproduction.arms import folder_of

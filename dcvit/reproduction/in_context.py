@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from dcvit.pages.evaluation import evaluate
 from dcvit.reproduction import seeded
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.stored import run_checksum, stored
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
-from dcvit.training.evaluation import evaluate
 from dcvit.training.seeds import summarize, workdir_of
 from dcvit.training.trained import open_trained
 from input_pipeline.text.synthetic import Source

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from dcvit.checkpoint.files import replace
+from dcvit.runs.files import replace
 from input_pipeline.text.stdlib import Source
 
 CLOZE, CHOICE = "stdlib_cloze", "stdlib_choice"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.runs import metrics, workdir
 from dcvit.training.tasks import task_class

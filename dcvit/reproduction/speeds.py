@@ -19,7 +19,7 @@ def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, r
     """Return the tokens per second of every timed training step of each arm, without compilation and evaluations.
 
     Args:
-      runs: the config of each arm, as for `dcvit.config.load`.
+      runs: the config of each arm, as for `dcvit.config.load.load`.
       tokens: those of a step.
       rounds: timed steps of an arm.
     """

@@ -34,7 +34,7 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
     The stored times are kept, so that the same command trains for the same numbers of steps again.
 
     Args:
-      runs: the config of each arm, as for `dcvit.config.load`.
+      runs: the config of each arm, as for `dcvit.config.load.load`.
       folder: the folder of the runs.
 
     Raises:

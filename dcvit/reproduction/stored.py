@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dcvit.checkpoint.files import replace
 from dcvit.errors import ConfigError, first_line
+from dcvit.runs.files import replace
 
 Value = TypeVar("Value", bound=object)
 

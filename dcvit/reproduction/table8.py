@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from dcvit.config import load
+from dcvit.config.load import load
 from dcvit.models import flops
 from dcvit.models.vit import ViT
 from dcvit.reproduction import arms, seeded, step_times

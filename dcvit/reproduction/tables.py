@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dcvit.checkpoint.files import replace
+from dcvit.runs.files import replace
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from dcvit.checkpoint.files import Folder
 from dcvit.errors import ConfigError, escaped
 from dcvit.runs import metrics
+from dcvit.runs.files import Folder
 
 FORMATS = (".png", ".pdf", ".svg")
 # The metrics of evaluators that can be drawn, by preference: the label of the axis, and a factor.

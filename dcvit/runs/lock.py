@@ -15,9 +15,9 @@ from time import sleep
 
 import filelock
 
-from dcvit.checkpoint.files import Folder, file_identity
 from dcvit.errors import ConfigError, first_line
 from dcvit.parallel import multihost
+from dcvit.runs.files import Folder, file_identity
 
 LOCK = ".lock"
 RENEWAL = ".lock-renewal"  # in a store: an object that the owner of the lock rewrites regularly

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
-from dcvit.checkpoint.files import Folder, file_identity, replace
 from dcvit.errors import MetricsError, first_line
+from dcvit.runs.files import Folder, file_identity, replace
 
 FILES = ("metrics.jsonl", "timing.jsonl")
 LOG = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import first_line_with_type
+from dcvit.runs.files import Folder, replace
 
 FILE = "parameters.txt"
 LOG = logging.getLogger(__name__)

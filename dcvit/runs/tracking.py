@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import ConfigError, first_line_with_type, nearest
+from dcvit.runs.files import Folder, replace
 
 LOG = logging.getLogger(__name__)
 FILE = "wandb.json"  # in the workdir: the id of the W&B run

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import input_pipeline
-from dcvit.checkpoint.files import Folder
 from dcvit.parallel import multihost
+from dcvit.runs.files import Folder
 
 LOG = "watchdog.log"
 STDERR = 2  # the file descriptor: `sys.stderr` may be replaced

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcvit import config as configs
-from dcvit.checkpoint import checksums
-from dcvit.checkpoint.files import Folder, absolute, replace
-from dcvit.checkpoint.steps import ABOUT, FOLDER, about, problems, saved_steps
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError, first_line, nearest
-from dcvit.runs import metrics
+from dcvit.runs import checksums, metrics
+from dcvit.runs.files import Folder, absolute, replace
+from dcvit.runs.steps import ABOUT, FOLDER, about, problems, saved_steps
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
 

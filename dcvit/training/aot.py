@@ -100,7 +100,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     """Compile the training step of a config for a TPU slice.
 
     Args:
-      spec: "NAME[:key=value,…]", see `dcvit.config.load`.
+      spec: "NAME[:key=value,…]", see `dcvit.config.load.load`.
       overrides: "a.b=value" for single keys.
       topology: a TPU slice such as "v5p:4x4x8".
 

@@ -20,10 +20,10 @@ import flax.linen as nn
 import jax
 
 import input_pipeline
-from dcvit.checkpoint.files import replace
 from dcvit.errors import first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
+from dcvit.runs.files import replace
 from dcvit.runs.parameters import write_overview
 from dcvit.runs.tracking import WandbRun
 from dcvit.training.resume import Run

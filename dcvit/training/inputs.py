@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.steps import saved_steps
-from dcvit.config import INPUT_KEYS, Options, replaced
+from dcvit.config.load import INPUT_KEYS, Options, replaced
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
+from dcvit.runs.files import Folder
+from dcvit.runs.steps import saved_steps
 from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
 from input_pipeline.files import expand
 from input_pipeline.text.train_tokenizer import train_tokenizer

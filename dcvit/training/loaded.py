@@ -18,28 +18,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Float32
 from PIL import Image
 
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import Folder, folder
-from dcvit.checkpoint.params import check_tree, shapes_of
-from dcvit.checkpoint.placement import check_finite, place_params
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.errors import CheckpointError, ConfigError, InputError, nearest, type_name
 from dcvit.inference import classifier
 from dcvit.inference.classifier import Prediction
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import Continuations, continue_texts
-from dcvit.interop.tensors import Tensors, tokenizer_of
-from dcvit.interop.weights import open_weights
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Params
 from dcvit.models.lm import LM
+from dcvit.models.trees import check_tree, shapes_of
 from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, shardings
 from dcvit.runs import workdir as workdirs
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.files import Folder, folder
 from dcvit.training.model import build, described_by, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
+from dcvit.weights.families import open_weights
+from dcvit.weights.placement import check_finite, place_params
+from dcvit.weights.tensors import Tensors, tokenizer_of
 from input_pipeline.files import read_regular
 from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -244,7 +244,7 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
     """Load a trained model.
 
     Args:
-      source: a workdir, one of its checkpoints, or weights of another library; see `dcvit.interop.weights.FAMILIES`.
+      source: a workdir, one of its checkpoints, or weights of another library; see `dcvit.weights.families.FAMILIES`.
       config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
       sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
         whole model on each device). By default the model is on the first device.

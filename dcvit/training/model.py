@@ -15,16 +15,16 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit.config import defaults, run_config
+from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
-from dcvit.interop import preprocessing
-from dcvit.interop.family import Description
-from dcvit.interop.tensors import Tensors
-from dcvit.interop.weights import is_weights, open_weights
 from dcvit.models import Params, lm, vit
 from dcvit.models.upcycling import other_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
+from dcvit.weights import preprocessing
+from dcvit.weights.families import is_weights, open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.tensors import Tensors
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)

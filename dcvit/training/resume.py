@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from dcvit.checkpoint import steps
-from dcvit.checkpoint.checkpointer import Checkpointer
-from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
-from dcvit.runs import metrics, workdir
+from dcvit.runs import metrics, steps, workdir
+from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress
 from dcvit.runs.watchdog import Watchdog

@@ -9,9 +9,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dcvit.checkpoint.files import Folder, replace
 from dcvit.errors import ConfigError
 from dcvit.runs import metrics
+from dcvit.runs.files import Folder, replace
 
 MAX_SEEDS = 1000
 LEVEL = 0.95  # of the confidence interval

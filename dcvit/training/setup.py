@@ -24,13 +24,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit.checkpoint.files import Folder
-from dcvit.config import UNITS, Options, duration, is_duration, load
-from dcvit.config_keys import is_rate
+from dcvit.config.keys import is_rate
+from dcvit.config.load import UNITS, Options, duration, is_duration, load
 from dcvit.dcmha import dispatch
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
+from dcvit.runs.files import Folder
 from dcvit.runs.tracking import check_wandb
 from dcvit.training import optim
 from dcvit.training.inputs import (
@@ -66,7 +66,7 @@ class Intervals:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.KEYS`."""
+    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.load.KEYS`."""
 
     ckpt_keep: int
     ckpt_best: Sequence[str]
@@ -116,7 +116,7 @@ def make_setup(
     """Build the objects of a training run.
 
     Args:
-      config: a config of `dcvit.config.load`.
+      config: a config of `dcvit.config.load.load`.
       workdir: the folder of the run, whose tokenizer is used if the run trained one before.
       devices: the devices of the mesh; by default all.
       source: the training data; by default that of `config.input.data`.
@@ -176,7 +176,7 @@ def _build(
 def load_setup(
     spec: str, overrides: Sequence[str] = (), *, devices: Sequence[jax.Device] | None = None, stand_in: bool = False
 ) -> Setup:
-    """Load a config, see `dcvit.config.load`, and build its setup without evaluators.
+    """Load a config, see `dcvit.config.load.load`, and build its setup without evaluators.
 
     Args:
       spec: "NAME[:key=value,…]".
@@ -239,7 +239,7 @@ def make_optimizer(
       config: the config.
       params: the parameters, or their shapes.
       total_steps: the length of training.
-      in_steps: `dcvit.config.duration` for this run.
+      in_steps: `dcvit.config.load.duration` for this run.
 
     Raises:
       ConfigError: an unknown transformation or schedule, or an argument that does not fit.

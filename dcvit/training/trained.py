@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.files import Folder
-from dcvit.checkpoint.params import check_tree, shapes_of
+from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.models.lm import LM
+from dcvit.models.trees import check_tree, shapes_of
 from dcvit.parallel.sharding import Strategy
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.files import Folder
 from dcvit.runs.workdir import check_checkpoint, is_free
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
 from dcvit.training.model import make_model

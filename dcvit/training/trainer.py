@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from dcvit.checkpoint.files import Folder
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
+from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
 from dcvit.training.hooks import (
     BestCheckpoint,

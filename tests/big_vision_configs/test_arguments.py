@@ -7,9 +7,9 @@ import types
 import pytest
 from ml_collections import ConfigDict
 
-from dcvit import big_vision
-from dcvit import config as configs
-from dcvit.big_vision import arguments, fewshot
+from dcvit.config import big_vision
+from dcvit.config import load as configs
+from dcvit.config.big_vision import arguments, fewshot
 from dcvit.errors import ConfigError
 
 SPEC = {"variant": "B/16", "res": (224, int), "lr": 0.1, "runlocal": False, "ckpt": None}

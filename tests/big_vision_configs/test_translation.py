@@ -13,9 +13,10 @@ import optax
 import pytest
 
 import input_pipeline as ip
-from dcvit import big_vision, cli, train
-from dcvit import config as configs
-from dcvit.big_vision import evaluations, part, preprocessing, translation
+from dcvit import cli, train
+from dcvit.config import big_vision
+from dcvit.config import load as configs
+from dcvit.config.big_vision import evaluations, part, preprocessing, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
 

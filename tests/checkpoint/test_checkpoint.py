@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit.checkpoint import checksums, files, steps
-from dcvit.checkpoint.checkpointer import Checkpointer, load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.errors import CheckpointError
+from dcvit.runs import checksums, files, steps
+from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs.steps import saved_steps
 
 TREE = {
     "params": {"a": {"kernel": np.arange(12.0, dtype=np.float32).reshape(3, 4)}, "b": np.ones(3, np.float32)},

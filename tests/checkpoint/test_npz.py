@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcvit.checkpoint import npz
+from dcvit.weights import npz
 from input_pipeline import memory
 
 MAGIC = b"\x93NUMPY"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dcvit.checkpoint.checkpointer import Checkpointer
+from dcvit.runs.checkpointer import Checkpointer
 
 DRIVER = """
 import os, pathlib, resource, sys, threading

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcvit import aot, cli
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding, topologies
 from dcvit.parallel import mesh as mesh_axes

@@ -11,8 +11,9 @@ import jax
 import pytest
 
 import dcvit
-from dcvit import cli, config
+from dcvit import cli
 from dcvit.__main__ import COMMANDS, dispatch
+from dcvit.config import load as config
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorflow", "torch", "lm_eval", "matplotlib", "sklearn"}

@@ -8,8 +8,8 @@ import pytest
 from trained_workdirs import TINY
 
 from dcvit import cli
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
+from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300
 

@@ -117,7 +117,7 @@ def test_a_report_that_cannot_be_written_loses_no_result(digits_workdir, tmp_pat
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("dcvit.checkpoint.files.replace", full)
+    monkeypatch.setattr("dcvit.runs.files.replace", full)
     path, table = tmp_path / "report.html", tmp_path / "table.csv"
     status, out, err = call("--workdir", digits_workdir, "--format", "json", "--report", path, "--out", table)
     assert (status, json.loads(out)[0]["n"], len(table.read_text().splitlines())) == (2, 360, 2)

@@ -11,7 +11,7 @@ from small_models import name_of
 
 import dcvit
 from dcvit import cli, explore
-from dcvit.training import exploration
+from dcvit.pages import exploration
 
 IMAGES = [str(ROOT / "tests" / "data" / name) for name in ("seven.png", "four.png")]
 

@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 import input_pipeline
-from dcvit import config as configs
 from dcvit import evaluate, predict
 from dcvit.__main__ import dispatch
-from dcvit.checkpoint.checkpointer import load_params
 from dcvit.cli import run
+from dcvit.config import load as configs
 from dcvit.errors import escaped
 from dcvit.inference import classifier
+from dcvit.runs.checkpointer import load_params
 from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -16,7 +16,7 @@ from pages import PAGES, ROOT, blocks, commands
 
 from dcvit import __main__ as entry
 from dcvit import cli, dcmha
-from dcvit import config as configs
+from dcvit.config import load as configs
 
 sys.path.insert(0, str(ROOT / "docs"))
 import reference_pages

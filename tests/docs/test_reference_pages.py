@@ -12,7 +12,7 @@ import reference_pages
 from reference_pages import PAGES
 
 from dcvit import __main__ as entry
-from dcvit import config
+from dcvit.config import load as config
 from dcvit.models import attention, dcmha, lm, presets, vit
 from input_pipeline.preprocess import ops
 from input_pipeline.source import KINDS

@@ -11,10 +11,10 @@ import small_models
 
 from dcvit.export import formats
 from dcvit.export.source import Model
-from dcvit.interop import dcvit_hf
-from dcvit.interop.family import Description
-from dcvit.interop.tensors import Tensor
 from dcvit.models import lm, vit
+from dcvit.weights import dcvit_hf
+from dcvit.weights.family import Description
+from dcvit.weights.tensors import Tensor
 
 PP = "decode|resize(16)|value_range(-1, 1)"
 VIT = dict(width=32, depth=2, mlp_dim=48, num_heads=4, patch_size=(4, 4))

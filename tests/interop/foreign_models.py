@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from dcvit.interop import links
-from dcvit.interop.tensors import Tensor
 from dcvit.models import lm
+from dcvit.weights import links
+from dcvit.weights.tensors import Tensor
 
 
 def libraries():

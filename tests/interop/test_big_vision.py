@@ -12,11 +12,11 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from small_models import assert_trees_equal, jit, param_shapes, random_params
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import big_vision
-from dcvit.interop import links as linking
-from dcvit.interop.tensors import Tensor
-from dcvit.interop.weights import open_weights
 from dcvit.models import vit
+from dcvit.weights import big_vision
+from dcvit.weights import links as linking
+from dcvit.weights.families import open_weights
+from dcvit.weights.tensors import Tensor
 
 SMALL = dict(patch_size=(8, 8), width=32, depth=2, mlp_dim=40, num_heads=4)
 PIXELS = np.random.default_rng(1).normal(size=(2, 32, 32, 3)).astype(np.float32)

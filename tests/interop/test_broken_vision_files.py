@@ -17,12 +17,12 @@ import dcvit
 from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import Model
-from dcvit.interop import big_vision, own, vit_links
-from dcvit.interop import links as linking
-from dcvit.interop.family import Description
-from dcvit.interop.tensors import Tensor
-from dcvit.interop.weights import FAMILIES, open_weights
 from dcvit.models import vit
+from dcvit.weights import big_vision, own, vit_links
+from dcvit.weights import links as linking
+from dcvit.weights.families import FAMILIES, open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.tensors import Tensor
 
 FIELDS = dict(width=16, depth=2, num_heads=2, mlp_dim=32, patch_size=(8, 8), mlp="gelu", pool_type="tok")
 PP = "decode|resize(16)|value_range(-1, 1)"

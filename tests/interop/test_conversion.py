@@ -28,17 +28,17 @@ from jax.experimental.array_serialization import serialization
 from PIL import Image
 
 from dcvit import cli, convert, evaluate, generate, predict
-from dcvit.checkpoint.checkpointer import Checkpointer, load_params
-from dcvit.config_keys import WITHOUT_EFFECT
+from dcvit.config.keys import WITHOUT_EFFECT
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion, formats, libraries, logits, programs
 from dcvit.export.source import open_model
-from dcvit.interop import dcvit_hf, own, preprocessing, siglip, timm_vit
-from dcvit.interop.family import Description
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Tensor
 from dcvit.models import lm, vit
+from dcvit.runs.checkpointer import Checkpointer, load_params
 from dcvit.training.model import build, example
+from dcvit.weights import dcvit_hf, own, preprocessing, siglip, timm_vit
+from dcvit.weights.family import Description
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import Tensor
 from input_pipeline import memory
 
 SHARD = 64 << 20  # bytes
@@ -630,7 +630,7 @@ def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
 
 
 def test_the_modeling_file_imports_torch_and_transformers_only():
-    found, file = set(), importlib.util.find_spec("dcvit.interop.modeling_dcvit").origin
+    found, file = set(), importlib.util.find_spec("dcvit.weights.modeling_dcvit").origin
     for node in ast.walk(ast.parse(Path(file).read_text())):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         found |= {name.split(".")[0] for name in [*names, *([node.module] if isinstance(node, ast.ImportFrom) else [])]}

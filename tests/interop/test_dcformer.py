@@ -9,11 +9,11 @@ import pytest
 from foreign_models import largest_difference, libraries, our_logits, random_tokens
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import dcformer, links
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import open_file
-from dcvit.interop.weights import open_weights
 from dcvit.models import lm
+from dcvit.weights import dcformer, links
+from dcvit.weights.families import open_weights
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import open_file
 
 VOCAB, WIDTH, HEADS, WINDOW, LENGTH = 61, 32, 4, 6, 20
 SHARED = {
@@ -171,7 +171,7 @@ def test_an_unsuitable_config_is_refused_by_name(config, message, tmp_path):
     ],
 )
 def test_a_model_that_their_code_cannot_express_is_refused_by_the_names_of_its_fields(fields, message):
-    from dcvit.interop.family import Description
+    from dcvit.weights.family import Description
 
     with pytest.raises(CheckpointError) as raised:
         dcformer.config(Description("lm", 61, fields))

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import hf_processor, preprocessing
-from dcvit.interop.tensors import PROCESSOR
-from dcvit.interop.weights import open_weights
+from dcvit.weights import hf_processor, preprocessing
+from dcvit.weights.families import open_weights
+from dcvit.weights.tensors import PROCESSOR
 from input_pipeline import Preprocess
 
 # Class and config of the smallest model of each type, for images of 224 pixels, as of the default processors.

@@ -26,7 +26,7 @@ from vision_models import (
 
 from dcvit.errors import CheckpointError
 from dcvit.export import libraries
-from dcvit.interop import weights
+from dcvit.weights import families as weights
 
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
 HIDDEN = dict(intermediate_size=80)

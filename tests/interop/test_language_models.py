@@ -19,12 +19,12 @@ from foreign_models import (
 )
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import links, lm_fields
-from dcvit.interop.family import Description
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import open_file
-from dcvit.interop.weights import FAMILIES, open_weights
 from dcvit.models import lm
+from dcvit.weights import links, lm_fields
+from dcvit.weights.families import FAMILIES, open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import open_file
 
 VOCAB, WIDTH, HEADS, DEPTH, MLP, LENGTH = 61, 48, 6, 3, 80, 40
 SIZES = dict(

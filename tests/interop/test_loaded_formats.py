@@ -183,7 +183,7 @@ def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, 
 @pytest.mark.slow
 def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-    modeling = pytest.importorskip("dcvit.interop.modeling_dcvit", reason="needs transformers 5")
+    modeling = pytest.importorskip("dcvit.weights.modeling_dcvit", reason="needs transformers 5")
     folder = tmp_path / "hf"
     folder.mkdir()
     save_tokenizer(tmp_path, {})

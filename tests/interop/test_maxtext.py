@@ -10,8 +10,8 @@ import pytest
 from foreign_models import largest_difference, libraries, our_logits, random_tokens
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import links
-from dcvit.interop.weights import open_weights
+from dcvit.weights import links
+from dcvit.weights.families import open_weights
 
 pytestmark = pytest.mark.interop  # their parameters are random tensors of PyTorch
 CONFIG = {

@@ -14,13 +14,13 @@ import small_models
 
 from dcvit.export import formats
 from dcvit.export.source import open_model
-from dcvit.interop import dcvit_hf
-from dcvit.interop import links as linking
+from dcvit.weights import dcvit_hf
+from dcvit.weights import links as linking
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
 transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
-modeling = pytest.importorskip("dcvit.interop.modeling_dcvit", reason="needs transformers 5")
+modeling = pytest.importorskip("dcvit.weights.modeling_dcvit", reason="needs transformers 5")
 
 END = 3  # a token that ends a document
 TEXT = {

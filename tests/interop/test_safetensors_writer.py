@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 
 from dcvit.errors import CheckpointError
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import open_file
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import open_file
 
 TENSORS = {
     "z/kernel": np.arange(12, dtype=np.float32).reshape(3, 4),

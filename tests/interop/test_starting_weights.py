@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from conversion_models import PP, image_model, language_model, write
 
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import formats
-from dcvit.interop import hf_processor
-from dcvit.interop.tensors import PROCESSOR
-from dcvit.interop.weights import open_weights
 from dcvit.training.model import make_loader, make_model
+from dcvit.weights import hf_processor
+from dcvit.weights.families import open_weights
+from dcvit.weights.tensors import PROCESSOR
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 FORMATS = {"safetensors": formats.write_safetensors, "npz": formats.write_npz, "dcvit": formats.write_dcvit}

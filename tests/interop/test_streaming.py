@@ -18,16 +18,16 @@ from ml_collections import ConfigDict
 from small_models import param_shapes
 
 import dcvit
-from dcvit import config as configs
-from dcvit.checkpoint.placement import place_params
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError
-from dcvit.interop import weights as weights_module
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Tensor
-from dcvit.interop.weights import open_weights
 from dcvit.models import lm
 from dcvit.parallel.sharding import make_mesh, shardings
 from dcvit.training.model import make_loader, make_model
+from dcvit.weights import families as weights_module
+from dcvit.weights.families import open_weights
+from dcvit.weights.placement import place_params
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import Tensor
 
 
 def llama_folder(folder, *, width, depth, mlp, vocab, dtype, max_shard_bytes):

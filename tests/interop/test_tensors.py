@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import names, own, timm_vit
-from dcvit.interop.family import Description
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import open_file
-from dcvit.interop.weights import open_weights
+from dcvit.weights import names, own, timm_vit
+from dcvit.weights.families import open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import open_file
 
 ARRAYS = {"head/kernel": np.ones((8, 4), np.float32), "norm/scale": np.ones(8, np.float32)}
 DESCRIPTION = Description("vit", 4, dict(width=8, depth=1, num_heads=2, pool_type="tok"), "decode")

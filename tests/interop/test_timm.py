@@ -26,8 +26,9 @@ from vision_models import (
 )
 
 from dcvit.errors import CheckpointError
-from dcvit.interop import links, preprocessing, timm_vit, weights
-from dcvit.interop.tensors import Tensor
+from dcvit.weights import families as weights
+from dcvit.weights import links, preprocessing, timm_vit
+from dcvit.weights.tensors import Tensor
 from input_pipeline.preprocess.builder import Preprocess
 
 SMALL = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)

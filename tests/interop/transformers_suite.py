@@ -9,7 +9,7 @@ import torchvision_ops  # noqa: F401
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from transformers.models.auto import modeling_auto as auto
 
-from dcvit.interop import modeling_dcvit as modeling
+from dcvit.weights import modeling_dcvit as modeling
 
 # The tests know by these tables which classes have labels.
 for table, kind, name in (

@@ -11,10 +11,10 @@ import safetensors.numpy
 import torch
 from small_models import jit
 
-from dcvit.interop import links as linking
-from dcvit.interop.tensors import open_file
-from dcvit.interop.weights import FAMILIES, open_weights
 from dcvit.models import vit
+from dcvit.weights import links as linking
+from dcvit.weights.families import FAMILIES, open_weights
+from dcvit.weights.tensors import open_file
 
 TOLERANCE = 2e-5  # of logits of standard deviation about 1
 DIFFERENCES = {}  # largest difference by format and direction

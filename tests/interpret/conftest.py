@@ -4,8 +4,8 @@ import explorer_pages as pages
 import pytest
 from explorer_driver import MODELS
 
-from dcvit.interpret.explorer.page import lending_facts
 from dcvit.interpret.lending import lending
+from dcvit.pages.explorer.page import lending_facts
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from small_models import param_shapes
 
 from dcvit.interpret.activations import run_with_cache
-from dcvit.interpret.explorer import samples
 from dcvit.models import vit
+from dcvit.pages.explorer import samples
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ import pytest
 from trained_workdirs import TINY
 
 from dcvit import cli, train
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, preemption
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 
 TEXT = {
     "tensorboard": False, "total_steps": 6, "log_steps": 2, "ckpt_steps": 3, "input.batch_size": 16, "model.width": 32,

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import Checkpointer, load_params
+from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding, topologies
+from dcvit.runs.checkpointer import Checkpointer, load_params
 from dcvit.training import hooks, setup, step
 
 MESHES = {

@@ -12,9 +12,9 @@ from sklearn import metrics
 
 import input_pipeline
 from dcvit.evaluators.classification import Evaluator
+from dcvit.pages.report import measures
+from dcvit.pages.report.outcomes import BINS, MISTAKES, Outcomes
 from dcvit.parallel.sharding import make_mesh
-from dcvit.report import measures
-from dcvit.report.outcomes import BINS, MISTAKES, Outcomes
 
 N, CLASSES = 200, 7
 RNG = np.random.default_rng(3)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from report_examples import HOSTILE, evaluation, page
 
-from dcvit import report
 from dcvit.errors import ConfigError
-from dcvit.report import html
-from dcvit.report.page import shorten
+from dcvit.pages import report
+from dcvit.pages.report import html
+from dcvit.pages.report.page import shorten
 
 
 class Reader(HTMLParser):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dcvit.config import load
+from dcvit.config.load import load
 from dcvit.reproduction import arms, key_heads, step_times
 from dcvit.training.model import make_model
 

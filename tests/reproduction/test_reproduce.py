@@ -13,7 +13,7 @@ import pytest
 from training_runs import LM_TINY
 
 from dcvit import cli, reproduce
-from dcvit.config import load, read_json
+from dcvit.config.load import load, read_json
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.models import head_settings, lm
 from dcvit.reproduction import arms, catalog, full, heads, seeded, step_times, table2, table6, table9, table10, tables

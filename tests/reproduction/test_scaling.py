@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from dcvit import config
+from dcvit.config import load as config
 from dcvit.models import presets
 from dcvit.reproduction import arms, costs, scaling
 from dcvit.training.model import make_model

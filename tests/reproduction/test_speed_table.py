@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dcvit import config
+from dcvit.config import load as config
 from dcvit.models import presets
 from dcvit.reproduction import arms, speeds, table6, tables
 from dcvit.training.model import make_model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dcvit.config import load
+from dcvit.config.load import load
 from dcvit.errors import ConfigError
 from dcvit.reproduction import step_times, table8
 

@@ -78,7 +78,7 @@ def control(folder):
 
 
 # Modules that start a command, or need a library of an extra when they are imported.
-EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.interop.modeling_dcvit",
+EXCLUDED = ("dcvit.__main__", "dcvit.lm_eval", "dcvit.inference.harness", "dcvit.weights.modeling_dcvit",
             "input_pipeline.images.loops")  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def loading_weights(folder):
     import jax
     import numpy as np
 
-    from dcvit.checkpoint.checkpointer import load_params
+    from dcvit.runs.checkpointer import load_params
 
     params = jax.device_get(load_params(folder / "vit"))
     np.savez(folder / "weights.npz", **flax.traverse_util.flatten_dict(params, sep="/"))

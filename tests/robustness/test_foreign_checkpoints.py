@@ -7,8 +7,8 @@ import pytest
 from trained_workdirs import DIGITS
 
 from dcvit import cli, evaluate, predict, train
-from dcvit.checkpoint.steps import complete_steps
 from dcvit.runs import workdir
+from dcvit.runs.steps import complete_steps
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def folder(digits_workdir, tmp_path):
 @pytest.fixture
 def other(digits_workdir, tmp_path):
     """A copy of the run that claims to have had another seed, with valid checksums."""
-    from dcvit.checkpoint import checksums
+    from dcvit.runs import checksums
 
     root = shutil.copytree(digits_workdir, tmp_path / "other")
     about = root / "checkpoints" / "60" / "about" / "metadata"
@@ -106,7 +106,7 @@ def test_checkpoint_whose_description_was_changed_is_damaged_and_not_of_another_
 
 def test_state_of_another_step_is_refused(folder, capsys, monkeypatch):
     """The description of a checkpoint may state its step correctly although its arrays are of another one."""
-    from dcvit.checkpoint import steps
+    from dcvit.runs import steps
 
     rename(folder / "checkpoints")
     saved = steps.about

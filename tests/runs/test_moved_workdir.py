@@ -5,8 +5,8 @@ import shutil
 import pytest
 from training_runs import interrupted_before
 
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import lock, metrics
+from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]

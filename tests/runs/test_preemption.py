@@ -12,9 +12,9 @@ import time
 import pytest
 from trained_workdirs import TINY
 
-from dcvit.checkpoint.checkpointer import Checkpointer
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics, preemption
+from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300  # of one process
 

@@ -12,7 +12,7 @@ from fake_gcs import environment, serve
 from trained_workdirs import TINY
 
 from dcvit import cli
-from dcvit.checkpoint import files, steps
+from dcvit.runs import files, steps
 
 pytest.importorskip("gcsfs", reason="gs:// needs the gcs extra")
 

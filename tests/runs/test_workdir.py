@@ -10,11 +10,11 @@ from trained_workdirs import DIGITS
 from training_runs import same
 
 from dcvit import cli, train
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.runs import lock, workdir
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError
 

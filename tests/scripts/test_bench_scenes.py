@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_scenes as bench
 
-from dcvit.config import load
+from dcvit.config.load import load
 from dcvit.reproduction.step_times import StepTimes
 from dcvit.training.model import make_model
 

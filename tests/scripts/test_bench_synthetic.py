@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_synthetic as bench
 
-from dcvit.config import load
+from dcvit.config.load import load
 from dcvit.dcmha.reference import compose
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import lm

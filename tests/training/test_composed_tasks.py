@@ -5,7 +5,8 @@ import io
 
 import pytest
 
-from dcvit import cli, config, evaluate, generate, train
+from dcvit import cli, evaluate, generate, train
+from dcvit.config import load as config
 from dcvit.training.setup import load_setup
 from dcvit.training.trained import TrainedModel
 from input_pipeline.text.synthetic import Source

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from training_runs import digits_command, interrupted_before, same
 
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from dcvit.training.hooks import EarlyStop
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dcvit.errors import ConfigError
+from dcvit.pages import evaluation
+from dcvit.pages.evaluation import append_csv
 from dcvit.parallel import sharding
-from dcvit.training import evaluation, trained
-from dcvit.training.evaluation import append_csv
+from dcvit.training import trained
 
 
 class CountEvaluator:

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 import input_pipeline
-from dcvit import config as configs
 from dcvit import evaluate, predict, train
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.cli import run
+from dcvit.config import load as configs
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from input_pipeline import shuffle
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]

@@ -11,17 +11,17 @@ from ml_collections import ConfigDict
 from small_models import logits_of, make_tokens, param_shapes, random_params
 
 import dcvit
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion
 from dcvit.export.source import open_model
-from dcvit.interop import llama
-from dcvit.interop.family import Description
-from dcvit.interop.links import write
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Tensor
 from dcvit.models import lm
 from dcvit.training.model import make_loader, make_model
+from dcvit.weights import llama
+from dcvit.weights.family import Description
+from dcvit.weights.links import write
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import Tensor
 
 FIELDS = dict(width=32, depth=2, mlp_dim=40, num_heads=4, context=12, norm="rmsnorm", norm_epsilon=1e-5, mlp="swiglu")
 VOCAB = 17

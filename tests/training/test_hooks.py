@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from training_runs import interrupted_before
 
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from dcvit.training import inputs
 from dcvit.training.step import non_finite_arrays
 from dcvit.training.trainer import Trainer

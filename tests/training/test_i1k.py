@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from training_runs import interrupted_before
 
-from dcvit import config, evaluate, predict, train
-from dcvit.checkpoint.checkpointer import load_params
+from dcvit import evaluate, predict, train
 from dcvit.cli import run
+from dcvit.config import load as config
 from dcvit.models import vit
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
 from dcvit.training import optim, setup
 
 I1K = "configs/vit_i1k.py"

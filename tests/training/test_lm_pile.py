@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dcvit import cli, errors, generate, tokenize, train
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.models.presets import PRESETS
 from dcvit.runs import metrics
 from dcvit.training import optim, setup

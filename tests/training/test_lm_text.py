@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcvit import cli, evaluate, generate, train
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.errors import ConfigError, InputError
 from dcvit.training.setup import make_setup
 from input_pipeline.text.packing import row_count

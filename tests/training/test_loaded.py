@@ -12,11 +12,11 @@ from PIL import Image
 
 import dcvit
 from dcvit import cli, generate, predict
-from dcvit.checkpoint.checkpointer import load_params
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm, vit
+from dcvit.runs.checkpointer import load_params
 from dcvit.training import loaded
 from dcvit.training.loaded import LoadedModel
 from dcvit.training.trained import open_trained

@@ -9,7 +9,7 @@ from trained_workdirs import TINY
 from training_runs import LM_TINY, small_setup
 
 from dcvit import cli, tokenize, train
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.dcmha import dispatch
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.training import setup

@@ -13,7 +13,7 @@ from trained_workdirs import TEXT
 from training_runs import LM_TINY, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
-from dcvit import config as configs
+from dcvit.config import load as configs
 from dcvit.evaluators.perplexity import Evaluator
 from dcvit.parallel import sharding
 from dcvit.runs import metrics

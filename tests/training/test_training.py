@@ -9,10 +9,10 @@ import pytest
 from trained_workdirs import TEXT
 from training_runs import digits_command, interrupted_before, lm_command, same, small_setup
 
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import load_params
-from dcvit.checkpoint.steps import saved_steps
+from dcvit.config import load as configs
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks, resume
 from dcvit.training.trainer import Trainer
 

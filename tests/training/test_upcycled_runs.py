@@ -9,11 +9,11 @@ import pytest
 from training_runs import lm_command
 
 from dcvit import cli, train
-from dcvit import config as configs
-from dcvit.checkpoint.checkpointer import load_params
+from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models.upcycling import COMPOSITION
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
 from dcvit.training.model import make_loader, make_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

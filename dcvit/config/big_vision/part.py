@@ -1,0 +1,96 @@
+"""One dict of a config during its translation, with notes of what becomes of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+from dcvit.config.keys import UNITS
+from dcvit.errors import ConfigError
+
+Values: TypeAlias = dict[str, Any]  # a dict of a config
+MAX_SHOWN = 60  # characters of a value in a note
+
+
+class Notes:
+    """Lines about changes. Equal changes of several parts share a line."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[str]] = {}
+
+    def add(self, part: str, text: str) -> None:
+        """Add the change `text` of a part, such as "config.input"."""
+        self.parts.setdefault(text, []).append(part)
+
+    def lines(self) -> list[str]:
+        """Return the lines in the order of the changes."""
+        return [f"{', '.join(parts)}: {text}" for text, parts in self.parts.items()]
+
+
+class Part:
+    """A dict of a config: the config itself, or one of its values.
+
+    Attributes:
+      values: the keys that are not None, which the methods change.
+      name: name of the dict in messages, such as "config.input".
+    """
+
+    def __init__(self, values: object, name: str, notes: Notes):
+        """Copy the dict. Raises ConfigError if `values` is neither a dict nor None."""
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"{name}={values!r} should be a dict")
+        self.values: Values = {key: value for key, value in (values or {}).items() if value is not None}
+        self.name, self.notes = name, notes
+
+    def note(self, text: str) -> None:
+        """Note a change."""
+        self.notes.add(self.name, text)
+
+    def inner(self, key: str) -> Part:
+        """Remove a dict and return it as a part, which is empty if there is none."""
+        return Part(self.values.pop(key, None), f"{self.name}.{key}", self.notes)
+
+    def put(self, key: str, value: object, old: str = "") -> None:
+        """Set a key. The note names `old`, what it stands for."""
+        self.values[key] = value
+        shown = repr(value)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
+        self.note(f"{old} -> {key}={shown}" if old else f"{key}={shown}, big_vision's default")
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a key, if there is one."""
+        if old in self.values:
+            self.values[new] = self.values.pop(old)
+            self.note(f"{old} -> {new}")
+
+    def drop(self, reasons: Mapping[str, str]) -> None:
+        """Remove keys without effect on the result, for a reason each."""
+        for key, reason in reasons.items():
+            if self.values.pop(key, None) is not None:
+                self.note(f"{key} is dropped: {reason}")
+
+    def refuse(self, key: str, reason: str) -> ConfigError:
+        """Return the error about a key that has no equivalent."""
+        return ConfigError(f"{self.name}.{key}={self.values[key]!r} of big_vision has no equivalent: {reason}")
+
+    def expect(self, key: str, known: Collection[object], reason: str) -> None:
+        """Remove a key whose value is what dcvit does anyway, one of `known`. Raises ConfigError for another value."""
+        if key in self.values and self.values[key] not in known:
+            raise self.refuse(key, reason)
+        self.values.pop(key, None)
+
+    def durations(self, names: Mapping[str, str]) -> None:
+        """Rename durations, and convert those in percent, which are fractions in big_vision."""
+        for old, new in names.items():
+            for unit in UNITS:
+                value = self.values.pop(f"{old}_{unit}", None)
+                if value is None:
+                    continue
+                converted = value
+                if unit == "percent":
+                    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                        raise ConfigError(f"{self.name}.{old}_percent={value!r} should be in [0, 1] in big_vision")
+                    converted = round(100 * value, 9)
+                self.values[f"{new}_{unit}"] = converted
+                if old != new or unit == "percent":
+                    self.note(f"{old}_{unit}={value} -> {new}_{unit}={converted}")

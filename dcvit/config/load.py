@@ -1,0 +1,424 @@
+"""Configs: find, load, override and check them before anything compiles.
+
+A config file is Python with one function, `get_config(**arguments)`, that returns an ml_collections ConfigDict.
+Loading the file runs its code. A config may hold the keys of `KEYS`, and the durations of `DURATIONS`, each as
+`X_steps`, `X_epochs`, `X_examples` or `X_percent`. If `get_config` has the parameters `init` and `init_config`, the
+latter receives the config of the model that `init` names; see `init_config`.
+
+A config file of big_vision may be given, too. Its keys are translated; see `dcvit.config.big_vision`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from etils import epath
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from dcvit.config import big_vision
+from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
+from dcvit.errors import (
+    CheckpointError,
+    ConfigError,
+    check_regex,
+    check_values,
+    first_line,
+    has_type,
+    nearest,
+    type_name,
+    unknown_key,
+)
+from input_pipeline.files import expand
+
+LOG = logging.getLogger(__name__)
+PACKAGE = Path(__file__).parent
+MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
+Json: TypeAlias = dict[str, Any]
+Options: TypeAlias = Mapping[str, Any] | ConfigDict
+
+
+def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
+    """Load "NAME[:key=value,…]" with "a.b=value" overrides, and return the checked and locked config.
+
+    NAME is the path of a Python file, or the bare name of a config of the package. Overrides set keys of dcvit, also in
+    a file of big_vision; each change of its keys is logged.
+
+    Raises:
+      ConfigError: the file is missing or fails, a key is unknown (the message suggests the nearest one), or a value has
+        the wrong type.
+    """
+    name, _, arguments = spec.partition(":")
+    path = _find(name)
+    config = _run(path, arguments)
+    required = _clear_required(config)
+    given = _translated(path, config.to_dict())
+    for key in given:
+        if key not in KEYS and not is_duration(key, DURATIONS):
+            raise ConfigError(f"{path}: {unknown_key(f'config.{key}', key, known_keys())}")
+    config = ConfigDict(defaults() | given)
+    for override in overrides:
+        try:
+            _override(config, override)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as e:  # not a value of a ConfigDict
+            raise ConfigError(f"--config.{override}: {first_line(e)}") from None
+    for key in required:
+        if functools.reduce(operator.getitem, key.split("."), config) is None:
+            raise ConfigError(f"{path}: config.{key} is required and has no value; give --config.{key}=VALUE")
+    check_types(config)
+    return config.lock()
+
+
+def defaults() -> Json:
+    """Return the default of every key."""
+    return {name: key.default for name, key in KEYS.items()}
+
+
+def read_json(path: Path | epath.Path) -> ConfigDict:
+    """Read the config.json of a workdir and return the checked and locked config.
+
+    Raises:
+      ConfigError: the file is missing or unreadable.
+    """
+    found = _json_object(path)
+    try:
+        check_values(found, "config")
+        config = ConfigDict(defaults() | found)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    check_types(config)
+    return config.lock()
+
+
+def _json_object(path: Path | epath.Path) -> Json:
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}") from None
+    return found
+
+
+def _clear_required(config: ConfigDict, prefix: str = "") -> list[str]:
+    """Set required placeholders without value to None, and return their dotted keys."""
+    cleared = []
+    for key in list(config):
+        try:
+            if isinstance(config[key], ConfigDict):
+                cleared += _clear_required(config[key], f"{prefix}{key}.")
+        except RequiredValueError:
+            with config.unlocked():
+                del config[key]
+                config[key] = None
+            cleared.append(prefix + key)
+    return cleared
+
+
+def _find(name: str) -> Path:
+    """Return the file of a config given by path or by bare name."""
+    if "/" in name or name.endswith(".py"):
+        path = expand(name if name.endswith(".py") else f"{name}.py")
+        if not path.is_file():
+            raise ConfigError(f"no config file {name}")
+        return path
+    known = {path.stem: path for path in shipped()}
+    if name not in known:
+        raise ConfigError(f"no config named {name!r}; {nearest(name, known)}")
+    return known[name]
+
+
+def _translated(path: Path, config: Json) -> Json:
+    """Return the config of a file with keys of dcvit, and log how those of big_vision are translated."""
+    if not big_vision.is_big_vision(config):
+        return config
+    try:
+        config, changes = big_vision.translate(config)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    for change in changes:
+        LOG.info("%s: %s", path.name, change)
+    return config
+
+
+def _run(path: Path, text: str) -> ConfigDict:
+    """Execute a config file and call its get_config with the arguments in `text`."""
+    try:
+        with big_vision.importable():
+            get_config = _module(path).get_config
+            config = get_config(**_arguments(path, inspect.signature(get_config).parameters, text))
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"{path}: {type(e).__name__}: {first_line(e)}") from e
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: get_config returned a {type(config).__name__}, expected a ConfigDict")
+    return config
+
+
+def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: str) -> Json:
+    """Return the arguments of a get_config, converted to the types of its defaults.
+
+    A get_config of big_vision has one parameter, `arg`, and parses the text itself.
+    """
+    if list(parameters) == ["arg"]:
+        return {"arg": text} if text else {}
+    arguments = _parse_arguments(text)
+    for key in arguments:
+        if key not in parameters:
+            raise ConfigError(f"{path} takes no argument {key!r}; {nearest(key, parameters)}")
+    given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
+    if "init_config" in parameters:
+        given["init_config"] = init_config(arguments.get("init", ""))
+    return given
+
+
+def init_config(checkpoint: str) -> Json:
+    """Return the config of a run, or the keys that weights of another library determine; {} if the path is neither.
+
+    `input.pp` is the preprocessing of training, with an inception crop if the model has only one of prediction.
+
+    Raises:
+      ConfigError: the config or the weights are damaged or unsupported.
+    """
+    if not checkpoint:
+        return {}
+    from dcvit.runs.steps import ABOUT  # late: a config without `init` needs none of these
+    from dcvit.weights import preprocessing
+    from dcvit.weights.families import open_weights
+
+    found, path = run_config(checkpoint), expand(checkpoint)
+    try:
+        if not found and path.exists() and not (path / ABOUT).is_dir():
+            found = open_weights(path).config()
+        if found.get("pp_predict") and "pp" not in found.get("input", {}):
+            found["input"] = {**found.get("input", {}), **preprocessing.training(found["pp_predict"])}
+    except CheckpointError as e:
+        raise ConfigError(f"init={checkpoint}: {e}") from None
+    return found
+
+
+def run_config(checkpoint: str) -> Json:
+    """Return the config of the run whose workdir or checkpoint folder this is; {} for another path.
+
+    The config.json of another library has no `model_name`.
+    """
+    if not checkpoint or "://" in checkpoint:
+        return {}
+    place = expand(checkpoint).absolute()
+    for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
+        if (folder / "config.json").is_file():
+            found = _json_object(folder / "config.json")
+            return read_json(folder / "config.json").to_dict() if "model_name" in found else {}
+    return {}
+
+
+def _module(path: Path) -> ModuleType:
+    """Execute a config file and return it as a module."""
+    spec = importlib.util.spec_from_file_location(f"dcvit_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def recommended() -> list[tuple[str, str]]:
+    """Return (config, TPU topology) for each recommendation of the package's configs.
+
+    A config file recommends slices by a function `pods()`, which returns {arguments: topology}.
+    """
+    return [
+        (f"{path.stem}:{arguments}", topology)
+        for path in shipped()
+        for arguments, topology in getattr(_module(path), "pods", dict)().items()
+    ]
+
+
+def shipped() -> list[Path]:
+    """Return the config files of the package."""
+    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
+    return sorted({p.stem: p for folder in folders for p in folder.glob("*.py")}.values())
+
+
+def _parse_arguments(text: str) -> dict[str, str]:
+    """Parse "a=1,b=x" to a dict of strings."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    for key, equals, _ in pairs:
+        if not equals or not key:
+            raise ConfigError(f"config argument {key!r} is not of the form key=value")
+    return {key: value for key, _, value in pairs}
+
+
+def _literal(text: str) -> Any:
+    """Return the value of a command-line word: a Python literal, true/false/none, or the word itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _like(old: Any, text: str, what: str) -> Any:
+    """Convert `text` to the type of `old`. None is accepted for every type here; `check_types` checks it later."""
+    value = _literal(text)
+    if value is None:
+        return None
+    if isinstance(old, str):
+        return value if isinstance(value, str) else text
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if old is None or old is inspect.Parameter.empty or type(value) is type(old):
+        return value
+    if isinstance(old, ConfigDict) and isinstance(value, dict):
+        return ConfigDict(value)
+    if isinstance(old, list | tuple) and isinstance(value, list | tuple):
+        return value
+    raise ConfigError(f"{what}={text} should be of type {type(old).__name__}, not {type(value).__name__}")
+
+
+def _override(config: ConfigDict, override: str) -> None:
+    """Set "a.b=value" in `config`. A duration replaces the same duration in another unit; None removes its own unit."""
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--config.{override}: expected --config.KEY=VALUE")
+    *parents, last = path.split(".")
+    target = config
+    for i, part in enumerate(parents):
+        if part not in target or not isinstance(target[part], ConfigDict):
+            known = [k for k in target if isinstance(target[k], ConfigDict)]
+            raise ConfigError(unknown_key(f"config.{'.'.join(parents[: i + 1])}", part, known))
+        target = target[part]
+    if target is config and last not in config and not is_duration(last, DURATIONS):
+        raise ConfigError(unknown_key(f"config.{last}", last, known_keys()))
+    prefix, _, unit = last.rpartition("_")
+    timed = bool(prefix) and unit in UNITS  # a number, as `duration` checks
+    value = _like(None if timed else target.get(last), text, f"config.{path}")
+    others = [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target] if timed else []
+    if value is None and others:
+        if last in target:
+            del target[last]
+        return
+    for other in others:
+        del target[other]
+    with target.ignore_type():
+        target[last] = value
+
+
+def describe_keys() -> list[tuple[str, str, str, str]]:
+    """Return (key, type, default, meaning) of every key of a config, with durations first."""
+    units = "|".join(UNITS)
+    rows = [(f"{name}_({units})", "number", "", text) for name, text in DURATIONS.items()]
+    for prefix, keys in (("", KEYS), ("input.", INPUT_KEYS)):
+        rows += [(f"{prefix}{name}", type_name(key.type), repr(key.default), key.doc) for name, key in keys.items()]
+    return rows
+
+
+def known_keys() -> list[str]:
+    """Return every key that a config may hold."""
+    return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
+
+
+def is_duration(key: str, prefixes: Iterable[str]) -> bool:
+    """Return True if `key` is one of `prefixes` with a unit, such as "total_epochs"."""
+    prefix, _, unit = key.rpartition("_")
+    return prefix in prefixes and unit in UNITS
+
+
+def check_types(config: ConfigDict) -> None:
+    """Raise ConfigError for a top-level value of the wrong type or outside its range; see also `check_values`."""
+    check_values(config.to_dict(), "config")
+    for key, (hint, _, _) in KEYS.items():
+        value = config[key].to_dict() if isinstance(config[key], ConfigDict) else config[key]
+        if not has_type(value, hint):
+            expected = type_name(hint)
+            raise ConfigError(f"config.{key}={value!r} should be of type {expected}, not {type(value).__name__}")
+    for key, (holds, expected) in RANGES.items():
+        if not holds(config[key]):
+            raise ConfigError(f"config.{key}={config[key]!r} should be {expected}")
+    for key in ("wd_mults", "lr_mults", "frozen"):
+        paired = key != "frozen"
+        for rule in config[key]:
+            if paired and not (isinstance(rule, list | tuple) and len(rule) == 2 and is_rate(rule[1])):
+                raise ConfigError(f"config.{key}={config[key]!r} should be pairs (regex, finite multiplier, 0 or more)")
+            check_regex(rule[0] if paired else rule, f"config.{key}")
+
+
+def with_classes(config: ConfigDict, num_classes: int) -> ConfigDict:
+    """Return a copy with `num_classes` set, also in place of "{num_classes}" in preprocessing strings."""
+    filled = replaced(config, num_classes=num_classes).unlock()
+    for holder in (filled.input, *filled.evals.values()):
+        if isinstance(holder, ConfigDict) and isinstance(holder.get("pp"), str):
+            holder.pp = holder.pp.replace("{num_classes}", str(num_classes))
+    return filled.lock()
+
+
+def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
+    """Return a copy with some keys replaced."""
+    changed = config.copy_and_resolve_references().unlock()
+    with changed.ignore_type():
+        for key, value in values.items():
+            changed[key] = value
+    return changed.lock()
+
+
+def duration(
+    config: Options,
+    name: str,
+    *,
+    batch_size: int,
+    examples: int,
+    total_steps: int | None = None,
+    default: int | None = None,
+    what: str = "config",
+) -> int | None:
+    """Return a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
+
+    Args:
+      config: the config, or a part of it.
+      name: the duration's name.
+      batch_size: examples in a step.
+      examples: examples in an epoch.
+      total_steps: the length of training, of which _percent is a part.
+      default: the result if the duration is not given.
+      what: the name of `config` in error messages.
+
+    Raises:
+      ConfigError: the duration is given in several units, is not a non-negative number, or is a percentage of itself.
+    """
+    given = [unit for unit in UNITS if config.get(f"{name}_{unit}") is not None]
+    if not given:
+        return default
+    if len(given) > 1:
+        keys = ", ".join(f"{what}.{name}_{unit}" for unit in given)
+        raise ConfigError(f"{keys}: give exactly one of them")
+    unit = given[0]
+    key, value = f"{what}.{name}_{unit}", config[f"{name}_{unit}"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
+    if unit == "percent" and total_steps is None:
+        raise ConfigError(f"{key}: the total cannot be a percentage of itself")
+    scale = {
+        "steps": 1.0,
+        "epochs": examples / batch_size,
+        "examples": 1 / batch_size,
+        "percent": (total_steps or 0) / 100,
+    }[unit]
+    if value * scale > MAX_STEPS:
+        raise ConfigError(f"{key}={value!r} is more than {MAX_STEPS:,} steps")
+    return max(1, round(value * scale)) if value > 0 else 0

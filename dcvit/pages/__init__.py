@@ -1,0 +1,1 @@
+"""Pages in HTML: the report of an evaluation, and the explorer of attention."""

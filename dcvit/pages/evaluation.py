@@ -1,0 +1,128 @@
+"""Evaluation of a checkpoint: rows of results, the CSV file that collects them, and the report."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import dcvit
+from dcvit.errors import ConfigError
+from dcvit.pages import report as reports
+from dcvit.pages.report.outcomes import Outcomes
+from dcvit.pages.report.page import Evaluation, render
+from dcvit.parallel import multihost
+from dcvit.parallel.sharding import shardings
+from dcvit.runs.checkpointer import load_params
+from dcvit.runs.files import Folder
+from dcvit.runs.steps import is_step, step_folder
+from dcvit.training.trained import TrainedModel
+
+COLUMNS = ("evaluation", "model", "step", "parameters")  # the first columns of every row
+Row = dict[str, object]
+
+
+def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None = None) -> tuple[list[Row], str]:
+    """Run every evaluator of a trained model.
+
+    Args:
+      trained: the model and its checkpoint.
+      out: the CSV file for the rows. Its columns are checked before the evaluation; the rows are not written.
+      report: the HTML file for a report of the classification evaluators. The path is checked before the evaluation;
+        the report is not written.
+
+    Returns:
+      The rows of all evaluators with the same keys: `COLUMNS` and the columns of the evaluators. `step` is None for a
+      checkpoint without a step, and so is a value that an evaluator does not have. Also the report as HTML, which is
+      empty without `report` and in all processes except the first.
+
+    Raises:
+      ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be
+        written or has no classification evaluator.
+      CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
+      InputError: the data is unusable.
+    """
+    if report and multihost.is_first():
+        reports.check_path(report)
+    mesh, strategy, evaluators = trained.evaluators()
+    if not evaluators:
+        raise ConfigError("config.evals has no evaluator whose data is present")
+    observed = reports.observe(evaluators) if report else {}
+    multihost.agree({"evaluations": list(evaluators), "examples": [len(e.source) for e in evaluators.values()]})
+    columns = tuple(dict.fromkeys([*COLUMNS, *(key for e in evaluators.values() for key in e.columns)]))
+    if out and multihost.is_first():
+        append_csv(out, columns)
+    checkpoint = trained.checkpoint
+    params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
+    for evaluator in evaluators.values():
+        trained.check_params(params, evaluator.example, str(checkpoint))
+    shared = {
+        "model": trained.label,
+        "step": None if checkpoint.is_file() else _step(checkpoint),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+    }
+    rows: list[Row] = []
+    for name, evaluator in evaluators.items():
+        rows += [shared | row for row in evaluator.rows(name, evaluator.run(params), trained.model)]
+    page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
+    return [{key: row.get(key) for key in columns} for row in rows], page
+
+
+def _report(
+    trained: TrainedModel, evaluators: Mapping[str, Any], observed: Mapping[str, Outcomes], rows: Sequence[Row]
+) -> str:
+    """Return the report of the observed evaluators as HTML."""
+    by_name = {row["evaluation"]: row for row in rows}
+    evaluations = []
+    for name, outcomes in observed.items():
+        source = evaluators[name].source
+        names = source.class_names or ()
+        names = [*names, *map(str, range(len(names), trained.num_outputs))]
+        options = trained.evaluator_options(name)
+        evaluations.append(Evaluation(name, by_name[name], outcomes, names, source.describe, options))
+    row, checkpoint = by_name[evaluations[0].name], trained.checkpoint
+    folder = checkpoint if checkpoint.is_file() else step_folder(checkpoint)
+    facts = {
+        "Checkpoint": str(folder),
+        "Parameters": f"{row['parameters']:,}",
+        "Operations": "unknown" if row["gflops"] is None else f"{row['gflops']} GFLOPs for an image",
+        "Image size": str(row["image_size"]),
+        "Software": f"dcvit {dcvit.__version__}, jax {jax.__version__}",
+    }
+    title = trained.label if row["step"] is None else f"{trained.label}, step {row['step']:,}"
+    return render(title, facts, trained.settings(), rows, evaluations)
+
+
+def _step(checkpoint: Folder) -> int | None:
+    """Return the training step of a checkpoint folder, which is the folder's name."""
+    name = step_folder(checkpoint).name
+    return int(name) if is_step(name) else None
+
+
+def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]] = ()) -> None:
+    """Append rows to a CSV file. A new or empty file first gets its header.
+
+    Raises:
+      ConfigError: the file has other columns.
+    """
+    header, last = "", b"\n"
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(0)
+            header = file.readline().decode(errors="replace").strip()
+            file.seek(-1, os.SEEK_END)
+            last = file.read()
+    if header and header != ",".join(columns):
+        raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
+    with path.open("a", newline="") as text:
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        if not header:
+            writer.writeheader()
+        elif last != b"\n":
+            text.write("\n")
+        writer.writerows(rows)

@@ -1,0 +1,271 @@
+"""Explorer of a model's composed heads: runs models on inputs and writes the page of `dcvit.pages.explorer`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import input_pipeline
+from dcvit.errors import ConfigError, InputError, nearest
+from dcvit.inference import classifier
+from dcvit.inference.texts import read_prompts
+from dcvit.interpret.attention_maps import layer_numbers
+from dcvit.interpret.circuits import captured_variance, circuits
+from dcvit.interpret.lending import lending
+from dcvit.models.head_settings import VARIANTS
+from dcvit.models.lm import LM
+from dcvit.pages.explorer.page import DIGITS, lending_facts, render
+from dcvit.pages.explorer.samples import Json, Sample, make_sample, packed_size
+from dcvit.pages.report.html import picture
+from dcvit.runs import workdir as workdirs
+from dcvit.runs.files import folder
+from dcvit.training import loaded
+from dcvit.training.loaded import LoadedModel
+from dcvit.training.trained import TrainedModel, open_trained
+
+LOG = logging.getLogger(__name__)
+BATCH = 16  # examples of the averages over data that are computed at once
+CURVE_POINTS = 65  # of a curve of captured variance
+MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
+MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
+
+
+class Explored(NamedTuple):
+    """A model of the page.
+
+    Fields:
+      name: the folder or file of the model.
+      model: the model.
+      trained: the run with its evaluators; None for weights of another library.
+    """
+
+    name: str
+    model: LoadedModel
+    trained: TrainedModel | None
+
+
+class Options(NamedTuple):
+    """The contents of the page.
+
+    Fields:
+      layers: numbers of the layers to show; None means all. Negative ones count from the last.
+      data: name of an evaluator of the config, over whose data averages are computed; None omits them.
+      limit: the largest number of examples of these averages.
+      length: the largest number of tokens of a text.
+      ablate: compute predictions after ablations.
+    """
+
+    layers: Sequence[int] | None = None
+    data: str | None = None
+    limit: int = 256
+    length: int = 256
+    ablate: bool = True
+
+
+def open_explored(source: str | Path, config: str | None = None) -> Explored:
+    """Open a run, a checkpoint, or weights of another library; see `dcvit.load`.
+
+    Raises:
+      CheckpointError: see `dcvit.load`.
+      ConfigError: see `dcvit.load`.
+    """
+    path = folder(str(source))
+    workdir = workdirs.find(path) if config is None else None
+    name = path.name or str(path)
+    if config is None and workdir is None:
+        return Explored(name, loaded.load(source), None)
+    trained = open_trained(workdir, config, path)
+    return Explored(name, loaded.load_trained(trained, workdir), trained)
+
+
+def explore(
+    models: Sequence[Explored], files: Sequence[Path], texts: Sequence[str], options: Options,
+    on_error: Callable[[str], None],
+) -> str:  # fmt: skip
+    """Return the page as HTML.
+
+    Args:
+      models: the models, which all run on all inputs.
+      files: image files and folders, or text files for a language model.
+      texts: texts for a language model.
+      options: the contents of the page.
+      on_error: called with one line for each file that cannot be read.
+
+    Raises:
+      ConfigError: inputs or options do not fit the models, or the page would be too large.
+      InputError: there is no readable input.
+      FloatingPointError: a model's activations are not finite.
+    """
+    runs: list[Json] = []
+    samples: list[Sample] = []
+    chosen = [_layers(explored, options) for explored in models]
+    given = [
+        (_text_samples if isinstance(explored.model.module, LM) else _image_samples)(
+            explored.model, files, texts, options, on_error
+        )
+        for explored in models
+    ]
+    _check_size(models, [lengths for lengths, _ in given], chosen)
+    for number, (explored, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
+        module = explored.model.module
+        averages = _averages(explored, options) if options.data else None
+        for facts, inputs, label in inputs_of:
+            try:
+                sample = make_sample(
+                    len(samples), module, explored.model.params, jnp.asarray(inputs), layers, label,
+                    multilabel=explored.model.multilabel, ablate=options.ablate,
+                )  # fmt: skip
+            except FloatingPointError as e:
+                raise FloatingPointError(f"{explored.name}, {facts['name']}: {e}") from None
+            sample.facts |= facts | {"run": number}
+            samples.append(sample)
+        run: Json = {"name": explored.name, "facts": _facts(explored), "diversity": _diversity(explored.model, layers)}
+        runs.append(run | ({"lending": averages} if averages else {}))
+    if not samples:
+        raise InputError("no input could be read")
+    return render(f"{models[0].name} · explorer of composed heads", runs, samples)
+
+
+Input = tuple[Json, np.ndarray, Callable[[int], str] | None]
+Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any is computed, and the inputs
+
+
+def _layers(explored: Explored, options: Options) -> list[int]:
+    """Return the layers of a model that are shown. Raise ConfigError if there are none."""
+    module = explored.model.module
+    if module.heads in VARIANTS:
+        raise ConfigError(f"{explored.name} has heads={module.heads!r}: expected plain attention or compositions")
+    try:
+        return layer_numbers(module, options.layers)
+    except ValueError as e:
+        raise ConfigError(f"--layers: {e}") from None
+
+
+def _check_size(models: Sequence[Explored], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError if the page of inputs with these numbers of tokens would be too large."""
+    size = 0
+    for explored, tokens, shown in zip(models, lengths, layers, strict=True):
+        module, longest = explored.model.module, max(tokens, default=0)
+        if module.num_heads * longest**2 > MAX_MATRIX:
+            most = math.isqrt(MAX_MATRIX // module.num_heads)
+            raise ConfigError(
+                f"an input of {longest} tokens is too long for a page of {explored.name}: give at most {most}, with a "
+                "smaller --length or image"
+            )
+        size += sum(packed_size(module, length, len(shown)) for length in tokens)
+    if size > MAX_BYTES:
+        inputs = sum(map(len, lengths))
+        raise ConfigError(
+            f"a page of {inputs} inputs would have about {size / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f}: give "
+            "fewer inputs, or --layers for fewer layers"
+        )
+
+
+def _image_samples(
+    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
+) -> Inputs:
+    """Return the facts, the preprocessed image and the names of classes for each image file."""
+    if texts:
+        raise ConfigError("--prompt needs a language model: give image files")
+    if not files:
+        raise ConfigError("no image files: give files, or folders of them")
+    module = model.module
+    assert not isinstance(module, LM)
+    extra = module.registers + (module.pool_type in ("tok", "tok+gap"))
+    found = classifier.find_images(files, on_error)
+    batches = map(model.checked, classifier.read_images(found, model.pp, on_error))
+    first = next(batches, None)
+    if first is None:
+        return [], iter(())
+    sizes = zip(first[1].shape[1:], module.patch_size, strict=False)
+    tokens = extra + math.prod(size // patch for size, patch in sizes)
+    return [tokens] * len(found), _images(model, itertools.chain([first], batches), extra)
+
+
+def _images(model: LoadedModel, batches: Iterable[tuple[Sequence[str], np.ndarray]], extra: int) -> Iterator[Input]:
+    """Yield the inputs of batches of images; `extra` is the number of tokens before the patches."""
+    module = model.module
+    for names, images in batches:
+        for name, image in zip(names, images, strict=True):
+            rows, columns = (size // patch for size, patch in zip(image.shape, module.patch_size, strict=False))
+            source = picture(image, name).get("src")
+            facts = {"name": Path(name).name, "picture": source, "rows": rows, "columns": columns, "extra": extra}
+            yield facts, image[None], (lambda i: str(model.class_names[i])) if module.num_classes else None
+
+
+def _text_samples(
+    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
+) -> Inputs:
+    """Return the facts, the tokens and the names of tokens for each text, cut to the length of the options."""
+    if not files and not texts:
+        raise ConfigError("no text: give text files, or --prompt TEXT")
+    decode = model.tokenizer.decode
+    found: list[Input] = []
+    for i, text in enumerate(read_prompts(texts, files)):
+        name = f"text {i + 1}" if i < len(texts) else files[i - len(texts)].name
+        tokens = [*model.tokenizer.encode(text)]
+        if not tokens:
+            on_error(f"{name}: no tokens")
+            continue
+        longest = min(options.length, model.module.context)
+        if len(tokens) > longest:
+            LOG.info("%s: the first %d of %d tokens are shown", name, longest, len(tokens))
+        tokens = tokens[:longest]
+        facts: Json = {"name": name, "text": [decode([token]) for token in tokens]}
+        found.append((facts, np.asarray([tokens], np.int32), lambda i: decode([i])))
+    return [inputs.shape[1] for _, inputs, _ in found], iter(found)
+
+
+def _facts(explored: Explored) -> str:
+    """Return a line about a model."""
+    module = explored.model.module
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(explored.model.params))
+    composed = f"compose {module.compose}, rank {module.rank}, groups {module.groups}" if module.compose else "plain"
+    return (
+        f"{'language model' if isinstance(module, LM) else 'image model'}, layers {module.depth}, heads "
+        f"{module.num_heads}, width {module.width}, {parameters:,} parameters; attention: {composed}"
+    )
+
+
+def _averages(explored: Explored, options: Options) -> Json:
+    """Return the averages over the data of an evaluator as JSON data."""
+    if explored.trained is None:
+        raise ConfigError(f"--data {options.data}: {explored.name} is no run, so that no data belongs to it")
+    evaluators = explored.trained.evaluators()[2]
+    if options.data not in evaluators:
+        raise ConfigError(
+            f"--data {options.data}: no evaluator of the config; {nearest(str(options.data), evaluators)}"
+        )
+    evaluator = evaluators[options.data]
+    explored.trained.check_params(explored.model.params, evaluator.example, explored.name)
+    is_text = isinstance(explored.model.module, LM)
+
+    def batches() -> Iterator[np.ndarray]:
+        left = options.limit
+        for batch in input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH):
+            rows = (batch["tokens"][:, :-1] if is_text else batch["image"])[batch["_mask"] > 0][:left]
+            left -= len(rows)
+            if len(rows):
+                yield rows
+            if not left:
+                return
+
+    return lending_facts(
+        lending(explored.model.module, explored.model.params, map(jnp.asarray, batches())), options.data
+    )
+
+
+def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:
+    """Return the curves of captured variance of QK and OV circuits, mean over layers."""
+    found = [[captured_variance(forms) for forms in circuits(model.module, model.params, layer)] for layer in layers]
+    curves = np.mean(np.asarray(found), axis=0)
+    at = np.linspace(0, curves.shape[1] - 1, min(CURVE_POINTS, curves.shape[1])).round().astype(int)
+    return {kind: curve[at].round(DIGITS).tolist() for kind, curve in zip(("qk", "ov"), curves, strict=True)}

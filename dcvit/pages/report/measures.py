@@ -1,0 +1,87 @@
+"""Measures of a classifier, computed from the counts of `dcvit.pages.report.outcomes.Outcomes`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dcvit.pages.report.outcomes import BINS, Outcomes
+
+Pairs = Mapping[tuple[int, int], int]  # number of examples by (label, prediction)
+
+
+class Bin(NamedTuple):
+    """A bin of confidence, the interval (low, high]; mean confidence and accuracy are None if it is empty."""
+
+    low: float
+    high: float
+    examples: int
+    confidence: float | None
+    accuracy: float | None
+
+
+class ClassMeasures(NamedTuple):
+    """Measures of one class; the recall is None without examples, the precision without predictions."""
+
+    number: int
+    examples: int
+    predictions: int
+    recall: float | None
+    precision: float | None
+    f1: float
+
+
+def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's score interval of a proportion (Wilson, 1927); (0, 1) without any example.
+
+    With p = successes/n and z the (1 + level)/2 quantile of the standard normal distribution:
+
+      (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+    """
+    if not n:
+        return 0.0, 1.0
+    p, z = successes / n, statistics.NormalDist().inv_cdf((1 + level) / 2)
+    center, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    low, high = ((center + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
+    return (low if successes else 0.0), (high if successes < n else 1.0)
+
+
+def calibration_bins(outcomes: Outcomes) -> list[Bin]:
+    """Return the bins of confidence, from low to high."""
+    bins = []
+    for i, examples in enumerate(map(int, outcomes.bin_examples)):
+        sums = float(outcomes.bin_confidence[i]), int(outcomes.bin_correct[i])
+        confidence, accuracy = (total / examples if examples else None for total in sums)
+        bins.append(Bin(i / BINS, (i + 1) / BINS, examples, confidence, accuracy))
+    return bins
+
+
+def calibration_error(outcomes: Outcomes) -> float:
+    """Return the expected calibration error, Σ_b |b|/n · |accuracy(b) - confidence(b)| (Guo et al., 2017, Eq. 3)."""
+    gaps = np.abs(outcomes.bin_correct - outcomes.bin_confidence)
+    return float(gaps.sum() / max(1, outcomes.bin_examples.sum()))
+
+
+def class_measures(pairs: Pairs) -> list[ClassMeasures]:
+    """Return the measures of every class that is a label or a prediction, by class number."""
+    examples, predictions = Counter[int](), Counter[int]()
+    for (label, prediction), count in pairs.items():
+        examples[label] += count
+        predictions[prediction] += count
+    rows = []
+    for c in sorted({*examples, *predictions}):
+        hits, labeled, predicted = pairs.get((c, c), 0), examples[c], predictions[c]
+        recall, precision = (hits / total if total else None for total in (labeled, predicted))
+        rows.append(ClassMeasures(c, labeled, predicted, recall, precision, 2 * hits / (labeled + predicted)))
+    return rows
+
+
+def frequent_confusions(pairs: Pairs) -> list[tuple[int, int, int]]:
+    """Return (label, prediction, examples) of all mistakes, the most frequent first and then by class number."""
+    wrong = [(label, prediction, number) for (label, prediction), number in pairs.items() if label != prediction]
+    return sorted(wrong, key=lambda row: (-row[2], row[:2]))

@@ -1,0 +1,127 @@
+"""Checksums of a checkpoint: `SHA256SUMS`, in the format of sha256sum(1), lists every other file of the folder.
+
+They are verified before anything is loaded, because neither Orbax nor TensorStore notices when the bytes of an array
+change on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+from dcvit.errors import first_line
+from dcvit.runs.files import Folder
+
+NAME = "SHA256SUMS"
+THREADS = 4
+
+
+def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
+    """Write the checksums of a folder, except those of top-level files in `ignored`, which are written later.
+
+    All local files are flushed to the disk before this returns.
+    """
+    names = [name for name in _files(folder) if name not in ignored]
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = list(pool.map(lambda name: _sha256(folder / name, sync=True), names))
+    text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
+    with (folder / NAME).open("w") as file:
+        file.write(text)
+        file.flush()
+        _sync(file)
+
+
+def items(folder: Folder) -> set[str]:
+    """Return the subfolders that the checksums of a folder list; empty if the checksums are missing or damaged."""
+    try:
+        return {name.partition("/")[0] for name in _read(folder / NAME) if "/" in name}
+    except (OSError, ValueError):
+        return set()
+
+
+def problems(
+    folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), ignored: Sequence[str] = ()
+) -> list[str]:
+    """Verify a folder and return a message for each missing, foreign or damaged file.
+
+    Args:
+      folder: the folder.
+      only: verify only the files of these subfolders and those at the top; None verifies all.
+      share: (i, n) reads only every n-th file, starting with the i-th, so that n processes share the work.
+      ignored: top-level files that may exist without a checksum.
+    """
+
+    def is_selected(name: str) -> bool:
+        return only is None or "/" not in name or name.split("/")[0] in only
+
+    def check(name: str) -> str | None:
+        try:
+            return None if _sha256(folder / name) == sums[name] else f"{name} differs from what was saved"
+        except OSError as e:
+            return f"{name}: {first_line(e)}"
+
+    try:
+        sums = _read(folder / NAME)
+        names = _files(folder)
+    except (OSError, ValueError) as e:
+        return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
+    missing = [f"{name} is missing" for name in sums if name not in names and is_selected(name)]
+    foreign = [f"{name} has no checksum" for name in names if name not in (*sums, *ignored) and is_selected(name)]
+    present = [name for name in names if name in sums and is_selected(name)][share[0] :: share[1]]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [*missing, *foreign, *filter(None, pool.map(check, present))]
+
+
+def _files(folder: Folder) -> list[str]:
+    """Return the paths of all files in a folder and its subfolders, except `SHA256SUMS`, sorted."""
+    found: list[str] = []
+    for path in folder.iterdir():
+        inside = path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
+        found += [f"{path.name}/{name}" for name in _files(path)] if inside else [path.name]
+    return sorted(name for name in found if name != NAME)
+
+
+def _read(path: Folder) -> dict[str, str]:
+    """Return the SHA-256 by file name.
+
+    Raises:
+      OSError: the file is missing, or is not a regular file.
+      ValueError: the file has a line that `write` does not write.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("is not a regular file")
+    sums: dict[str, str] = {}
+    lines = path.read_bytes().decode().split("\n")
+    if lines.pop() != "" or not lines:
+        raise ValueError("is truncated")
+    for number, line in enumerate(lines, start=1):
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
+        if not match or match[2] in sums:
+            raise ValueError(f"line {number} is damaged")
+        sums[match[2]] = match[1]
+    return sums
+
+
+def _sha256(path: Folder, *, sync: bool = False) -> str:
+    """Return the SHA-256 of a regular file. Raise OSError for anything else, such as a pipe, which would block."""
+    if not path.is_file():
+        raise OSError("is not a regular file")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            _sync(file)
+    return found
+
+
+def _sync(file: IO[str] | IO[bytes]) -> None:
+    """Flush an open local file from the system's cache to the disk; an object in a store is complete once closed."""
+    try:
+        number = file.fileno()
+    except (OSError, AttributeError):
+        return
+    os.fsync(number)

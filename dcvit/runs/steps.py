@@ -1,0 +1,178 @@
+"""The checkpoint folders of a run: which are complete, how they are removed, and how damaged ones are set aside.
+
+On a disk a checkpoint is complete once it has its name, the number of its step. An object store cannot rename a folder;
+there a checkpoint is complete once the object `commit_success.txt` exists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcvit.errors import CheckpointError, first_line
+from dcvit.runs import checksums
+from dcvit.runs.files import Folder, remove
+
+FOLDER = "checkpoints"
+TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
+ABOUT = "about"  # item with the description of the run
+ABOUT_TYPES: dict[str, type] = {
+    "step": int, "config": dict, "data": dict, "software": dict, "devices": dict, "row": dict, "metrics_rows": int,
+    "metrics_checksum": str, "seconds": float,
+}  # fmt: skip
+COMMITTED = "commit_success.txt"
+WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
+DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
+ASIDE = "DAMAGED"  # object that marks a checkpoint as set aside in a store
+MAX_NAMED = 4  # damaged files in a message
+
+
+def saved_steps(workdir: Folder) -> list[int]:
+    """Return the steps of the complete checkpoints of a run, in ascending order, including damaged ones."""
+    return complete_steps(workdir / FOLDER)
+
+
+def step_folder(path: Folder) -> Folder:
+    """Return the folder of one checkpoint, given that folder or a workdir, whose latest checkpoint is used.
+
+    Raises:
+      CheckpointError: the workdir has no checkpoint.
+    """
+    if (path / "params").is_dir() or (path / checksums.NAME).is_file():
+        return path
+    steps = saved_steps(path)
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {path}")
+    return path / FOLDER / str(max(steps))
+
+
+def complete_steps(folder: Folder) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in ascending order."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in paths if is_step(path.name) and _is_complete(path))
+
+
+def is_step(name: str) -> bool:
+    """Return True if a folder has the name of a step: ASCII digits without leading zeros."""
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
+
+
+def about(path: Folder) -> dict[str, Any]:
+    """Return the description of the run that a checkpoint was saved with, `step` included.
+
+    Raises:
+      CheckpointError: the description is missing or damaged.
+    """
+    file = path / ABOUT / "metadata"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"cannot read {file}: {first_line(e)}") from None
+    if not isinstance(found, dict) or "step" not in found:
+        raise CheckpointError(f"cannot read {file}: expected a JSON object with a step")
+    for name, kind in ABOUT_TYPES.items():
+        if name in found and not isinstance(found[name], kind):
+            raise CheckpointError(f"cannot read {file}: {name!r} is of type {type(found[name]).__name__}")
+    return found
+
+
+def _is_complete(path: Folder) -> bool:
+    """Return True if a folder with the name of a step was completely written and is not set aside."""
+    return isinstance(path, Path) or ((path / COMMITTED).exists() and not (path / ASIDE).exists())
+
+
+def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
+    """Return the steps that are neither among the `keep` latest ones, nor `best`, nor multiples of `keep_every`."""
+    kept = {*steps[-keep:], best}
+    return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def remove_step(path: Folder) -> None:
+    """Remove a checkpoint. A kill during the removal leaves no folder that looks like a complete checkpoint."""
+    if isinstance(path, Path):
+        path = path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
+    else:
+        (path / COMMITTED).unlink()
+    remove(path)
+
+
+def remove_incomplete(folder: Folder) -> None:
+    """Remove checkpoints that were not completed, or not completely removed."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        uncommitted = not isinstance(path, Path) and is_step(path.name) and not (path / COMMITTED).exists()
+        if TEMPORARY in path.name or uncommitted:
+            remove(path)
+
+
+def set_aside(path: Folder) -> Folder:
+    """Rename a damaged checkpoint, or mark it in a store, which cannot rename it; return its path."""
+    if not isinstance(path, Path):
+        (path / ASIDE).write_text("set aside: its files differ from those that were saved\n")
+        return path
+    number = 1
+    while (aside := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return the damaged files of a checkpoint, see `checksums.problems`; also if its folder is named for another step.
+
+    Then the folder was renamed, exchanged with another one, or linked.
+    """
+    ignored = () if isinstance(path, Path) else (*WRITTEN_LAST, ASIDE)
+    found = checksums.problems(path, only=only and (*only, ABOUT), share=share, ignored=ignored)
+    if not found and is_step(path.name) and (step := about(path)["step"]) != int(path.name):
+        found = [f"{ABOUT}/metadata belongs to step {step}"]
+    return found
+
+
+def damage_message(path: Folder, found: Sequence[str]) -> str:
+    """Return the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"checkpoint {path} is damaged: {', '.join(found[:MAX_NAMED])}{more}"
+
+
+def latest_intact(
+    folder: Folder, on_corrupt: str, find_problems: Callable[[int], Sequence[str]]
+) -> tuple[int | None, dict[int, str]]:
+    """Return the latest intact step, or None if there is no checkpoint, and a message for each damaged step after it.
+
+    Args:
+      folder: the run's folder of checkpoints.
+      on_corrupt: "fail", or "previous", which accepts damaged steps if an earlier one is intact.
+      find_problems: returns the damaged files of a step.
+
+    Raises:
+      CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(complete_steps(folder)):
+        if found := find_problems(step):
+            damaged[step] = damage_message(folder / str(step), found)
+            continue
+        if damaged and on_corrupt != "previous":
+            raise CheckpointError(
+                f"{next(iter(damaged.values()))}; the latest intact checkpoint is {folder / str(step)}; "
+                "--config.on_corrupt=previous resumes from it"
+            )
+        return step, damaged
+    if damaged:
+        raise CheckpointError(
+            f"{next(iter(damaged.values()))}; no earlier checkpoint is intact. Remove {folder} to start from step 0"
+        )
+    return None, {}
+
+
+def earlier_checkpoint_hint(path: Folder) -> str:
+    """Return the end of a message about a damaged checkpoint: the latest intact one before it in the same run."""
+    if not is_step(path.name):
+        return ""
+    for step in reversed([s for s in complete_steps(path.parent) if s < int(path.name)]):
+        if not problems(path.parent / str(step)):
+            return f"; use --checkpoint {path.parent / str(step)}, which is intact"
+    return "; no earlier checkpoint is intact"

@@ -1,0 +1,245 @@
+"""Checkpoints of big_vision: `.npz` files and `.bv` folders of TensorStore, of all its releases, or a subtree of one.
+
+https://github.com/google-research/big_vision. Arrays are named by their path in the tree, below `params` or
+`opt/target`, or from the root. A `.bv` checkpoint has a folder of the zarr format for each array, with "~" for "/", and
+a pointer `NAME-LAST` to the folder of the last step. `FILE:img` names a subtree, such as the image tower of SigLIP.
+
+Names of earlier releases become those of today's: `Transformer/posembed_input`, the numbers of modules before flax
+linen, the inlined pooling head, and position embeddings with a row for the class token, which is added to the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import flax.traverse_util
+import ml_dtypes
+import numpy as np
+
+from dcvit.errors import CheckpointError, first_line
+from dcvit.weights import npz
+from input_pipeline import memory
+from input_pipeline.files import read_regular
+
+ROOTS = ("params/", "opt/target/")
+POINTER = "-LAST"
+METADATA = ".zarray"  # of an array in a .bv folder
+MAX_JSON = 1 << 20  # bytes of the metadata of an array, and of a pointer
+BEFORE_LINEN = {"MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0", "LayerNorm_2": "LayerNorm_1",
+                "MlpBlock_3": "MlpBlock_0"}  # fmt: skip
+INLINED_HEAD = ("probe", "MlpBlock_0", "MultiHeadDotProductAttention_0", "LayerNorm_0")
+OLD_POSITIONS = ("Transformer/posembed_input/pos_embedding", "Transformer/pos_embedding")
+# Files by the names that big_vision's configs may give instead of a path, at https://storage.googleapis.com.
+NAMED = {
+    f"howto-i21k-{size}": f"vit_models/augreg/{size.replace('/', '_')}-i21k-300ep-lr_0.001-{recipe}-do_0.0-sd_0.0.npz"
+    for size, recipe in {
+        "Ti/16": "aug_none-wd_0.03", "S/32": "aug_none-wd_0.1", "S/16": "aug_light1-wd_0.03",
+        "B/32": "aug_light1-wd_0.1", "B/16": "aug_medium1-wd_0.1", "B/8": "aug_medium2-wd_0.1",
+        "L/16": "aug_strong1-wd_0.1",
+    }.items()
+} | {
+    f"i1k-s16-{epochs}ep": f"big_vision/vit_s16_i1k_{epochs}ep.npz" for epochs in (90, 150, 300)
+} | {
+    f"deit3_{letter}_{size}_{data}": f"big_vision/zoo/deit3/bv_deit_3_{name}_{size}_{data}.npz"
+    for letter, name in {"S": "small", "B": "base", "L": "large"}.items()
+    for size in (224, 384)
+    for data in ("1k", "21k")
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """An array in a file."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+class Source(NamedTuple):
+    """A checkpoint of big_vision: a file or folder, and the subtree to read, "" for all."""
+
+    path: Path
+    subtree: str
+
+
+def locate(path: Path) -> Source | None:
+    """Return the checkpoint that a path names, or None if there is neither a file nor a `.bv` folder."""
+    pointer = path.with_name(path.name + POINTER) if path.name else path
+    if path.is_file() or (path.is_dir() and next(_array_folders(path), None)):
+        return Source(path, "")
+    if pointer.is_file():
+        return Source(_last_step(pointer), "")
+    found = re.fullmatch(r"(.+):([\w/]+)", str(path))
+    if found and not path.exists():
+        whole = locate(Path(found[1]))
+        return whole and whole._replace(subtree=found[2].strip("/"))
+    return None
+
+
+def check_named(name: str) -> None:
+    """Raise CheckpointError if a path is not a file but one of the names that big_vision has for released files."""
+    if name in NAMED:
+        raise CheckpointError(
+            f"{name!r} is big_vision's name of a released file: download "
+            f"https://storage.googleapis.com/{NAMED[name]} and give its path"
+        )
+
+
+def read(source: Source) -> dict[str, Any]:
+    """Read a checkpoint as a nested dict of arrays.
+
+    Raises:
+      CheckpointError: see `open_arrays`; or an array is not of numbers.
+    """
+    flat = {name: tensor.read() for name, tensor in open_arrays(source).items()}
+    for name, array in flat.items():
+        if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
+            raise CheckpointError(f"{source.path}: {name} is {array.dtype} of {array.shape}; expected numbers")
+    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
+    return tree
+
+
+def open_arrays(source: Source) -> dict[str, Tensor]:
+    """Return the arrays of a checkpoint by today's names, below its root or subtree; an array is read on demand.
+
+    Raises:
+      CheckpointError: the file or folder is damaged or unsafe (see `dcvit.weights.npz.open_arrays`), has no such
+        subtree, or has an array under an old and a new name.
+    """
+    arrays = _open_folder(source.path) if source.path.is_dir() else _open_npz(source.path)
+    root = next((root for root in ROOTS if any(name.startswith(root) for name in arrays)), "")
+    below = f"{root}{source.subtree}/" if source.subtree else root
+    found = {name.removeprefix(below): array for name, array in arrays.items() if name.startswith(below)}
+    if not found:
+        names = sorted({name.removeprefix(root).split("/")[0] for name in arrays if name.startswith(root)})
+        raise CheckpointError(f"{source.path} has no subtree {source.subtree!r}; it has {', '.join(names) or 'none'}")
+    return _with_new_names(found, source.path)
+
+
+def _last_step(pointer: Path) -> Path:
+    """Return the folder that a pointer names."""
+    try:
+        step = read_regular(pointer, MAX_JSON).decode().strip()
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"cannot read {pointer}: {first_line(e)}") from None
+    name = f"{pointer.name.removesuffix(POINTER)}-{step}"
+    if not re.fullmatch(r"[\w-]+", step) or not pointer.with_name(name).is_dir():
+        raise CheckpointError(f"{pointer} names step {step[:50]!r}, but there is no folder {name[:100]!r}")
+    return pointer.with_name(name)
+
+
+def _array_folders(path: Path) -> Iterator[Path]:
+    """Return the folders of the arrays below `params` in a .bv folder; the others are of the optimizer, and large."""
+    children = sorted(path.glob(f"{ROOTS[0].replace('/', '~')}*"))
+    return (child for child in children if (child / METADATA).is_file())
+
+
+def _open_npz(path: Path) -> dict[str, Tensor]:
+    def read(array: npz.NpzArray) -> np.ndarray:
+        with _npz_errors():
+            x = array.read()
+        # numpy does not know bfloat16 and stores its bytes as a void type.
+        return x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x
+
+    with _npz_errors():
+        arrays = npz.open_arrays(path)
+    return {name: Tensor(array.shape, functools.partial(read, array)) for name, array in arrays.items()}
+
+
+@contextlib.contextmanager
+def _npz_errors() -> Iterator[None]:
+    try:
+        yield
+    except npz.NpzError as e:
+        raise CheckpointError(str(e)) from None
+
+
+def _open_folder(path: Path) -> dict[str, Tensor]:
+    """Open the arrays of a .bv folder."""
+    found = {}
+    for folder in _array_folders(path):
+        if not all(file.is_file() for file in folder.iterdir()):  # reading a named pipe would block
+            raise CheckpointError(f"{folder} is not an array of TensorStore: it has other entries than files")
+        try:
+            metadata = json.loads(read_regular(folder / METADATA, MAX_JSON))
+            shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))
+            fill = metadata.get("fill_value") is not None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+            raise CheckpointError(f"cannot read {folder / METADATA}: {first_line(e)}") from None
+        read = functools.partial(_read_zarr, folder, shape, chunks, fill)
+        found[folder.name.replace("~", "/")] = Tensor(shape, read)
+    return found
+
+
+def check_memory(place: Path | str, *shapes: tuple[int, ...]) -> None:
+    """Raise CheckpointError if an array of one of the shapes does not fit into memory, at one byte for an element.
+
+    TensorStore ends the process if it cannot allocate an array, or one of its chunks.
+    """
+    left = memory.available()
+    for shape in shapes:
+        if min(shape, default=0) < 0 or (left is not None and math.prod(shape) > left):
+            raise CheckpointError(
+                f"{place} announces an array or chunks of shape {shape}, more than the available memory"
+            )
+
+
+def _read_zarr(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...], fill: bool) -> np.ndarray:
+    """Read an array, whose missing chunks have the fill value with `fill`, or else are an error."""
+    import tensorstore
+
+    check_memory(folder, shape, chunks)
+    kvstore = {"driver": "file", "path": str(folder)}
+    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": fill}
+    try:
+        array: np.ndarray = np.asarray(tensorstore.open(spec, read=True, open=True).result().read().result())
+    except Exception as e:  # its errors are ValueErrors, but their types are not documented
+        raise CheckpointError(f"{folder} is damaged: {first_line(e)[:200]}") from None
+    return array
+
+
+def _with_new_names(arrays: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Rename the arrays of earlier releases, and add the position embedding of a class token to the token.
+
+    Raises:
+      CheckpointError: two arrays of the file `path` get the same name.
+    """
+    names = {name: _new_name(name) for name in arrays}
+    if "probe" in names:
+        names = {
+            old: f"MAPHead_0/{name}" if name.split("/")[0] in INLINED_HEAD else name for old, name in names.items()
+        }
+    new = dict[str, Tensor]()
+    for old, name in names.items():
+        if name in new:
+            raise CheckpointError(f"{path}: {old} is another array of {name}")
+        new[name] = arrays[old]
+    cls, positions = new.get("cls"), new.get("pos_embedding")
+    if cls and positions and len(positions.shape) == 3 and positions.shape[0] == 1:
+        rows = positions.shape[1]
+        if rows > 1 and math.isqrt(rows) ** 2 != rows and math.isqrt(rows - 1) ** 2 == rows - 1:
+            new["cls"] = Tensor(cls.shape, lambda: _float32(cls.read()) + _float32(positions.read())[:, :1])
+            new["pos_embedding"] = Tensor((1, rows - 1, positions.shape[2]), lambda: positions.read()[:, 1:])
+    return new
+
+
+def _new_name(name: str) -> str:
+    if name in OLD_POSITIONS:
+        return "pos_embedding"
+    parts = name.split("/")
+    if len(parts) > 3 and parts[0] == "Transformer" and parts[1].startswith("encoderblock"):
+        parts[2] = BEFORE_LINEN.get(parts[2], parts[2])
+    return "/".join(parts)
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32)

@@ -1,0 +1,157 @@
+"""DINOv2, also with registers: files of Hugging Face transformers (releases 4 and 5) and of facebookresearch/dinov2.
+
+https://huggingface.co/docs/transformers/model_doc/dinov2, https://github.com/facebookresearch/dinov2. Features are the
+class token; the classifier takes class token and mean of the patches (`pool_type="tok+gap"`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcvit.weights import hf_config, hf_processor, preprocessing, vit_links
+from dcvit.weights.family import Description
+from dcvit.weights.links import Link
+from dcvit.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from dcvit.weights.tensors import Json, Tensors
+
+PREFIXES = ("dinov2_with_registers.", "dinov2.", "")
+PATCHES = "embeddings.patch_embeddings.projection"
+NORMS = ("norm1", "norm2")
+SCALES = ("layer_scale1.lambda1", "layer_scale2.lambda1")
+ATTENTION_4 = ("attention.attention.query", "attention.attention.key", "attention.attention.value",
+               "attention.output.dense")  # fmt: skip
+ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
+
+
+def matches(tensors: Tensors, config: Json) -> bool:
+    """Recognize the names of Hugging Face, or those of facebookresearch by the token of masked patches."""
+    prefix = _prefix(tensors)
+    if prefix is not None:
+        return f"{prefix}encoder.layer.0.{SCALES[0]}" in tensors
+    return {"mask_token", "pos_embed", "blocks.0.ls1.gamma"} <= tensors.keys()
+
+
+def describe(tensors: Tensors, config: Json) -> Description:
+    """Describe the model; see `dcvit.weights.family.Family`."""
+    prefix = _prefix(tensors)
+    if prefix is None:
+        return _describe_original(tensors)
+    hf_config.check_type(config, "dinov2", "dinov2_with_registers")
+    hf_config.check_only(config, qkv_bias=True)
+    fields = vit_links.read_sizes(config, 16 if "register" in config["model_type"] else 14)
+    mlp_dim = fields["width"] * hf_config.size(config, "mlp_ratio", 4)
+    gated = hf_config.flag(config, "use_swiglu_ffn", False)
+    has_head = "classifier.weight" in tensors
+    fields |= {
+        "mlp_dim": (int(mlp_dim * 2 / 3) + 7) // 8 * 8 if gated else mlp_dim,
+        "pool_type": "tok+gap" if has_head else "tok",
+        "mlp": "swiglu" if gated else hf_config.activation(config, "hidden_act", "gelu"),
+        "layer_scale": hf_config.number(config, "layerscale_value", 1.0),
+    }
+    if f"{prefix}embeddings.register_tokens" in tensors:
+        fields["registers"] = vit_links.shape_of(tensors, f"{prefix}embeddings.register_tokens", "DINOv2", axes=3)[1]
+    classes = vit_links.shape_of(tensors, "classifier.weight", "DINOv2")[0] if has_head else None
+    image_size = vit_links.pair(config, "image_size", 224)
+    vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, 1)
+    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
+    return Description("vit", classes, fields, hf_processor.read(config, "Bit", image_size, channels))
+
+
+def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    """Return the links; see `dcvit.weights.family.Family`."""
+    fields = vit_links.settings(description)
+    gated, registers = fields["mlp"] == "swiglu", fields["registers"]
+    kind = "dinov2_with_registers." if registers else "dinov2."
+    prefix = (kind if description.num_outputs else "") if tensors is None else _prefix(tensors)
+    if prefix is None:
+        tokens = (("cls_token", 1), *([("register_tokens", registers)] if registers else []))
+        block = vit_links.BlockNames(
+            NORMS, ("attn.qkv", "attn.proj"), ("mlp.w12", "mlp.w3") if gated else ("mlp.fc1", "mlp.fc2"),
+            ("ls1.gamma", "ls2.gamma"),
+        )  # fmt: skip
+        names = vit_links.Names(
+            "patch_embed.proj", vit_links.TokenNames("pos_embed", tokens, 1), "blocks.{}", block, "norm"
+        )  # fmt: skip
+        return vit_links.model_links(description, names)
+    newer = tensors is not None and any(".attention.q_proj." in name for name in tensors)
+    tokens = ((f"{prefix}embeddings.cls_token", 1),
+              *([(f"{prefix}embeddings.register_tokens", registers)] if registers else []))  # fmt: skip
+    mlp: tuple[str, ...] = ("mlp.weights_in", "mlp.weights_out") if gated else ("mlp.fc1", "mlp.fc2")
+    if gated and newer:
+        mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    block = vit_links.BlockNames(NORMS, ATTENTION_5 if newer else ATTENTION_4, mlp, SCALES)
+    positions = vit_links.TokenNames(f"{prefix}embeddings.position_embeddings", tokens, 1)
+    names = vit_links.Names(
+        f"{prefix}{PATCHES}", positions, f"{prefix}encoder.layer.{{}}", block, f"{prefix}layernorm", "classifier"
+    )  # fmt: skip
+    found = vit_links.model_links(description, names)
+    if tensors is None and registers:
+        found.append(_mask_token(f"{prefix}embeddings.mask_token", fields["width"]))
+    return found
+
+
+def unused(name: str) -> bool:
+    """Return True for the token of masked patches, which pretraining uses."""
+    return name.endswith("mask_token")
+
+
+def config(description: Description) -> Json:
+    """Return the content of config.json; see `dcvit.weights.family.Family`."""
+    fields, classes = vit_links.settings(description), description.num_outputs
+    layer_scale = (fields["layer_scale"],) if fields["layer_scale"] is not None else (1.0,)
+    gated, width, mlp_dim = fields["mlp"] == "swiglu", fields["width"], fields["mlp_dim"]
+    ratios = [
+        ratio for ratio in range(1, 64)
+        if mlp_dim == ((int(width * ratio * 2 / 3) + 7) // 8 * 8 if gated else width * ratio)
+    ]  # fmt: skip
+    vit_links.check_expressible(
+        description, "DINOv2", pool_type=("tok+gap",) if classes else ("tok",), layer_scale=layer_scale,
+        mlp_dim=(mlp_dim,) if ratios else (4 * width,),
+    )  # fmt: skip
+    vit_links.check_square(description, "DINOv2")
+    kind = "Dinov2WithRegisters" if fields["registers"] else "Dinov2"
+    found: Json = {
+        "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
+        "model_type": "dinov2_with_registers" if fields["registers"] else "dinov2",
+        **vit_links.write_sizes(description),
+        "mlp_ratio": ratios[0],
+        "hidden_act": "gelu" if gated else hf_config.activation_name(fields["mlp"]),
+        "use_swiglu_ffn": gated,
+        "layerscale_value": fields["layer_scale"],
+        "qkv_bias": True,
+        "use_mask_token": False,
+    }
+    found |= {"num_register_tokens": fields["registers"]} if fields["registers"] else {}
+    return found | ({"num_labels": classes} if classes else {})
+
+
+def _mask_token(name: str, width: int) -> Link:
+    """Return the link of the token of masked patches, which the class with registers always has: written as zeros."""
+    return Link((name,), (), lambda *_: (), lambda: (np.zeros((1, width), np.float32),), ((1, width),))
+
+
+def _describe_original(tensors: Tensors) -> Description:
+    """Describe a file of facebookresearch, whose heads are all 64 wide, without a head."""
+    width, _, *patch = vit_links.shape_of(tensors, "patch_embed.proj.weight", "DINOv2", axes=4)
+    gated = "blocks.0.mlp.w12.weight" in tensors
+    last = vit_links.shape_of(tensors, f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight", "DINOv2")
+    rows = vit_links.shape_of(tensors, "pos_embed", "DINOv2", axes=3)[1]
+    side = round((rows - 1) ** 0.5)
+    fields: Json = {
+        "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": max(1, width // 64),
+        "mlp_dim": last[1], "patch_size": tuple(patch), "pool_type": "tok", "mlp": "swiglu" if gated else "gelu",
+        "layer_scale": 1e-5,
+    }  # fmt: skip
+    if "register_tokens" in tensors:
+        fields["registers"] = vit_links.shape_of(tensors, "register_tokens", "DINOv2", axes=3)[1]
+    vit_links.check_heads(fields)
+    size = (side * patch[0], side * patch[1])
+    vit_links.check_positions(tensors, "pos_embed", fields, size, 1)
+    # The authors crop 224 of 256 pixels.
+    steps = Preprocessing(size, preprocessing.resized(min(size), 0.875), "bicubic", IMAGENET_MEAN, IMAGENET_STD)
+    return Description("vit", None, fields, preprocessing.to_pp(steps))
+
+
+def _prefix(tensors: Tensors) -> str | None:
+    """Return the prefix of Hugging Face's names, or None."""
+    return next((prefix for prefix in PREFIXES if f"{prefix}{PATCHES}.weight" in tensors), None)

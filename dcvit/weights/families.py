@@ -1,0 +1,153 @@
+"""Weights of another library as a model of this project: recognized, described and read.
+
+Each family is a module with the functions of `dcvit.weights.family.Family`; `FAMILIES` holds them by name, and the
+first whose `matches` is true reads a file.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import ml_dtypes
+import numpy as np
+
+from dcvit.errors import CheckpointError
+from dcvit.weights import (
+    big_vision,
+    dcformer,
+    dcmha_vit,
+    dcvit_hf,
+    dinov2,
+    gpt2,
+    gpt_neox,
+    hf_vit,
+    llama,
+    maxtext,
+    names,
+    orbax_tensors,
+    own,
+    preprocessing,
+    siglip,
+    timm_vit,
+)
+from dcvit.weights import links as linking
+from dcvit.weights.big_vision_files import locate
+from dcvit.weights.family import Description, Family
+from dcvit.weights.links import Link
+from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, has_files, is_npz, open_file, tokenizer_of
+
+FAMILIES: dict[str, Family] = {
+    "own": own,
+    "dcformer": dcformer,  # before dcvit_hf, which has the same model_type
+    "dcvit_hf": dcvit_hf,
+    "dcmha_vit": dcmha_vit,
+    "big_vision": big_vision,
+    "timm": timm_vit,
+    "hf_vit": hf_vit,
+    "siglip": siglip,
+    "dinov2": dinov2,
+    "gpt2": gpt2,
+    "llama": llama,
+    "gpt_neox": gpt_neox,
+    "maxtext": maxtext,
+}
+
+
+# Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
+DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
+
+
+class Weights(NamedTuple):
+    """A recognized file."""
+
+    path: Path
+    family: str
+    description: Description
+    links: list[Link]
+    tensors: Tensors
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return each parameter by its path in the tree of unrolled layers; see `dcvit.weights.links.parameters`."""
+        return linking.parameters(self.links, self.tensors)
+
+    def config(self) -> Json:
+        """Return the keys of a config that the weights, and the tokenizer beside them, determine."""
+        return names.config(self.description, tokenizer_of(self.path))
+
+    def folded(self) -> Weights:
+        """Return the weights of an image model with mean and standard deviation folded into its first layer.
+
+        Raises:
+          CheckpointError: the preprocessing has no mean and standard deviation.
+        """
+        links, pp = preprocessing.fold(self.links, self.description.pp)
+        return self._replace(links=links, description=self.description._replace(pp=pp))
+
+    def tree(self) -> dict[str, Any]:
+        """Return all parameters as a nested dict of arrays."""
+        arrays = {path: tensor.read() for path, tensor in self.parameters().items()}
+        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(arrays, sep="/")
+        return tree
+
+
+def is_weights(path: Path) -> bool:
+    """Return True for a file or folder that `open_weights` reads.
+
+    False for a checkpoint of big_vision's format, whose names are those of this project, unless it describes its model.
+    """
+    if path.is_dir() and not locate(path):
+        return orbax_tensors.find(path) is not None or has_files(path)
+    if path.is_file() and not is_npz(path):
+        return path.suffix != ".npz"  # the reader of archives reports a damaged one
+    if not path.exists():
+        return False
+    file = open_file(path)
+    found = next((name for name, family in FAMILIES.items() if family.matches(file.tensors, file.config)), "")
+    return found in ("own", "dcmha_vit")
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Open a file or a folder of another library, or an Orbax checkpoint.
+
+    Raises:
+      CheckpointError: see `dcvit.weights.tensors.open_file`; the tensors are those of no known family, or do not fit
+        the model that they describe.
+    """
+    path = Path(path)
+    arrays = orbax_tensors.find(path) if path.is_dir() and not locate(path) else None
+    file = WeightsFile(path, orbax_tensors.open_arrays(arrays), {}) if arrays else open_file(path)
+    tensors = {name: Tensor(x.shape, functools.partial(_read, path, name, x)) for name, x in file.tensors.items()}
+    file = file._replace(tensors=tensors)
+    for name, family in FAMILIES.items():
+        if family.matches(file.tensors, file.config):
+            try:
+                description = names.named(family.describe(file.tensors, file.config), file.config)
+                preprocessing.check(description.pp)
+                links = family.links(description, file.tensors)
+            except CheckpointError as e:
+                raise CheckpointError(f"{path} ({name}): {e}") from None
+            linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
+            linking.check_shapes(links, file.tensors, f"{path} ({name})")
+            _check_case(links, path)
+            return Weights(path, name, description, links, file.tensors)
+    some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
+    raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
+
+
+def _check_case(links: list[Link], path: Path) -> None:
+    """Raise CheckpointError if two parameters would have the same file where case does not distinguish names."""
+    seen = dict[str, str]()
+    for name in (name for link in links for name in link.ours):
+        if seen.setdefault(name.casefold(), name) != name:
+            raise CheckpointError(f"{path}: the names {seen[name.casefold()]!r} and {name!r} differ only in case")
+
+
+def _read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
+    """Return the numbers of a tensor. Raise CheckpointError if they are of none of `DTYPES`."""
+    array = tensor.read()
+    if array.dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has numbers of {array.dtype}; expected {', '.join(map(str, DTYPES))}")
+    return array

@@ -1,0 +1,139 @@
+"""Values in the config.json of a model of Hugging Face transformers, read with checks.
+
+A property that the models of this project lack is an error that names it. Defaults are those of transformers, which
+applies them to a key that the file does not have.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dcvit.errors import CheckpointError
+from dcvit.weights.tensors import Json
+
+# Largest integers, far above those of published models: an absurd one would take hours, or overflow.
+LARGEST, LARGEST_DEPTH = (1 << 31) - 1, 1 << 12
+# Activations by their names in transformers. "gelu_new" and the like are all the approximation by a tanh.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+
+
+def check_type(config: Json, *known: str) -> str:
+    """Return `model_type`. Raises CheckpointError if there is no config.json, or its model is of another type."""
+    if not config:
+        raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
+    found = config.get("model_type")
+    if found not in known:
+        raise CheckpointError(f"config.json: model_type={found!r} is not supported; supported: {', '.join(known)}")
+    return str(found)
+
+
+def text(config: Json, name: str, default: str | None = None) -> str:
+    """Return a string; a key that is absent or null has the default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a string")
+    return value
+
+
+def size(config: Json, name: str, default: int | None = None) -> int:
+    """Return a positive integer up to `LARGEST`; a key that is absent or null has the default, if there is one."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive integer up to {LARGEST}")
+    return value
+
+
+def depth(config: Json, name: str, default: int | None = None) -> int:
+    """Return a number of layers, up to `LARGEST_DEPTH`; each has links, which take time and memory."""
+    value = size(config, name, default)
+    if value > LARGEST_DEPTH:
+        raise CheckpointError(f"config.json: {name}={value}; expected a number of layers up to {LARGEST_DEPTH}")
+    return value
+
+
+def number(config: Json, name: str, default: float | None = None) -> float:
+    """Return a positive number; a key that is absent has the default, if there is one."""
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {name}={value!r:.100}; expected a positive number")
+    return float(value)
+
+
+def fraction(config: Json, name: str, default: float | None = None) -> float:
+    """Return a number in (0, 1]."""
+    value = number(config, name, default)
+    if value > 1:
+        raise CheckpointError(f"config.json: {name}={value!r}; expected a number in (0, 1]")
+    return value
+
+
+def flag(config: Json, name: str, default: bool) -> bool:
+    """Return a boolean."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name}={value!r}; expected true or false")
+    return value
+
+
+def check_only(config: Json, **supported: Any) -> None:
+    """Check that properties have the only value that is supported, which an absent key has too.
+
+    Raises:
+      CheckpointError: one has another value.
+    """
+    for name, value in supported.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(f"config.json: {name}={config[name]!r} is not supported, only {value!r}")
+
+
+def activation(config: Json, name: str, default: str) -> str:
+    """Return the activation of MLPs in the words of `dcvit.models.layers.ACTIVATIONS`."""
+    found = text(config, name, default)
+    if found not in ACTIVATIONS:
+        raise CheckpointError(f"config.json: {name}={found!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[found]
+
+
+def activation_name(ours: str) -> str:
+    """Return the name in transformers of an activation; that of another kind is "gelu_new"."""
+    return "gelu" if ours == "gelu" else "gelu_new"
+
+
+def rotary_base(config: Json, name: str = "rope_theta", default: float = 10_000.0) -> float:
+    """Return the base of the rotary embedding, in the form of transformers 5 or that of earlier releases.
+
+    Raises:
+      CheckpointError: the frequencies are scaled.
+    """
+    _rope(config, "rope_scaling")
+    return number(_rope(config, "rope_parameters"), "rope_theta", number(config, name, default))
+
+
+def rotary_fraction(config: Json, name: str, default: float) -> float:
+    """Return the part of a head's width that is rotated."""
+    return fraction(_rope(config, "rope_parameters"), "partial_rotary_factor", fraction(config, name, default))
+
+
+def _rope(config: Json, key: str) -> Json:
+    """Return the properties of a rotary embedding without scaling, none if they are absent or null."""
+    values: Json = config.get(key) or {}
+    if not isinstance(values, dict):
+        raise CheckpointError(f"config.json: {key}={values!r}; expected an object")
+    nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
+    if nested:
+        raise CheckpointError(f"config.json: {key} for each kind of layer ({nested}) is not supported")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only 'default'")
+    return values
+
+
+def rope_parameters(base: float, **others: float) -> Json:
+    """Return the properties of an unscaled rotary embedding, in the form of transformers 5."""
+    return {"rope_type": "default", "rope_theta": base, **others}

@@ -1,0 +1,158 @@
+"""Links between tensors of another library and parameters of this project, for both directions.
+
+A family of models is described by a list of links. `parameters` reads tensors as parameters and `write` streams
+parameters into tensors; both handle one link at a time, so that no more than its arrays are in memory.
+
+Letters: M model width, H heads, K key heads, D head width, F MLP width. PyTorch's linear layers store "out in".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from dcvit.errors import CheckpointError
+from dcvit.weights.tensors import Tensor, Tensors
+
+Arrays: TypeAlias = Sequence[np.ndarray]
+Shape: TypeAlias = tuple[int | None, ...]  # None stands for any size
+MAX_NAMED = 6  # tensors in a message
+
+
+class Link(NamedTuple):
+    """Tensors of another library and the parameters that hold the same numbers.
+
+    Fields:
+      theirs: names of the tensors.
+      ours: paths of the parameters, such as "head/kernel", in the tree of unrolled layers.
+      to_ours: function from the tensors to the parameters, in these orders.
+      to_theirs: its inverse.
+      shapes: the shapes of the tensors, in their order; empty if they are not checked before reading.
+      check: raises CheckpointError if the numbers of the tensors contradict each other.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    to_ours: Callable[..., Arrays]
+    to_theirs: Callable[..., Arrays]
+    shapes: tuple[Shape, ...] = ()
+    check: Callable[..., None] | None = None
+
+
+def same(theirs: str, ours: str, shape: Sequence[int] = (), their_shape: Sequence[int] = ()) -> Link:
+    """Link a tensor to a parameter with the same numbers in the same order; shapes are given where they differ."""
+    return Link(
+        (theirs,), (ours,),
+        lambda x: (x.reshape(shape) if shape else x,),
+        lambda x: (x.reshape(their_shape) if shape else x,),
+    )  # fmt: skip
+
+
+def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence[int] = ()) -> Link:
+    """Link the weight "out in" of a linear layer of PyTorch to a kernel of shape `inputs` + `outputs`.
+
+    Without shapes the kernel is "in out".
+    """
+    if not inputs:
+        return Link((theirs,), (ours,), lambda x: (x.T,), lambda x: (x.T,))
+    rows, columns = int(np.prod(inputs)), int(np.prod(outputs))
+    shape = (*inputs, *outputs)
+    return Link(
+        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,), ((columns, rows),)
+    )
+
+
+def parameters(links: Sequence[Link], tensors: Tensors) -> dict[str, Tensor]:
+    """Return the parameters by path, each read when it is asked for.
+
+    A link is read for the first of its parameters, and kept until its others or those of another link are read. The
+    shapes follow from those of the tensors, of which none is read.
+
+    Raises:
+      CheckpointError: a tensor has a shape that its link cannot convert.
+    """
+    held: dict[tuple[int, str], np.ndarray] = {}
+
+    def read(number: int, path: str) -> np.ndarray:
+        if (number, path) not in held:
+            held.clear()
+            link = links[number]
+            arrays = [tensors[name].read() for name in link.theirs]
+            if link.check:
+                link.check(*arrays)
+            held.update(((number, path), x) for path, x in zip(link.ours, _to_ours(link, arrays), strict=True))
+        return held.pop((number, path))
+
+    zero = np.zeros((), np.float32)
+    found = {}
+    for number, link in enumerate(links):
+        announced = [np.broadcast_to(zero, tensors[name].shape) for name in link.theirs]  # occupies no memory
+        for path, array in zip(link.ours, _to_ours(link, announced), strict=True):
+            found[path] = Tensor(array.shape, functools.partial(read, number, path))
+    return found
+
+
+def _to_ours(link: Link, arrays: Arrays) -> Arrays:
+    try:
+        return link.to_ours(*arrays)
+    except (ValueError, IndexError):
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(link.theirs, arrays, strict=True))
+        raise CheckpointError(f"unexpected shape: {shapes}, for {', '.join(link.ours)}") from None
+
+
+def write(links: Sequence[Link], params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and the value of each tensor of the other library, from parameters by their paths."""
+    for link in links:
+        yield from zip(link.theirs, _to_theirs(link, params), strict=True)
+
+
+def _to_theirs(link: Link, params: Mapping[str, Tensor]) -> Arrays:
+    values = link.to_theirs(*(params[path].read() for path in link.ours))
+    return [np.asarray(value, order="C") for value in values]
+
+
+def check_names(links: Sequence[Link], tensors: Tensors, what: str, unused: Callable[[str], bool]) -> None:
+    """Check that the links name all tensors of a file, and no others.
+
+    Args:
+      links: the links of the family.
+      tensors: the tensors of the file.
+      what: the file, for the message.
+      unused: whether a tensor is not a parameter, such as a buffer.
+
+    Raises:
+      CheckpointError: names occur on one side only (both sides are listed), or two tensors hold the same parameter.
+    """
+    holders: dict[str, str] = {}
+    for link in links:
+        for path in link.ours:
+            if path in holders:
+                raise CheckpointError(f"{what}: {holders[path]} and {link.theirs[0]} hold the same parameter {path}")
+            holders[path] = link.theirs[0]
+    expected = {name for link in links for name in link.theirs}
+    extra = [name for name in tensors if name not in expected and not unused(name)]
+    missing = sorted(expected - set(tensors))
+    parts = [
+        f"{len(names)} only in the {side}: {', '.join(names[:MAX_NAMED])}{' …' if len(names) > MAX_NAMED else ''}"
+        for side, names in (("file", extra), ("model", missing))
+        if names
+    ]
+    if parts:
+        raise CheckpointError(f"{what}: {'; '.join(parts)}")
+
+
+def check_shapes(links: Sequence[Link], tensors: Tensors, what: str) -> None:
+    """Raise CheckpointError if tensors have other shapes than their links expect; `what` names the file."""
+    different = []
+    for link in links:
+        for name, expected in zip(link.theirs, link.shapes, strict=False):
+            found = tensors[name].shape
+            if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+                shown = str(expected).replace("None", "any")
+                different.append(f"{name} (file {found}, model {shown})")
+    if different:
+        more = " …" if len(different) > MAX_NAMED else ""
+        raise CheckpointError(f"{what}: {len(different)} of another shape: {', '.join(different[:MAX_NAMED])}{more}")

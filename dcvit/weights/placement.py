@@ -1,0 +1,218 @@
+"""Parameters on devices from tensors that are read one at a time; both may be of scanned or unrolled layers.
+
+A scan stacks the parameters of its layers along a new first axis. Layers are matched by their number, so that any
+layout of a checkpoint fills any layout of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from dcvit.errors import CheckpointError, check_regex
+from dcvit.models.trees import Shapes, check_tree, shapes_of
+from dcvit.weights.big_vision_files import Tensor, Tensors
+
+STACKED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
+SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")
+GROUP = "Transformer/group/"
+Leaf: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+MAX_LAYERS = 1 << 12  # of a stack; a damaged file may announce any number
+
+
+class Part(NamedTuple):
+    """An array, or one layer of an array that a scan stacks."""
+
+    path: str
+    layer: int | None = None
+
+
+def unrolled(shapes: Shapes) -> dict[str, Part]:
+    """Return where each parameter of unrolled layers is, by its path, in arrays of scanned or unrolled layers.
+
+    Raises:
+      CheckpointError: two arrays hold the same parameter.
+    """
+    period = _period(shapes)
+    parts: dict[str, Part] = {}
+    for path, shape in shapes.items():
+        match = STACKED.fullmatch(path)
+        if not match or not shape or shape[0] > MAX_LAYERS:
+            names = {path: Part(path)}
+        else:
+            block, first = ("encoderblock", 0) if match["place"] is None else ("decoderblock", int(match["place"]))
+            names = {
+                f"Transformer/{block}_{first + i * period}/{match['rest']}": Part(path, i) for i in range(shape[0])
+            }
+        if both := names.keys() & parts.keys():
+            raise CheckpointError(f"{path} and {parts[min(both)].path} hold the same parameter {min(both)}")
+        parts |= names
+    return parts
+
+
+def _period(paths: Shapes) -> int:
+    """Return the number of layers in a group of a scan over groups; 1 for other paths."""
+    return len({path.split("/")[2] for path in paths if path.startswith(GROUP)}) or 1
+
+
+def in_layout(tensors: Tensors, model: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes that tensors have in the layout of a model.
+
+    Raises:
+      CheckpointError: two tensors hold the same parameter.
+    """
+    parts: dict[str, list[tuple[int | None, tuple[int, ...]]]] = {}
+    for source, target in _pairs(tensors, model):
+        shape = tensors[source.path].shape[source.layer is not None :]
+        parts.setdefault(target.path, []).append((target.layer, shape))
+    return {path: _stacked_shape(layers, model.get(path, ())) for path, layers in parts.items()}
+
+
+def _stacked_shape(layers: Sequence[tuple[int | None, tuple[int, ...]]], model: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of layers together; other than the model's if one is missing or has another shape."""
+    shape = next((shape for _, shape in layers if shape != model[1:]), layers[0][1])
+    numbers = [index for index, _ in layers if index is not None]
+    if not numbers:
+        return layers[0][1]
+    last = max(numbers) + 1
+    return (len(numbers) if (last,) == model[:1] else last, *shape)
+
+
+def _pairs(tensors: Tensors, model: Shapes) -> Iterator[tuple[Part, Part]]:
+    """Yield each tensor, or layer of a stacked one, with its place in the layout of a model."""
+    wanted, period = unrolled(model), _period(model)
+    is_scanned = any(STACKED.fullmatch(path) for path in model)
+    for name, source in unrolled({path: tensor.shape for path, tensor in tensors.items()}).items():
+        yield source, wanted.get(name) or _place(name, period if is_scanned else 0)
+
+
+def _place(name: str, period: int) -> Part:
+    """Return the place of a parameter in a scan over groups of `period` layers; 0 is no scan."""
+    match = SINGLE.fullmatch(name)
+    if not match or not period:
+        return Part(name)
+    repeat, place = divmod(int(match["number"]), period)
+    group = "encoderblock" if match["kind"] == "encoder" else f"group/layer_{place}"
+    return Part(f"Transformer/{group}/{match['rest']}", repeat)
+
+
+def place_params(
+    tensors: Tensors, like: Mapping[str, PyTree], file: str, dont_load: Sequence[str] = ()
+) -> dict[str, PyTree]:
+    """Return parameters with the values of tensors, of which one at a time is in the host's memory.
+
+    Args:
+      tensors: the parameters by path, of scanned or unrolled layers.
+      like: the model's parameters as arrays or `jax.ShapeDtypeStruct`. The result has their dtypes and shardings; of a
+        sharded array, each process holds its own part.
+      file: the name of the tensors' file in messages.
+      dont_load: regexes; a parameter whose whole name matches one is that of `like`.
+
+    Raises:
+      CheckpointError: a name or shape occurs on one side only (both sides are listed, and nothing is read), or a tensor
+        is damaged or not finite.
+      ConfigError: a pattern of `dont_load` is not a regular expression.
+    """
+    for pattern in dont_load:
+        check_regex(pattern, "dont_load")
+    leaves = flax.traverse_util.flatten_dict(dict(like), sep="/")
+    model = shapes_of(leaves)
+
+    def is_loaded(path: str) -> bool:
+        return not any(re.fullmatch(pattern, path) for pattern in dont_load)
+
+    found, wanted = (
+        {path: shape for path, shape in side.items() if is_loaded(path)} for side in (in_layout(tensors, model), model)
+    )
+    check_tree(found, wanted, file)
+    placed = {path: leaf for path, leaf in leaves.items() if not is_loaded(path)}
+    parts: dict[str, list[tuple[Part, Part]]] = {}  # of each tensor, to read it once
+    for source, target in _pairs(tensors, model):
+        if is_loaded(target.path):
+            parts.setdefault(source.path, []).append((source, target))
+    for path, pairs in parts.items():
+        value = _read(tensors[path], leaves[pairs[0][1].path].dtype, f"{file}: {path}")
+        whole = value.shape == model.get(path) and all(source == target for source, target in pairs)
+        for source, target in [(Part(path), Part(path))] if whole else pairs:
+            part = value if source.layer is None else value[source.layer]
+            placed[target.path] = _put(part, target.layer, leaves[target.path], placed.get(target.path))
+    tree: dict[str, PyTree] = flax.traverse_util.unflatten_dict(placed, sep="/")
+    return tree
+
+
+def _read(tensor: Tensor, dtype: DTypeLike, what: str) -> np.ndarray:
+    """Return a tensor in a dtype.
+
+    Raises:
+      CheckpointError: it has other values than numbers, some are not finite, or its shape is not the announced one.
+    """
+    array = tensor.read()
+    if array.shape != tensor.shape or not (jnp.issubdtype(array.dtype, np.floating) or array.dtype.kind in "iu"):
+        raise CheckpointError(f"{what} is {array.dtype} of {array.shape}; expected numbers of {tensor.shape}")
+    with np.errstate(over="ignore"):  # the check of the result reports it
+        value = np.asarray(array, dtype)
+    _check_finite(value, what)
+    return value
+
+
+def check_finite(params: PyTree, file: str) -> None:
+    """Raise CheckpointError, with the name, if a parameter on this host's devices has numbers that are not finite."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        whole = not isinstance(leaf, jax.Array)
+        for part in [leaf] if whole else [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]:
+            _check_finite(np.asarray(part), f"{file}: {name}")
+
+
+def _check_finite(value: np.ndarray, what: str) -> None:
+    if not (finite := np.isfinite(value)).all():
+        raise CheckpointError(
+            f"{what} has numbers that are not finite in {value.dtype}, such as {value[~finite][0]}; "
+            "give weights of a run that did not diverge"
+        )
+
+
+def _put(value: np.ndarray, index: int | None, leaf: Leaf, stack: jax.Array | None) -> jax.Array:
+    """Return a parameter like `leaf` on its devices; with an index, the stack of layers with one layer replaced."""
+    sharding = _sharding(leaf)
+    if index is None:
+        return _transfer(value, sharding)
+    if stack is None:
+        stack = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(leaf.shape, leaf.dtype)
+    if isinstance(sharding, NamedSharding):
+        layer = _transfer(value, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
+    else:
+        layer = _transfer(value, sharding)
+    return _setter(sharding)(stack, layer, index)
+
+
+def _sharding(leaf: Leaf) -> Sharding | None:
+    """Return the sharding of an array that is committed to its devices, or of a shape that has one."""
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return None if isinstance(leaf, np.ndarray) else leaf.sharding
+
+
+def _transfer(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
+
+
+@functools.lru_cache
+def _setter(sharding: Sharding | None) -> Callable[..., jax.Array]:
+    """Return the compiled function that replaces a layer of a stack, in its memory."""
+    return jax.jit(
+        lambda stack, layer, index: jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0),
+        donate_argnums=0, out_shardings=sharding,
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""Preprocessing of other libraries as preprocessing strings: size, crop, and mean and standard deviation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dcvit.errors import CheckpointError, InputError
+from dcvit.weights.links import Arrays, Link
+from input_pipeline.preprocess.builder import Step, decoding, parsed
+
+HALF = (0.5, 0.5, 0.5)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
+# Methods of interpolation by their names in timm, and those of `dcvit`'s ops.
+METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", "nearest": "nearest"}
+DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
+NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
+RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
+SIZES = ("size", "smaller_size", "larger_size", "crop_size", "border")  # arguments of ops, in pixels
+LARGEST = 1 << 14  # pixels of a side
+SMALLEST = 1e-4  # of a range of pixels in [0, 255]; normalized pixels of smaller ones would not be accurate
+GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
+              ["resize_pillow", "central_crop"])  # fmt: skip
+
+
+class Preprocessing(NamedTuple):
+    """Preprocessing of an image file.
+
+    Fields:
+      size: height and width of the images that the model takes.
+      resize: length of the smaller side before the center is cropped; None resizes to `size`, without cropping.
+      squash: height and width to which an image of any shape is resized instead, before the center is cropped.
+        `resize` is then what a library without it may do.
+      method: interpolation, of `METHODS`.
+      mean, std: of each channel, for pixels in [0, 1].
+      channels: 3, or 1 for gray images.
+    """
+
+    size: tuple[int, int]
+    resize: int | None = None
+    method: str = "bilinear"
+    mean: Sequence[float] = HALF
+    std: Sequence[float] = HALF
+    channels: int = 3
+    squash: tuple[int, int] | None = None
+
+
+def to_pp(preprocessing: Preprocessing) -> str:
+    """Return a preprocessing string. Interpolation antialiases, as Pillow's does.
+
+    Raises:
+      ValueError: a channel has no mean or standard deviation, one is not finite, or a standard deviation not positive.
+    """
+    both = (*preprocessing.mean, *preprocessing.std)
+    too_few = min(len(preprocessing.mean), len(preprocessing.std)) < preprocessing.channels
+    if too_few or min(preprocessing.std) < SMALLEST / 255 or not all(map(math.isfinite, both)):
+        raise ValueError(f"mean {preprocessing.mean} and standard deviation {preprocessing.std}")
+    method = METHODS[preprocessing.method]
+    size = preprocessing.size[0] if len(set(preprocessing.size)) == 1 else list(preprocessing.size)
+    if preprocessing.squash:
+        resize = f'resize({list(preprocessing.squash)}, "{method}", True)|central_crop({size})'
+    elif preprocessing.resize is None:
+        resize = f'resize({size}, "{method}", True)'
+    else:
+        resize = f'resize_small({preprocessing.resize}, "{method}", True)|central_crop({size})'
+    channels = preprocessing.channels
+    decode = "decode" if channels == 3 else f"decode({channels})"
+    return f"{decode}|{resize}|{_value_range(preprocessing.mean[:channels], preprocessing.std[:channels])}"
+
+
+def _value_range(mean: Sequence[float], std: Sequence[float]) -> str:
+    """Return the op that maps pixels p in [0, 255] to (p / 255 - mean) / std."""
+    if set(mean) == set(std) == {0.5}:
+        return "value_range(-1, 1)"
+    ends = ([255 * m for m in mean], [255 * (m + s) for m, s in zip(mean, std, strict=True)])
+    low, high = ([float(f"{value:.12g}") for value in values] for values in ends)
+    return f"value_range(0, 1, {low}, {high})"
+
+
+def from_pp(pp: str) -> Preprocessing:
+    """Return what a preprocessing string says about an image, for the config of another library.
+
+    Other libraries resize with antialiasing, and know fewer methods of interpolation: "bilinear" stands for the others.
+
+    Raises:
+      CheckpointError: it has no size, steps that other libraries lack, or no `value_range`; see `mean_and_std`.
+    """
+    steps = [step for step in _steps(pp) if step.op not in NO_STEP]
+    geometry = [step.op for step in steps if step.op not in (*DECODERS, *RANGES)]
+    if geometry not in GEOMETRIES:
+        known = ", ".join("|".join(each) for each in GEOMETRIES)
+        raise CheckpointError(f"pp={pp!r} resizes and crops as other libraries cannot; they have {known}")
+    first = next(step.arguments for step in steps if step.op in geometry)
+    channels = channels_of(pp)
+    mean, std = (values[:channels] for values in mean_and_std(pp))
+    squash = _pair(first["size"]) if len(geometry) == 2 and "size" in first else None
+    names = {ours: theirs for theirs, ours in METHODS.items()}
+    method = names.get(first.get("method", ""), "bilinear")
+    smaller = min(squash) if squash else first.get("smaller_size")
+    return Preprocessing(size_of(pp), smaller, method, mean, std, channels, squash)
+
+
+def check(pp: str) -> None:
+    """Raise CheckpointError if a preprocessing string of a file is invalid, or has a size or range that cannot work."""
+    for op, given in _steps(pp):
+        sizes = [n for name in SIZES if given.get(name) is not None for n in np.ravel(given[name]).tolist()]
+        if not all(isinstance(n, int) and 1 <= n <= LARGEST for n in sizes):
+            raise CheckpointError(f"pp={pp!r:.200}: a size of {op} is not in 1 … {LARGEST}")
+        if op in RANGES:
+            names = ("std", "mean") if op == "vgg_value_range" else ("in_max", "in_min", "vmin", "vmax")
+            high, low, *others = (np.ravel(given[name]).astype(np.float64) for name in names)
+            scale = high if op == "vgg_value_range" else high - low
+            finite = all(np.isfinite(x).all() for x in (high, low, *others))
+            if not finite or (np.abs(scale) < SMALLEST).any():
+                raise CheckpointError(f"pp={pp!r:.200}: {op} has a range that is empty or not finite")
+
+
+def training(pp: str) -> dict[str, str]:
+    """Return the `pp` of training, without labels, for a preprocessing string; {} if its images have no fixed size."""
+    try:
+        (height, width), value_range = size_of(pp), RANGE.search(pp)
+    except CheckpointError:
+        return {}
+    crop = f"inception_crop({height if height == width else [height, width]})"
+    return {"pp": "|".join([decoding(pp), crop, "flip_lr", *([value_range[0]] if value_range else [])])}
+
+
+def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel that a preprocessing string applies to pixels in [0, 1].
+
+    Raises:
+      CheckpointError: the string has not one `value_range` or `vgg_value_range` of one or three channels, or it clips.
+    """
+    found = [step for step in _steps(pp) if step.op in RANGES]
+    try:
+        ((op, given),) = found
+        names = ("mean", "std") if op == "vgg_value_range" else ("in_min", "in_max")
+        low, high = (np.broadcast_to(np.ravel(given[name]).astype(float), 3) for name in names)
+        if op == "vgg_value_range":
+            return (low / 255).tolist(), (high / 255).tolist()
+        vmin, vmax = given["vmin"], given["vmax"]
+        if vmin == vmax or (given["clip_values"] and (low.max() > 0 or high.min() < 255)):
+            raise ValueError
+        scale = (high - low) / (vmax - vmin) / 255
+        return (low / 255 - vmin * scale).tolist(), scale.tolist()
+    except ValueError:
+        raise CheckpointError(f"pp={pp!r} should have one value_range of one or three channels") from None
+
+
+def channels_of(pp: str) -> int:
+    """Return the number of channels of the images that a preprocessing string decodes; 3 if it decodes none."""
+    return next((step.arguments.get("channels", 3) for step in _steps(pp) if step.op in DECODERS), 3)
+
+
+def size_of(pp: str) -> tuple[int, int]:
+    """Return the height and width of the images that a preprocessing string yields.
+
+    Raises:
+      CheckpointError: the size is that of the image file, or depends on it.
+    """
+    size: tuple[int, int] | None = None
+    for op, given in _steps(pp):
+        if fixed := given.get("size", given.get("crop_size")):
+            size = _pair(fixed)
+        elif op == "pad" and size:
+            size = size[0] + 2 * given["border"], size[1] + 2 * given["border"]
+        elif op == "central_crop" and size:
+            size = min(size), min(size)
+        elif op not in (*NO_STEP, *RANGES, "flip_lr", "randaug"):
+            size = None
+    if size is None:
+        raise CheckpointError(f"pp={pp!r} has no size of images, such as central_crop(224)")
+    return size
+
+
+def _steps(pp: str) -> list[Step]:
+    """Return the ops that change the image. Raises CheckpointError if the string is invalid."""
+    try:
+        return [step for step in parsed(pp) if step.arguments.get("outkey", "image") == "image"]
+    except InputError as e:
+        raise CheckpointError(f"pp={pp!r}: {e}") from None
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return a height and width, where one number stands for both."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def resized(size: int, crop_pct: float) -> int:
+    """Return the length of the smaller side before the center is cropped, for the fraction that the crop keeps."""
+    return math.floor(size / crop_pct)
+
+
+def fold(links: Sequence[Link], pp: str) -> tuple[list[Link], str]:
+    """Fold mean and standard deviation into the weights of the first layer.
+
+    For inputs v in [-1, 1] instead of (p - mean) / std of pixels p in [0, 1]:
+    W' = W / (2·std) and b' = b + Σ W·(0.5 - mean) / std.
+
+    Args:
+      links: the links of a model.
+      pp: its preprocessing string.
+
+    Returns:
+      The links, those of the first layer joined to one, and the preprocessing string with `value_range(-1, 1)`.
+    """
+    mean, std = (np.asarray(values, np.float64)[None, None, :, None] for values in mean_and_std(pp))
+    by_ours = {link.ours: link for link in links}
+    kernel, bias = by_ours[("embedding/kernel",)], by_ours[("embedding/bias",)]
+
+    def to_ours(weight: np.ndarray, offset: np.ndarray) -> Arrays:
+        (w,), (b,) = kernel.to_ours(weight), bias.to_ours(offset)
+        w = w.astype(np.float64)
+        added = (w * (0.5 - mean) / std).sum((0, 1, 2))
+        return (w / (2 * std)).astype(np.float32), (b + added).astype(np.float32)
+
+    def to_theirs(w: np.ndarray, b: np.ndarray) -> Arrays:
+        w = w.astype(np.float64) * (2 * std)
+        b = (b - (w * (0.5 - mean) / std).sum((0, 1, 2))).astype(np.float32)
+        return *kernel.to_theirs(w.astype(np.float32)), *bias.to_theirs(b)
+
+    stem = Link(
+        kernel.theirs + bias.theirs, kernel.ours + bias.ours, to_ours, to_theirs, kernel.shapes + bias.shapes
+    )  # fmt: skip
+    others = [link for link in links if link not in (kernel, bias)]
+    return [stem, *others], RANGE.sub("value_range(-1, 1)", pp)

@@ -1,0 +1,279 @@
+"""Vision Transformers of timm: plain and augreg ViT, DeiT, DeiT-3, FlexiViT, DINOv2 and SigLIP.
+
+https://github.com/huggingface/pytorch-image-models. The shapes of the tensors give the sizes. Properties that they do
+not show (heads, activation, pooling) come from config.json; without one, from the sizes that timm has.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from dcvit.errors import CheckpointError
+from dcvit.weights import hf_config, preprocessing, vit_links
+from dcvit.weights.family import Description
+from dcvit.weights.links import Link
+from dcvit.weights.preprocessing import Preprocessing
+from dcvit.weights.tensors import Json, Tensors
+
+SIZES = "tiny|wee|little|small|medium|mediumd|betwixt|base|large|huge|giant|giantopt|gigantic|so150m|so400m"
+# timm has many more ViTs, some with the same names and shapes of tensors and another computation.
+KNOWN = re.compile(
+    rf"(flexivit_({SIZES})|(vit|deit|deit3)_({SIZES})_patch\d+(_plus)?(_reg\d+)?"
+    r"(_dinov2|_tipsv2|_gap|_map|_siglip(_gap)?)?(_36x1)?(_\d+)?)(\..*)?"
+)
+TANH = re.compile(r"vit_(giantopt_patch|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip(_gap)?_512).*")
+HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # by width, where a head is not 64 wide
+HEADS_OF = {"vit_base_patch16_gap_224": 16, "vit_giantopt_patch16_siglip": 16}  # by the beginning of the name
+# Arguments of timm's VisionTransformer that the tensors or this module cover, or that have no effect on a prediction.
+ARGUMENTS = {
+    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "qk_norm", "proj_bias", "init_values", "class_token", "pos_embed", "no_embed_class", "reg_tokens",
+    "pre_norm", "fc_norm", "act_layer", "dynamic_img_size", "dynamic_img_pad", "drop_rate", "pos_drop_rate",
+    "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate", "weight_init", "fix_init",
+    "strict_img_size",
+}  # fmt: skip
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+POOLS = {"token": "tok", "avg": "gap", "map": "map"}
+# Tensors of properties that this project's ViT lacks, by the end of their names.
+FOREIGN = {
+    "head_dist.weight": "a second head for the distillation token",
+    "norm_pre.weight": "a norm before the first layer (CLIP)",
+    "fc_norm.weight": "a norm after pooling instead of before it",
+    "blocks.0.attn.q_norm.weight": "a norm of queries and keys with bias",
+    "blocks.0.attn.norm.weight": "a norm inside attention",
+    "patch_embed.backbone.stem.conv.weight": "a convolutional stem",
+}
+
+
+def matches(tensors: Tensors, config: Json) -> bool:
+    """Recognize the names of timm's VisionTransformer, except DINOv2's own files."""
+    return (
+        "pos_embed" in tensors
+        and any(name.startswith("patch_embed.") for name in tensors)
+        and any(name.startswith("blocks.0.") for name in tensors)
+        and "mask_token" not in tensors
+    )
+
+
+def describe(tensors: Tensors, config: Json) -> Description:
+    """Describe the model; see `dcvit.weights.family.Family`."""
+    for name, what in FOREIGN.items():
+        if name in tensors:
+            raise CheckpointError(f"timm model with {what} ({name}), which dcvit's ViT lacks")
+    architecture, arguments = config.get("architecture", ""), config.get("model_args", {})
+    if not isinstance(architecture, str) or not isinstance(arguments, dict):
+        raise CheckpointError("config.json: architecture should be a string, model_args an object")
+    if architecture and not KNOWN.fullmatch(architecture):
+        raise CheckpointError(f"config.json: architecture {architecture!r} is not a ViT that dcvit can express")
+    _check_arguments(arguments)
+    width, _, *patch = vit_links.shape_of(tensors, "patch_embed.proj.weight", "timm ViT", axes=4)
+    fc1 = vit_links.shape_of(tensors, "blocks.0.mlp.fc1.weight", "timm ViT")
+    fc2 = vit_links.shape_of(tensors, "blocks.0.mlp.fc2.weight", "timm ViT")
+    pool = _pool(tensors, config.get("global_pool") or arguments.get("global_pool"))
+    fields: Json = {
+        "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": _heads(width, architecture),
+        "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
+    }  # fmt: skip
+    if "num_heads" in arguments:
+        fields["num_heads"] = hf_config.size(arguments, "num_heads")
+    vit_links.check_heads(fields)
+    if fc1[0] == 2 * fc2[1]:
+        fields["mlp"] = "swiglu"
+    if "blocks.0.ls1.gamma" in tensors:
+        fields["layer_scale"] = float(arguments.get("init_values") or 1e-5)
+    registers = sum(count for _, count in _tokens(tensors)) - (pool == "tok")
+    if registers:
+        fields["registers"] = registers
+    classes = vit_links.shape_of(tensors, "head.weight", "timm ViT")[0] if "head.weight" in tensors else None
+    return Description("vit", classes, fields, _pp(config.get("pretrained_cfg")))
+
+
+def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    """Return the links; see `dcvit.weights.family.Family`."""
+    fields = vit_links.settings(description)
+    if tensors is None:
+        has_cls = fields["pool_type"] == "tok"
+        tokens = [("cls_token", 1)] * has_cls + [("reg_token", fields["registers"])] * (fields["registers"] > 0)
+        embedded = 0
+    else:
+        tokens = _tokens(tensors)
+        embedded = _embedded(tensors, sum(count for _, count in tokens), description)
+    block = vit_links.BlockNames(
+        ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma")
+    )
+    in_front = vit_links.TokenNames("pos_embed", tuple(tokens), embedded)
+    names = vit_links.Names("patch_embed.proj", in_front, "blocks.{}", block, "norm", "head")
+    found = vit_links.model_links(description, names)
+    return found + (_pooling(fields) if fields["pool_type"] == "map" else [])
+
+
+def unused(name: str) -> bool:
+    """Return True for no tensor: timm stores parameters only."""
+    return False
+
+
+def config(description: Description) -> Json:
+    """Return config.json in the layout of timm's models on the Hugging Face hub."""
+    vit_links.check_expressible(
+        description, "timm", pool_type=(*POOLS.values(),), norm_epsilon=(1e-6,), mlp=(*ACTIVATIONS.values(), "swiglu")
+    )
+    fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
+    width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
+    gated = fields["mlp"] == "swiglu"
+    hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
+    ratio = hidden / width
+    arguments = {
+        "img_size": list(pp.size), "in_chans": pp.channels, "patch_size": list(fields["patch_size"]),
+        "embed_dim": width, "depth": fields["depth"], "num_heads": fields["num_heads"],
+        "mlp_ratio": ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,  # timm rounds down
+        "init_values": fields["layer_scale"], "class_token": pool == "tok", "no_embed_class": True,
+        "reg_tokens": fields["registers"], "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[pool],
+        "fc_norm": False,
+    }  # fmt: skip
+    if not gated:
+        arguments["act_layer"] = fields["mlp"]
+    classes = description.num_outputs or 0
+    return {
+        # The class of the MLP cannot be an argument; an architecture of timm with SwiGLU has it.
+        "architecture": "vit_giant_patch14_dinov2" if gated else "vit_base_patch16_224",
+        "num_classes": classes,
+        "num_features": width,
+        "global_pool": arguments["global_pool"],
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "num_classes": classes, "input_size": [pp.channels, *pp.size], "pool_size": None, "fixed_input_size": True,
+            "crop_pct": _crop_pct(pp),
+            "crop_mode": "squash" if pp.squash or not pp.resize else "center",
+            "interpolation": pp.method, "mean": list(pp.mean), "std": list(pp.std),
+            "first_conv": "patch_embed.proj", "classifier": "head",
+        },
+    }  # fmt: skip
+
+
+def _crop_pct(pp: Preprocessing) -> float:
+    """Return the fraction of the sides that a crop keeps, by which timm divides the size of the crop and rounds down.
+
+    Raises:
+      CheckpointError: an image is resized to another ratio of height and width than that of the crop.
+    """
+    if not (resized := pp.squash or (pp.resize and (pp.resize,))):
+        return 1.0
+    size = pp.size if pp.squash else (min(pp.size),)
+    fraction = size[0] / resized[0]
+    if preprocessing.resized(size[0], fraction) != resized[0]:
+        fraction = math.nextafter(fraction, 0)
+    if tuple(preprocessing.resized(side, fraction) for side in size) != resized:
+        raise CheckpointError(f"timm cannot express a crop of {pp.size} pixels from images of {pp.squash} pixels")
+    return fraction
+
+
+def _check_arguments(arguments: Json) -> None:
+    """Raise CheckpointError if an argument of the model is unknown or has a value that changes the computation."""
+    for name in arguments:
+        if name not in ARGUMENTS:
+            raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r} is not supported")
+    supported: dict[str, tuple[object, ...]] = {
+        "qkv_bias": (True,), "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
+        "pre_norm": (False, None), "fc_norm": (None, False), "act_layer": (None, *ACTIVATIONS),
+    }  # fmt: skip
+    for name, values in supported.items():
+        if arguments.get(name, values[0]) not in values:
+            shown = ", ".join(map(repr, values))
+            raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r}; supported: {shown}")
+
+
+def _activation(architecture: str, arguments: Json) -> str:
+    default = "gelu_tanh" if TANH.fullmatch(architecture) else "gelu"
+    return ACTIVATIONS[arguments.get("act_layer") or default]
+
+
+def _heads(width: int, architecture: str) -> int:
+    named = [heads for start, heads in HEADS_OF.items() if architecture.startswith(start)]
+    return named[0] if named else HEADS.get(width, max(1, width // 64))
+
+
+def _pool(tensors: Tensors, named: object) -> str:
+    """Return the pooling, for its name in config.json or, without one, for the tensors that exist."""
+    if named is None:
+        named = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
+    if not isinstance(named, str) or named not in POOLS:
+        raise CheckpointError(f"config.json: global_pool={named!r} is not supported; supported: {', '.join(POOLS)}")
+    return POOLS[named]
+
+
+def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
+    """Return the names and numbers of the tokens before the patches."""
+    names = [name for name in ("cls_token", "reg_token") if name in tensors]
+    return [(name, vit_links.shape_of(tensors, name, "timm ViT", axes=3)[1]) for name in names]
+
+
+def _embedded(tensors: Tensors, before: int, description: Description) -> int:
+    """Return the number of tokens before the patches that have a position embedding: none or all."""
+    rows = vit_links.shape_of(tensors, "pos_embed", "timm ViT", axes=3)[1]
+    if description.pp:
+        height, width = preprocessing.size_of(description.pp)
+        p_h, p_w = description.fields["patch_size"]
+        patches = (height // p_h) * (width // p_w)
+        if rows not in (patches, patches + before):
+            raise CheckpointError(
+                f"timm ViT: pos_embed has {rows} rows, but images of {height}x{width} have {patches} patches"
+            )
+        return rows - patches
+    if round(rows**0.5) ** 2 == rows:
+        return 0
+    if round((rows - before) ** 0.5) ** 2 != rows - before:
+        raise CheckpointError(f"timm ViT: pos_embed has {rows} rows, which is no square grid and {before} tokens")
+    return before
+
+
+def _pooling(fields: Json) -> list[Link]:
+    """Return the links of the pooling head."""
+    width, heads, head = fields["width"], fields["num_heads"], "MAPHead_0"
+    inner, ours = (heads, width // heads), f"{head}/{vit_links.ATTENTION}"
+    return [
+        vit_links.tensor("attn_pool.latent", f"{head}/probe", (1, 1, width)),
+        *vit_links.dense("attn_pool.q", f"{ours}/query", (width,), inner),
+        *vit_links.fused(
+            ("attn_pool.kv.weight", "attn_pool.kv.bias"), (f"{ours}/key", f"{ours}/value"), width, inner
+        ),
+        *vit_links.dense("attn_pool.proj", f"{ours}/out", inner, (width,)),
+        *vit_links.norm("attn_pool.norm", f"{head}/LayerNorm_0", width),
+        *vit_links.mlp(
+            ("attn_pool.mlp.fc1", "attn_pool.mlp.fc2"), f"{head}/MlpBlock_0", width, fields["mlp_dim"], gated=False
+        ),
+    ]  # fmt: skip
+
+
+def _pp(found: object) -> str:
+    """Return the preprocessing that timm's `pretrained_cfg` describes; "" without one or for 2 or 4 channels."""
+    if not found:
+        return ""
+    mode = found.get("crop_mode", "center") if isinstance(found, dict) else None
+    if mode not in ("center", "squash", None):
+        raise CheckpointError(f"config.json: crop_mode={mode!r} is not supported; supported: center, squash")
+    try:
+        assert isinstance(found, dict)
+        channels, height, width = map(int, found.get("input_size", (3, 224, 224)))
+        if channels not in (1, 3):
+            return ""
+        crop = _fraction(found.get("crop_pct") or 0.875)
+        squash = (preprocessing.resized(height, crop), preprocessing.resized(width, crop))
+        is_squashed = mode == "squash"
+        return preprocessing.to_pp(
+            Preprocessing(
+                (height, width), None if is_squashed else min(squash), found.get("interpolation", "bicubic"),
+                tuple(map(float, found.get("mean", preprocessing.HALF))),
+                tuple(map(float, found.get("std", preprocessing.HALF))), channels,
+                squash if is_squashed and crop < 1 else None,
+            )
+        )  # fmt: skip
+    except (AssertionError, TypeError, ValueError, KeyError, ArithmeticError):
+        raise CheckpointError(f"config.json: pretrained_cfg is not as timm writes it: {str(found)[:100]}") from None
+
+
+def _fraction(found: object) -> float:
+    """Return a number in (0, 1]. Raises ValueError for another value."""
+    if not isinstance(found, int | float) or not 1e-3 <= found <= 1:
+        raise ValueError(found)
+    return float(found)
