@@ -150,7 +150,7 @@ def stop_leak_of_saves() -> None:
 
     TensorStore never frees the Python objects in the JSON that it returns. Orbax asks for such JSON once for each array
     that it saves, only to learn the default fields of the folder's spec, and twice for each item, only to log a rate.
-    Delete when TensorStore frees them: `tests/checkpoint/test_checkpoint.py` counts the objects.
+    Delete when TensorStore frees them: `tests/runs/test_checkpoint.py` counts the objects.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

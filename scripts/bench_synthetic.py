@@ -29,10 +29,8 @@ from seeded_runs import ROOT, complete_seeds, differences, signed
 
 from dcvit.evaluators.in_context import Evaluator
 from dcvit.models import Params
-from dcvit.parallel.sharding import shardings
 from dcvit.reproduction.seeded import machine, parameters
 from dcvit.reproduction.step_times import step_times
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.files import replace
 from dcvit.training.seeds import summarize
 from dcvit.training.trained import open_trained
@@ -164,7 +162,7 @@ def measure(workdir: Path) -> dict[str, dict[str, float]]:
     trained = open_trained(workdir, None, None)
     mesh, strategy, evaluators = trained.evaluators()
     (evaluator,) = evaluators.values()
-    params = load_params(trained.checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
+    params = trained.params(mesh=mesh, strategy=strategy)
     whole = evaluator.run(params)["accuracy"]
     patterns, drops = by_pattern(evaluator), {}
     fields = trained.record()["model"]

@@ -21,7 +21,6 @@ from dcvit.inference.task_files import check_task_files
 from dcvit.runs import checksums, curves, metrics, steps, workdir
 from dcvit.training.setup import make_setup
 from dcvit.training.trained import open_trained
-from dcvit.weights import big_vision_files as big_vision
 from input_pipeline.images import decode
 from input_pipeline.preprocess import ops
 from input_pipeline.text import tokenizer
@@ -236,6 +235,11 @@ def npz_files() -> list[bytes]:
     return [file.getvalue() for file in files]
 
 
+def read_npz(path: Path) -> None:
+    for tensor in big_vision_files.open_arrays(big_vision_files.Source(path, "")).values():
+        tensor.read()
+
+
 def compressed(content: bytes) -> list[bytes]:
     """Return the content as a zstd file, with and without checksum; itself if the library is not installed."""
     if importlib.util.find_spec("zstandard") is None:
@@ -414,7 +418,7 @@ def targets() -> dict[str, Target]:
             into("metrics.jsonl", read_metrics),
         ),
         "image": Target(damaged(image_files()), read_image),
-        "npz": Target(damaged(npz_files()), into("a.npz", lambda path: big_vision.read(big_vision.Source(path, "")))),
+        "npz": Target(damaged(npz_files()), into("a.npz", read_npz)),
         "text": Target(json_lines(lines), into("a.jsonl", read_text)),
         "text.zst": Target(
             damaged(compressed(b"".join(json.dumps(line).encode() + b"\n" for line in lines))),

@@ -23,7 +23,7 @@ COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
     "check_data", "reproduce",
 }  # fmt: skip
-ROOT_MODULES = {"__init__", "__main__", "cli", "config", "config_keys", "errors", "versions"}
+ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -83,10 +83,10 @@ def test_config_is_read_in_few_files():
     """After `make_setup`, a run is described by its Setup; the config is not passed on."""
     reads = {path.as_posix() for path in SOURCES if re.search(r"ConfigDict|configs\.load\(", (ROOT / path).read_text())}
     files = (
-        "big_vision/arguments.py",  # stand-ins for modules that return ConfigDicts
-        "big_vision/fewshot.py",
+        "config/big_vision/arguments.py",  # stand-ins for modules that return ConfigDicts
+        "config/big_vision/fewshot.py",
         "check_data.py",
-        "config.py",
+        "config/load.py",
         "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
         *(f"training/{name}.py" for name in ("inputs", "model", "setup", "tasks", "trained")),

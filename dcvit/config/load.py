@@ -43,7 +43,7 @@ from dcvit.errors import (
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 Json: TypeAlias = dict[str, Any]
 Options: TypeAlias = Mapping[str, Any] | ConfigDict

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -193,3 +193,11 @@ def check_variant(module: TransformerFields) -> None:
         raise ValueError(f"heads='diff' pairs heads and needs an even number of key heads, found {key_heads}")
     if module.heads == "diff" and module.scan:
         raise ValueError("heads='diff' has another constant in each layer: set scan=False")
+
+
+@runtime_checkable
+class ModelFields(Protocol):
+    """Fields of a model by name: a dict, or a part of an ml_collections config, which is no Mapping."""
+
+    def get(self, key: str, /) -> object:
+        """Return the value of a field, None if it is not given."""

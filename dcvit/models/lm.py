@@ -32,8 +32,8 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
-from dcvit.models.loading import load_params_into, pop_blocks, stack, unstack
 from dcvit.models.presets import decode_preset
+from dcvit.models.trees import pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
 # Local layers (L), which attend to a window, and global layers (G) of a repeated group: Section 4, Table 10, in the
@@ -302,4 +302,6 @@ def load(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
+    from dcvit.weights.loading import load_params_into  # late: the models import where Orbax is not installed
+
     return load_params_into(init_params, init_file, dont_load, lambda tensors: tensors, upcycle)

@@ -1,16 +1,32 @@
-"""Trees of parameters: names and shapes, and their comparison."""
+"""Trees of parameters: names and shapes and their comparison, tensors that are read on demand, and stacks of layers.
+
+A scan stacks the parameters of its layers along a new first axis.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jaxtyping import PyTree
+import jax.numpy as jnp
+import numpy as np
 
 from dcvit.errors import CheckpointError
+from dcvit.models import Params
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
 MAX_NAMED = 6  # parameters in a message
+
+
+class Tensor(NamedTuple):
+    """An array in a file."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
@@ -31,7 +47,29 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + more
 
 
-def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
+def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a tree by its path, such as "head/kernel"."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
+
+
+def stack(layers: Sequence[Params]) -> Params:
+    """Return the parameters of several layers as one tree, stacked along a new first axis."""
+    stacked: Params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return stacked
+
+
+def unstack(stacked: Params) -> list[Params]:
+    """Return the parameters of each layer of a stacked tree."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
+
+
+def pop_blocks(transformer: dict[str, Any], prefix: str, multiple_of: int = 1) -> list[Params]:
+    """Remove the blocks `prefix`0, `prefix`1, … from a tree and return them.
+
+    Blocks beyond the largest multiple of `multiple_of` stay in the tree.
+    """
+    count = 0
+    while f"{prefix}{count}" in transformer:
+        count += 1
+    return [transformer.pop(f"{prefix}{i}") for i in range(count // multiple_of * multiple_of)]

@@ -11,7 +11,7 @@ import difflib
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
 from dcvit.models.fields import (
     AttentionFields,
+    ModelFields,
     TransformerFields,
     check_choices,
     check_not_negative,
@@ -31,11 +32,8 @@ from dcvit.models.fields import (
     values_of,
 )
 from dcvit.models.layers import ACTIVATIONS, MlpBlock
-from dcvit.models.loading import ModelFields, load_params_into, pop_blocks, stack, unstack
+from dcvit.models.trees import Tensors, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
-
-if TYPE_CHECKING:
-    from dcvit.weights.big_vision_files import Tensors
 
 # width, depth, MLP width, heads: Table 2 of Zhai et al., 2022 (arXiv 2106.04560); M: Table 7 of the DCMHA paper.
 VARIANTS = {
@@ -331,6 +329,7 @@ def load(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
+    from dcvit.weights.loading import load_params_into  # late: the models import where Orbax is not installed
 
     def convert(loaded: Tensors) -> Tensors:
         old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")

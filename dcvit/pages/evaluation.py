@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
-from dcvit.parallel.sharding import shardings
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.files import Folder
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.training.trained import TrainedModel
@@ -58,8 +55,9 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     if out and multihost.is_first():
         append_csv(out, columns)
     checkpoint = trained.checkpoint
-    params = load_params(checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy))
-    for evaluator in evaluators.values():
+    first, *others = evaluators.values()
+    params = trained.params(first.example, mesh, strategy)
+    for evaluator in others:
         trained.check_params(params, evaluator.example, str(checkpoint))
     shared = {
         "model": trained.label,

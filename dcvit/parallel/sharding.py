@@ -198,6 +198,13 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+def with_shardings(shapes: PyTree, mesh: Mesh | None = None, strategy: Strategy = "ddp") -> PyTree:
+    """Return shapes with the shardings of `shardings`; without a mesh, all are on the first local device."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, strategy)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
 def _spec(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> list[Axis]:
     """Return the mesh axes that split each dimension of a parameter."""
     return _strategy_spec(name, shape, rule, mesh) if isinstance(rule, str) else _rule_spec(name, shape, rule, mesh)

@@ -5,7 +5,6 @@ The models are those that the in-context tasks have trained (`dcvit.reproduction
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,8 @@ from dcvit.evaluators.in_context import Evaluator
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
 from dcvit.interpret.circuits import pair_terms
 from dcvit.models.lm import LM
-from dcvit.parallel.sharding import shardings
 from dcvit.reproduction import in_context
 from dcvit.reproduction.tables import Maps, Row, Table, grid
-from dcvit.runs.checkpointer import load_params
 from dcvit.training.seeds import workdir_of
 from dcvit.training.trained import TrainedModel, open_trained
 from input_pipeline.source import Example
@@ -84,7 +81,7 @@ def evaluated(trained: TrainedModel) -> Evaluator:
     """Return the evaluator of the validation data after its run, whose answers are in the order of the data."""
     mesh, strategy, evaluators = trained.evaluators()
     evaluator: Evaluator = evaluators["validation"]
-    evaluator.run(load_params(trained.checkpoint, functools.partial(shardings, mesh=mesh, strategy=strategy)))
+    evaluator.run(trained.params(evaluator.example, mesh, strategy))
     return evaluator
 
 

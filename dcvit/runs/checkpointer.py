@@ -23,14 +23,11 @@ from jaxtyping import PyTree
 
 from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
-from dcvit.models.trees import check_tree, shapes_of
+from dcvit.models.trees import Tensor, check_tree, shapes_of
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
 from dcvit.runs.commit import CommittedObjects, RenamedFolder
 from dcvit.runs.files import Folder, absolute, remove
-from dcvit.weights import big_vision_files as big_vision
-from dcvit.weights.big_vision_files import Tensor
-from input_pipeline.files import expand
 
 ITEMS = ("params", "ema", "rest")
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -238,33 +235,39 @@ def _cause(error: BaseException) -> str:
     return next((cause for cause in DISK_FULL if cause in str(error)), first_line(error))
 
 
-def load_params(source: Folder | str, shardings: Callable[[PyTree], PyTree] | None = None) -> dict[str, Any]:
+def is_checkpoint(path: Folder) -> bool:
+    """Return True for a workdir with a checkpoint, or the folder of a checkpoint."""
+    return (path / steps.ABOUT).is_dir() or bool(steps.saved_steps(path))
+
+
+def load_params(source: Folder, shardings: Callable[[PyTree], PyTree] | None = None) -> dict[str, Any]:
     """Load the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
 
     Args:
-      source: a workdir (its latest checkpoint), the folder of one checkpoint, or a checkpoint of big_vision (see
-        `dcvit.weights.big_vision_files`).
+      source: a workdir (its latest checkpoint), or the folder of one checkpoint.
       shardings: function from the tree of shapes to a tree of shardings; by default the arrays are on the first local
         device.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
-    path = expand(source) if isinstance(source, str) else source
-    located = big_vision.locate(path) if isinstance(path, Path) else None
+    shapes = _metadata(_verified_params(source))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if located:
-        loaded = big_vision.read(located)
-        return jax.device_put(loaded, shardings(loaded) if shardings else device)
-    if not path.exists():
-        big_vision.check_named(str(source))
-    item = _verified_params(path)
-    shapes = _metadata(item)
     places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
-    target = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
+    like = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
+    return restore_params(source, like)
+
+
+def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
+    """Return the parameters of a checkpoint that `open_params` has verified, with the dtypes and shardings of `like`.
+
+    Raises:
+      CheckpointError: they cannot be read.
+    """
+    item = _params(steps.step_folder(source))
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            params: dict[str, Any] = checkpointer.restore(absolute(item), target)
+            params: dict[str, Any] = checkpointer.restore(absolute(item), like)
     except Exception as e:
         raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
     return params
@@ -304,13 +307,17 @@ def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
     return Tensor(tuple(array.shape), read)
 
 
+def _params(folder: Folder) -> Folder:
+    """Return the item with the parameters of a checkpoint, the averaged ones if there are any."""
+    return folder / ("ema" if "ema" in checksums.items(folder) else "params")
+
+
 def _verified_params(source: Folder) -> Folder:
-    """Return the item with the parameters of a checkpoint, the averaged ones if there are any; check its checksums."""
-    folder = steps.step_folder(source)
-    name = "ema" if "ema" in checksums.items(folder) else "params"
-    if found := steps.problems(folder, only=(name,)):
+    """Return the item with the parameters of a checkpoint after checking its checksums."""
+    item = _params(folder := steps.step_folder(source))
+    if found := steps.problems(folder, only=(item.name,)):
         raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
-    return folder / name
+    return item
 
 
 def _metadata(item: Folder) -> PyTree:

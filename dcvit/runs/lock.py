@@ -96,7 +96,7 @@ class _ObjectLock:
     """
 
     def __init__(self, workdir: str, owner: str, renew_seconds: float):
-        import fsspec  # of the gcs extra, which `dcvit.checkpoint.files.folder` has checked
+        import fsspec  # of the gcs extra, which `dcvit.runs.files.folder` has checked
 
         self.workdir, self.owner, self.renew_seconds = workdir, owner, renew_seconds
         self.path, self.renewal = f"{workdir}/{LOCK}", f"{workdir}/{RENEWAL}"

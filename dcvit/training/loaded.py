@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Float32
 from PIL import Image
 
@@ -30,16 +29,15 @@ from dcvit.models import Params
 from dcvit.models.lm import LM
 from dcvit.models.trees import check_tree, shapes_of
 from dcvit.models.vit import ViT
-from dcvit.parallel.sharding import check_model, make_mesh, shardings
+from dcvit.parallel.sharding import check_model, make_mesh, with_shardings
 from dcvit.runs import workdir as workdirs
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.files import Folder, folder
 from dcvit.training.model import build, described_by, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import open_weights
 from dcvit.weights.placement import check_finite, place_params
-from dcvit.weights.tensors import Tensors, tokenizer_of
+from dcvit.weights.tensors import tokenizer_of
 from input_pipeline.files import read_regular
 from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -191,7 +189,8 @@ class LoadedModel:
 
     def checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
         """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
-        _check_params(self.module, self.params, (1, *batch[1].shape[1:]), np.float32, "images from config.pp_predict")
+        expected = _param_shapes(self.module, (1, *batch[1].shape[1:]))
+        check_tree(shapes_of(self.params), expected, "images from config.pp_predict")
         return batch
 
     def _run(self, batch: np.ndarray, name: str) -> np.ndarray:
@@ -275,11 +274,8 @@ def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | 
     assert isinstance(module, ViT | LM)
     names = [] if isinstance(module, LM) else classifier.read_class_names(workdir, trained.num_outputs)
     mesh = _mesh(sharding, module)
-    place = None if mesh is None else functools.partial(shardings, mesh=mesh, strategy=str(sharding))
-    params = load_params(trained.checkpoint, place)
+    params = trained.params(mesh=mesh, strategy=sharding or "ddp")
     check_finite(params, str(trained.checkpoint))
-    if isinstance(module, LM):
-        _check_params(module, params, (1, 1), np.int32, str(trained.checkpoint))
     return LoadedModel(
         module, params, trained.record(), trained.pp_predict, names, trained.is_multilabel, trained.tokenizer, mesh=mesh
     )
@@ -294,7 +290,7 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
         module = build(described)
         shapes = param_shapes(module, example(described, tensors))
     mesh = _mesh(sharding, module)
-    params = _place(weights.path, tensors, shapes, mesh, str(sharding))
+    params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
     file = tokenizer_of(weights.path)
     tokenizer = functools.partial(open_tokenizer, str(file), None) if file else None
@@ -302,14 +298,6 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     return LoadedModel(
         module, params, config, described.pp, names, False, tokenizer, end_tokens=described.end_tokens, mesh=mesh
     )
-
-
-def _place(path: Path, tensors: Tensors, shapes: Params, mesh: Mesh | None, sharding: str) -> Params:
-    """Return the parameters of a file on their devices."""
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh, sharding)
-    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    return place_params(tensors, like, str(path))
 
 
 def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:
@@ -321,14 +309,9 @@ def _mesh(sharding: str | None, module: ViT | LM) -> Mesh | None:
     return mesh
 
 
-def _check_params(module: ViT | LM, params: Params, shape: tuple[int, ...], dtype: DTypeLike, what: str) -> None:
-    """Raise CheckpointError if the parameters are not those of the module for inputs of a shape."""
-    check_tree(shapes_of(params), _param_shapes(module, shape, np.dtype(dtype)), what)
-
-
 @functools.lru_cache
-def _param_shapes(module: ViT | LM, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[int, ...]]:
-    return shapes_of(param_shapes(module, jax.ShapeDtypeStruct(shape, dtype)))
+def _param_shapes(module: ViT, images: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return shapes_of(param_shapes(module, jax.ShapeDtypeStruct(images, np.float32)))
 
 
 def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -18,15 +17,16 @@ import input_pipeline
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.models.lm import LM
-from dcvit.models.trees import check_tree, shapes_of
-from dcvit.parallel.sharding import Strategy
-from dcvit.runs.checkpointer import load_params
+from dcvit.models.trees import Tensors, check_tree, shapes_of
+from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.runs.files import Folder
 from dcvit.runs.workdir import check_checkpoint, is_free
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
-from dcvit.training.model import make_model
+from dcvit.training.model import example, make_model
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
 from dcvit.training.tasks import task_class
+from dcvit.weights.family import Description
+from dcvit.weights.loading import load_params
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
@@ -71,19 +71,30 @@ class TrainedModel:
         found: dict[str, Any] = json.loads(self._config.evals[name].to_json())
         return found
 
-    def params(self, example: jax.ShapeDtypeStruct) -> Params:
-        """Load the parameters, for model inputs like `example`.
+    def params(
+        self, inputs: jax.ShapeDtypeStruct | None = None, mesh: Mesh | None = None, strategy: Strategy = "ddp"
+    ) -> Params:
+        """Load the parameters.
+
+        Args:
+          inputs: the shape of model inputs; by default that of `dcvit.training.model.example`.
+          mesh, strategy: see `dcvit.parallel.sharding.with_shardings`.
 
         Raises:
           CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
         """
-        params = load_params(self.checkpoint)
-        self.check_params(params, example, str(self.checkpoint))
-        return params
 
-    def check_params(self, params: Params, example: jax.ShapeDtypeStruct, what: str) -> None:
-        """Raise CheckpointError if the parameters are not those of the model for inputs like `example`."""
-        check_tree(shapes_of(params), shapes_of(param_shapes(self.model, example)), what)
+        def make_like(tensors: Tensors) -> Params:
+            description = Description(self._config.model_name, self.num_outputs, {}, self.pp_predict)
+            shapes = param_shapes(self.model, inputs or example(description, tensors))
+            like: Params = with_shardings(shapes, mesh, strategy)
+            return like
+
+        return load_params(self.checkpoint, make_like)
+
+    def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
+        """Raise CheckpointError if the parameters are not those of the model for inputs of a shape."""
+        check_tree(shapes_of(params), shapes_of(param_shapes(self.model, inputs)), what)
 
     def language_model(self) -> tuple[LM, Params]:
         """Return the module and the parameters of a language model.
@@ -94,7 +105,7 @@ class TrainedModel:
         """
         self._check_language_model()
         model: Any = self.model
-        return model, self.params(jax.ShapeDtypeStruct((1, 1), jnp.int32))
+        return model, self.params()
 
     def evaluators(self) -> tuple[Mesh, Strategy, dict[str, Any]]:
         """Return the mesh and the sharding strategy for evaluation, and the evaluators of `config.evals`."""

@@ -15,15 +15,15 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import flax.traverse_util
 import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
+from dcvit.models.trees import Tensor
 from dcvit.weights import npz
 from input_pipeline import memory
 from input_pipeline.files import read_regular
@@ -54,16 +54,6 @@ NAMED = {
 }  # fmt: skip
 
 
-class Tensor(NamedTuple):
-    """An array in a file."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-
-Tensors: TypeAlias = Mapping[str, Tensor]
-
-
 class Source(NamedTuple):
     """A checkpoint of big_vision: a file or folder, and the subtree to read, "" for all."""
 
@@ -92,20 +82,6 @@ def check_named(name: str) -> None:
             f"{name!r} is big_vision's name of a released file: download "
             f"https://storage.googleapis.com/{NAMED[name]} and give its path"
         )
-
-
-def read(source: Source) -> dict[str, Any]:
-    """Read a checkpoint as a nested dict of arrays.
-
-    Raises:
-      CheckpointError: see `open_arrays`; or an array is not of numbers.
-    """
-    flat = {name: tensor.read() for name, tensor in open_arrays(source).items()}
-    for name, array in flat.items():
-        if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
-            raise CheckpointError(f"{source.path}: {name} is {array.dtype} of {array.shape}; expected numbers")
-    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(flat, sep="/")
-    return tree
 
 
 def open_arrays(source: Source) -> dict[str, Tensor]:

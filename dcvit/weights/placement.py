@@ -20,8 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from dcvit.errors import CheckpointError, check_regex
-from dcvit.models.trees import Shapes, check_tree, shapes_of
-from dcvit.weights.big_vision_files import Tensor, Tensors
+from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree, shapes_of
 
 STACKED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
 SINGLE = re.compile(r"Transformer/(?P<kind>encoder|decoder)block_(?P<number>\d+)/(?P<rest>.+)")

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.weights import big_vision_files as big_vision
-from dcvit.weights.big_vision_files import Tensor, Tensors
+from dcvit.models.trees import Tensor, Tensors
+from dcvit.weights import big_vision_files
 from input_pipeline.files import read_regular
 
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
@@ -57,13 +57,13 @@ def open_file(path: Path) -> WeightsFile:
     Raises:
       CheckpointError: the path holds no weights in a known format, or a file is damaged or unsafe.
     """
-    located = big_vision.locate(path)
+    located = big_vision_files.locate(path)
     if located and (located.subtree or located.path.is_dir()):
         config = located.path / "config.json"  # describes a whole folder, not a subtree
         description = read_json(config) if config.is_file() and not located.subtree else {}
-        return WeightsFile(path, big_vision.open_arrays(located), description)
+        return WeightsFile(path, big_vision_files.open_arrays(located), description)
     if not path.exists():
-        big_vision.check_named(str(path))
+        big_vision_files.check_named(str(path))
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
     description = read_json(config) if config.is_file() else {}
     for name in (PROCESSOR, GENERATION):
@@ -138,7 +138,7 @@ def _open_one(path: Path) -> Tensors:
     if start[8:9] == b"{":
         return _open_safetensors(path)
     if start.startswith(ZIP_MAGIC) and not _is_torch(path):
-        return big_vision.open_arrays(big_vision.Source(path, ""))
+        return big_vision_files.open_arrays(big_vision_files.Source(path, ""))
     return _open_torch(path)
 
 

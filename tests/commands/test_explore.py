@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from explorer_pages import facts_of
-from pages import ROOT
+from markdown_pages import ROOT
 from small_models import name_of
 
 import dcvit
@@ -68,7 +68,7 @@ def test_a_page_of_weights_that_need_a_config(digits_workdir, tmp_path):
     assert run(*words, *IMAGES[:1]) == 2  # another size
     page = tmp_path / "config.py"
     page.write_text(
-        "from dcvit import config as configs\n\n\ndef get_config():\n"
+        "from dcvit.config import load as configs\n\n\ndef get_config():\n"
         "    config = configs.load('vit_digits:attention=mha', [])\n"
         f"    config.model = {config!r}\n    return config\n"
     )
@@ -116,7 +116,7 @@ def test_activations_that_overflow_are_refused_in_one_line(digits_workdir, tmp_p
     leaves = {name_of(path): np.full_like(x, 1e30) for path, x in jax.tree.leaves_with_path(params)}
     np.savez(tmp_path / "w.npz", **leaves)
     (tmp_path / "config.py").write_text(
-        "from dcvit import config as configs\n\n\ndef get_config():\n"
+        "from dcvit.config import load as configs\n\n\ndef get_config():\n"
         "    config = configs.load('vit_digits', [])\n"
         f"    config.model = {json.loads((digits_workdir / 'config.json').read_text())['model']!r}\n    return config\n"
     )

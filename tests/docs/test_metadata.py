@@ -3,7 +3,7 @@
 import re
 
 import yaml
-from pages import ROOT
+from markdown_pages import ROOT
 
 import dcvit
 

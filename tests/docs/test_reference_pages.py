@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from pages import ROOT
+from markdown_pages import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 import reference_pages

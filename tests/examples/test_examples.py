@@ -8,7 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from pages import ROOT
+from markdown_pages import ROOT
 
 
 def load(name):

@@ -20,7 +20,7 @@ TINY_LM = [
     *("model.width=16", "model.depth=1", "model.num_heads=2", "model.mlp_dim=16", "model.compose=None"),
 ]
 SEVEN = Path(__file__).parents[1] / "data" / "seven.png"
-DIGITS_CONFIG = f"""from dcvit import config as c
+DIGITS_CONFIG = f"""from dcvit.config import load as c
 def get_config():
     config = c.load("vit_digits", {[word for word in TINY_VIT if word.startswith("model.")]}).unlock()
     {{}}

@@ -37,9 +37,9 @@ sys.exit(__main__.main())
 CHECKPOINTS = """
 import sys
 import jax.numpy as jnp
-from dcvit.checkpoint import files, steps
-from dcvit.checkpoint.checkpointer import Checkpointer, load_params
-from dcvit.checkpoint.steps import about, saved_steps
+from dcvit.runs import files, steps
+from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs.steps import about, saved_steps
 workdir = files.folder("gs://bucket/run")
 checkpointer = Checkpointer(workdir, keep=2)
 for step in (1, 2, 3):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import ROOT, blocks, commands
+from markdown_pages import ROOT, blocks, commands
 
 from dcvit import __main__ as entry
 from dcvit import cli

@@ -40,7 +40,7 @@ def run(monkeypatch, tmp_path):
     params = jax.jit(opened.model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
     evaluators = {"a": CountEvaluator("bytes", "loss"), "b": CountEvaluator("loss", "tokens")}
     monkeypatch.setattr(trained.TrainedModel, "evaluators", lambda _: (sharding.data_mesh(), "ddp", evaluators))
-    monkeypatch.setattr(evaluation, "load_params", lambda *_: params)
+    monkeypatch.setattr(trained.TrainedModel, "params", lambda *_: params)
     return lambda *args: evaluation.evaluate(opened, *args), len(jax.tree.leaves(params))
 
 

@@ -192,7 +192,7 @@ def test_the_card_loads_own_formats(to, folders, tmp_path):
 
 
 def environment(**variables):
-    """Return the variables of a process that can import transformers and timm; see tests/interop/site."""
+    """Return the variables of a process that can import transformers and timm; see tests/weights/site."""
     folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
 

@@ -464,7 +464,7 @@ def test_config_of_big_vision_trains_on_digits(digits_config, tmp_path, capsys, 
 
 
 def test_page_names_every_key_that_is_dropped_or_refused():
-    page = (Path(__file__).parents[2] / "docs" / "big_vision.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "big_vision.md").read_text()
     tables = (
         translation.NO_EFFECT,
         translation.NO_EFFECT_INPUT,

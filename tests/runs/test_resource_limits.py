@@ -11,7 +11,7 @@ from dcvit.runs.checkpointer import Checkpointer
 DRIVER = """
 import os, pathlib, resource, sys, threading
 import jax.numpy as jnp
-from dcvit.checkpoint.checkpointer import Checkpointer
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.errors import CheckpointError
 
 folder, limit = pathlib.Path(sys.argv[1]), sys.argv[2]

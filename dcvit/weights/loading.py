@@ -1,0 +1,93 @@
+"""Parameters from anywhere: a run, a checkpoint of big_vision, or weights of another library, into a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcvit.errors import CheckpointError
+from dcvit.models import Params
+from dcvit.models.trees import Tensors, shapes_of
+from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
+from dcvit.runs import checkpointer
+from dcvit.runs.files import Folder
+from dcvit.weights import big_vision_files
+from dcvit.weights.families import is_weights, open_weights
+from dcvit.weights.placement import in_layout, place_params
+from input_pipeline.files import expand
+
+UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
+
+
+def open_parameters(source: Folder) -> Tensors:
+    """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
+
+    Args:
+      source: a workdir (its latest checkpoint) or a checkpoint of this project, or a file or folder that
+        `dcvit.weights.families.open_weights` reads.
+
+    Raises:
+      CheckpointError: the source is missing, damaged, or of an unknown format.
+    """
+    if isinstance(source, Path) and not checkpointer.is_checkpoint(source):
+        if is_weights(source):
+            return open_weights(source).parameters()
+        if located := big_vision_files.locate(source):
+            return big_vision_files.open_arrays(located)
+        if not source.exists():
+            big_vision_files.check_named(str(source))
+    arrays = checkpointer.open_params(source)
+    return {name: checkpointer.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
+
+
+def load_params(source: Folder, make_like: Callable[[Tensors], Params]) -> Params:
+    """Load the parameters of a model from a source of `open_parameters`.
+
+    Args:
+      source: see `open_parameters`.
+      make_like: returns the model's parameters as `jax.ShapeDtypeStruct` with shardings, given the source's tensors.
+        Layers may be stacked in one and single in the other.
+
+    Raises:
+      CheckpointError: see `open_parameters`; or the parameters are not those of the model.
+    """
+    tensors = open_parameters(source)
+    like = make_like(tensors)
+    same_layout = {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
+    if same_layout and checkpointer.is_checkpoint(source):
+        return checkpointer.restore_params(source, like)  # each process reads its part only
+    return place_params(tensors, like, str(source))
+
+
+def load_params_into(
+    init_params: Params,
+    init_file: str,
+    dont_load: Sequence[str],
+    convert: Callable[[Tensors], Tensors],
+    upcycle: bool = False,
+) -> dict[str, Any]:
+    """Return `init_params` with the values of a checkpoint, in their layout and on their devices, read one at a time.
+
+    Args:
+      init_params: parameters of the model, or their shapes.
+      init_file: a checkpoint of this project or of big_vision, or weights of another library.
+      dont_load: regexes; parameters whose name matches one keep their initial value.
+      convert: function from the tensors of the checkpoint to those of the model.
+      upcycle: compositions that the checkpoint lacks start as the identity.
+
+    Raises:
+      dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
+        cannot be upcycled.
+    """
+    tensors = convert(open_parameters(expand(init_file)))
+    names = in_layout(tensors, shapes_of(init_params))
+    if upcycle:
+        gained = "|".join(map(re.escape, gained_compositions(names, init_params, init_file)))
+        return place_params(tensors, identity_compositions(init_params), init_file, [*dont_load, gained])
+    try:
+        return place_params(tensors, init_params, init_file, dont_load)
+    except CheckpointError as e:
+        hint = "" if has_compositions(names) or not has_compositions(shapes_of(init_params)) else f"; {UPCYCLE_HINT}"
+        raise CheckpointError(f"{e}{hint}") from None
