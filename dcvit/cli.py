@@ -182,10 +182,10 @@ def folder(text: str) -> Folder:
 
 def add_model_options(parser: Parser) -> None:
     """Add the options that select a trained model, and `--format`."""
-    parser.add_argument("--workdir", type=folder, help="folder of a training run")
+    parser.add_argument("--workdir", type=folder, help="folder of a training run, or weights that `dcvit.load` opens")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
     parser.add_argument(
-        "--checkpoint", type=folder, help="checkpoint folder, workdir or .npz file, instead of the latest checkpoint"
+        "--checkpoint", type=folder, help="checkpoint, workdir or weights, instead of the workdir's latest checkpoint"
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 

@@ -66,16 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import read_prompts
     from dcvit.parallel import runtime
-    from dcvit.training import loaded, trained
+    from dcvit.training.loaded import open_model
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
     runtime.configure()
     runtime.check_devices()
-    opened = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
-    tokenizer = opened.tokenizer(args.tokenizer)
-    model = loaded.load_trained(opened, args.workdir)
+    model = open_model(args.workdir, args.config, args.checkpoint, overrides)
+    tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone
 

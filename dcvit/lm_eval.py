@@ -44,26 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--include_path: no folder {args.include_path}")
 
     from dcvit.inference import harness_tasks
+    from dcvit.models.lm import LM
     from dcvit.parallel import runtime
-    from dcvit.training import trained
+    from dcvit.training.loaded import open_model
 
     runtime.configure()
     runtime.check_devices()
-    model = trained.open_trained(args.workdir, args.config, args.checkpoint, overrides)
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation
     harness_tasks.prepare(args.online)
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
-    def make_model() -> HarnessModel:
-        net, params = model.language_model()
-        return HarnessModel(net, params, model.tokenizer(args.tokenizer), batch_size=args.batch_size)
+    def make_model() -> HarnessModel:  # after the tasks are checked
+        model = open_model(args.workdir, args.config, args.checkpoint, overrides)
+        if not isinstance(model.module, LM):
+            raise ConfigError(f"{args.config or args.workdir} is not a language model")
+        return HarnessModel(
+            model.module, model.params, model.open_tokenizer(args.tokenizer), batch_size=args.batch_size
+        )
 
     results = harness_tasks.evaluate_tasks(
         make_model, names, include_path=args.include_path, allow_code=args.allow_code, num_fewshot=args.num_fewshot,
         limit=args.limit,
     )  # fmt: skip
-    results["config"]["model"] = str(model.checkpoint)
+    results["config"]["model"] = str(args.checkpoint or args.workdir)
     if args.out:
         args.out.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     cli.show(harness_tasks.table_rows(results), args.format)

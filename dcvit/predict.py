@@ -37,13 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.inference import classifier
     from dcvit.models.lm import LM
     from dcvit.parallel import runtime
-    from dcvit.training.loaded import load_trained
-    from dcvit.training.trained import open_trained
+    from dcvit.training.loaded import open_model
 
     runtime.configure()
     runtime.check_devices()
-    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
-    if isinstance(trained.model, LM):
+    model = open_model(args.workdir, args.config, args.checkpoint, overrides)
+    if isinstance(model.module, LM):
         raise ConfigError(f"{args.config or args.workdir} is a language model: use `dcvit generate`")
     failed: list[str] = []
 
@@ -52,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.print_error(line)
 
     files = classifier.find_images(args.images, fail)
-    model = load_trained(trained, args.workdir)
     batches = model.classify(classifier.read_images(files, model.pp, fail), args.topk)
     if args.format == "table":
         lines = classifier.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)

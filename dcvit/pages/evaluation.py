@@ -16,6 +16,7 @@ from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
+from dcvit.runs.checkpointer import is_checkpoint
 from dcvit.runs.files import Folder
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.training.trained import TrainedModel
@@ -61,7 +62,7 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
         trained.check_params(params, evaluator.example, str(checkpoint))
     shared = {
         "model": trained.label,
-        "step": None if checkpoint.is_file() else _step(checkpoint),
+        "step": _step(checkpoint) if is_checkpoint(checkpoint) else None,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }
     rows: list[Row] = []

@@ -36,6 +36,7 @@ from dcvit.training.model import build, described_by, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import open_weights
+from dcvit.weights.loading import holds_weights
 from dcvit.weights.placement import check_finite, place_params
 from dcvit.weights.tensors import tokenizer_of
 from input_pipeline.files import read_regular
@@ -51,6 +52,13 @@ PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that bec
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
+def _open_tokenizer(path: str | None, default: str | None = None) -> Tokenizer:
+    """Open the tokenizer at `path`, or else `default`."""
+    if (file := path or default) is None:
+        raise ConfigError("the model has no tokenizer")
+    return open_tokenizer(file, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A model with its parameters, and what turns files and text into its inputs. `load` returns it.
@@ -62,7 +70,7 @@ class LoadedModel:
       pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
       class_names: a name for each class.
       multilabel: the probabilities of classes are independent of each other.
-      open_tokenizer: returns the tokenizer of a language model.
+      open_tokenizer: returns the tokenizer at a path, or that of the training data for None.
       end_tokens: tokens that end a text, besides the tokenizer's or the model's.
       mesh: the mesh that the parameters are sharded over.
     """
@@ -73,7 +81,7 @@ class LoadedModel:
     pp: str = ""
     class_names: Sequence[str] = ()
     multilabel: bool = False
-    open_tokenizer: Callable[[], Tokenizer] | None = None
+    open_tokenizer: Callable[[str | None], Tokenizer] = _open_tokenizer
     end_tokens: Sequence[int] = ()
     mesh: Mesh | None = None
 
@@ -177,9 +185,7 @@ class LoadedModel:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the training data. Raises ConfigError if the model has none."""
-        if self.open_tokenizer is None:
-            raise ConfigError("the model has no tokenizer")
-        return self.open_tokenizer()
+        return self.open_tokenizer(None)
 
     def _inputs(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
         """Return batches of model inputs."""
@@ -268,6 +274,24 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
     return load_trained(open_trained(workdir, config, path), workdir, sharding)
 
 
+def open_model(
+    workdir: Folder | None, config: str | None, checkpoint: Folder | None, overrides: Sequence[str] = ()
+) -> LoadedModel:
+    """Load the model that the options `--workdir`, `--config` and `--checkpoint` name together.
+
+    Args:
+      workdir: a training run; or, without other options, anything else that `load` opens.
+      config, checkpoint, overrides: see `open_trained`.
+
+    Raises:
+      CheckpointError, ConfigError: see `load` and `open_trained`.
+    """
+    alone = config is None and checkpoint is None and not overrides
+    if workdir is not None and alone and (workdirs.find(workdir) not in (None, workdir) or holds_weights(workdir)):
+        return load(str(workdir))
+    return load_trained(open_trained(workdir, config, checkpoint, overrides), workdir)
+
+
 def load_trained(trained: TrainedModel, workdir: Folder | None, sharding: str | None = None) -> LoadedModel:
     """Load the parameters of a model that a command has opened; see `load`."""
     module = trained.model
@@ -293,7 +317,7 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
     file = tokenizer_of(weights.path)
-    tokenizer = functools.partial(open_tokenizer, str(file), None) if file else None
+    tokenizer = functools.partial(_open_tokenizer, default=str(file) if file else None)
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     return LoadedModel(
         module, params, config, described.pp, names, False, tokenizer, end_tokens=described.end_tokens, mesh=mesh

@@ -26,7 +26,7 @@ from dcvit.training.model import example, make_model
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from dcvit.weights.family import Description
-from dcvit.weights.loading import load_params
+from dcvit.weights.loading import holds_weights, load_params
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
@@ -166,6 +166,8 @@ def open_trained(
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
     if workdir is not None and not workdir.is_dir():
         raise ConfigError(f"no workdir {workdir}")
+    if workdir is not None and config is None and holds_weights(workdir):
+        raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
     run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
     if config:
         found = configs.load(config, overrides)

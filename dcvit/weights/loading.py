@@ -21,6 +21,13 @@ from input_pipeline.files import expand
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
 
+def holds_weights(path: Folder) -> bool:
+    """Return True for weights of another library, or in a format of big_vision, but not for a run or a checkpoint."""
+    if not isinstance(path, Path) or checkpointer.is_checkpoint(path):
+        return False
+    return is_weights(path) or big_vision_files.locate(path) is not None
+
+
 def open_parameters(source: Folder) -> Tensors:
     """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
 

@@ -9,8 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ from dcvit import cli
 from dcvit import lm_eval as command
 from dcvit.errors import ConfigError
 from dcvit.inference import harness_tasks, task_files
-from dcvit.training import trained
+from dcvit.training import loaded
 from input_pipeline import limited_process
 from input_pipeline.text.tokenizer import ByteTokenizer
 
@@ -102,12 +100,8 @@ def call(one, monkeypatch, capsys):
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
-    opened = SimpleNamespace(
-        checkpoint=Path("somewhere"),
-        language_model=lambda: (one.net, one.params),
-        tokenizer=lambda path: ByteTokenizer(),
-    )
-    monkeypatch.setattr(trained, "open_trained", lambda *options: opened)
+    opened = loaded.LoadedModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
+    monkeypatch.setattr(loaded, "open_model", lambda *options: opened)
 
     def run(*argv):
         watched.append(True)
@@ -144,7 +138,7 @@ def test_results_of_all_kinds_of_tasks_equal_forward_passes(one, folder, call, t
     assert rows["words"]["value"] == pytest.approx(np.exp(-nats / count), rel=1e-4)
     full = json.loads((tmp_path / "all.json").read_text(), parse_constant=pytest.fail)
     assert full["results"]["words"]["word_perplexity,none"] == rows["words"]["value"]
-    assert full["config"]["model"] == "somewhere"
+    assert full["config"]["model"] == "None"
     words = ["--include_path", folder, "--tasks", "colors", "--limit", "2", "--num_fewshot", "1", "--batch_size", "3"]
     status, out, err = call(*words, "--format", "csv")
     assert status == 0, err
@@ -298,14 +292,12 @@ def test_invalid_options_are_one_line_errors(argv, message, folder, call, monkey
 
 
 OFFLINE = """
-import pathlib, sys, types
+import sys
 def audit(event, args):
     if event in ("socket.connect", "socket.getaddrinfo", "socket.bind"):
         raise RuntimeError(f"network: {event} {args}")
 sys.addaudithook(audit)
 from dcvit import cli, lm_eval
-from dcvit.training import trained
-trained.open_trained = lambda *options: types.SimpleNamespace(checkpoint=pathlib.Path("somewhere"))
 for tasks in ("piqa", "lambada_openia"):
     assert cli.run(lm_eval.main, ["--tasks", tasks]) == 2
 """
@@ -327,7 +319,6 @@ def test_missing_data_of_the_librarys_tasks_is_an_error_and_not_downloaded(tmp_p
 
 def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(harness_tasks.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(trained, "open_trained", lambda *options: None)
     assert cli.run(command.main, ["--tasks", "piqa"]) == 2
     assert 'pip install "dcvit[eval]"' in capsys.readouterr().err
 

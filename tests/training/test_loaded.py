@@ -50,7 +50,7 @@ def model():
 @pytest.fixture(scope="module")
 def words():
     module = lm.Model(257, width=8, depth=1, num_heads=1, mlp_dim=8, context=16)
-    return small(module, jnp.zeros((1, 2), jnp.int32), open_tokenizer=ByteTokenizer)
+    return small(module, jnp.zeros((1, 2), jnp.int32), open_tokenizer=lambda _: ByteTokenizer())
 
 
 class TestImages:
