@@ -61,7 +61,7 @@ def limits() -> Iterator[None]:
     previous = signal.signal(signal.SIGVTALRM, stop)  # not SIGPROF: libtpu sends it
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-        faulthandler.dump_traceback_later(6 * SECONDS, exit=True)
+        faulthandler.dump_traceback_later(60 + 6 * SECONDS, exit=True)
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

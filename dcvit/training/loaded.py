@@ -55,7 +55,7 @@ SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis
 def _open_tokenizer(path: str | None, default: str | None = None) -> Tokenizer:
     """Open the tokenizer at `path`, or else `default`."""
     if (file := path or default) is None:
-        raise ConfigError("the model has no tokenizer")
+        raise ConfigError("the weights have no tokenizer.json beside them; give one, or the config of their run")
     return open_tokenizer(file, None)
 
 
