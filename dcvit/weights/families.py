@@ -25,9 +25,7 @@ from dcvit.weights import (
     gpt_neox,
     hf_vit,
     llama,
-    maxtext,
     names,
-    orbax_tensors,
     own,
     preprocessing,
     siglip,
@@ -37,7 +35,7 @@ from dcvit.weights import links as linking
 from dcvit.weights.big_vision_files import locate
 from dcvit.weights.family import Description, Family
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import Json, Tensor, Tensors, WeightsFile, has_files, is_npz, open_file, tokenizer_of
+from dcvit.weights.tensors import Json, Tensor, Tensors, has_files, is_npz, open_file, tokenizer_of
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -52,7 +50,6 @@ FAMILIES: dict[str, Family] = {
     "gpt2": gpt2,
     "llama": llama,
     "gpt_neox": gpt_neox,
-    "maxtext": maxtext,
 }
 
 
@@ -99,7 +96,7 @@ def is_weights(path: Path) -> bool:
     False for a checkpoint of big_vision's format, whose names are those of this project, unless it describes its model.
     """
     if path.is_dir() and not locate(path):
-        return orbax_tensors.find(path) is not None or has_files(path)
+        return has_files(path)
     if path.is_file() and not is_npz(path):
         return path.suffix != ".npz"  # the reader of archives reports a damaged one
     if not path.exists():
@@ -110,15 +107,14 @@ def is_weights(path: Path) -> bool:
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open a file or a folder of another library, or an Orbax checkpoint.
+    """Open a file or a folder of another library.
 
     Raises:
       CheckpointError: see `dcvit.weights.tensors.open_file`; the tensors are those of no known family, or do not fit
         the model that they describe.
     """
     path = Path(path)
-    arrays = orbax_tensors.find(path) if path.is_dir() and not locate(path) else None
-    file = WeightsFile(path, orbax_tensors.open_arrays(arrays), {}) if arrays else open_file(path)
+    file = open_file(path)
     tensors = {name: Tensor(x.shape, functools.partial(_read, path, name, x)) for name, x in file.tensors.items()}
     file = file._replace(tensors=tensors)
     for name, family in FAMILIES.items():

@@ -1,16 +1,13 @@
 """Input that once made the package fail with an undocumented exception, and a short search for more of it.
 
-`scripts/fuzz.py` searches for longer, and writes its findings to the folder `corpus`.
+`tests/robustness/fuzz.py` searches for longer, and writes its findings to the folder `corpus`.
 """
 
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hypothesis")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import fuzz
 
 EXAMPLES = 10

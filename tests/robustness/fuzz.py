@@ -1,12 +1,12 @@
 """Searches for input that makes the package fail in another way than with an error that it documents.
 
-    python scripts/fuzz.py --minutes 10 --seed 0
-    python scripts/fuzz.py --minutes 1 --target image --target npz
+    python tests/robustness/fuzz.py --minutes 10 --seed 0
+    python tests/robustness/fuzz.py --minutes 1 --target image --target npz
 
-Hypothesis generates strings, configs and files, valid ones and damaged ones, for each target of
-`scripts/fuzz_targets.py`. Every exception but those that end a command with one line is a finding, and so are more than
-ten seconds of CPU time or 2 GB of memory for one example. Findings are minimized and written to the folder `--out`,
-whose files `tests/robustness/test_fuzz_corpus.py` reads. Prints a Markdown table. The exit status is 1 if there are
+Hypothesis generates strings, configs and files, valid ones and damaged ones, for each target of `fuzz_targets.py`.
+Every exception but those that end a command with one line is a finding, and so are more than ten seconds of CPU time or
+2 GB of memory for one example. Findings are minimized and written to the folder `--out`, whose files
+`test_fuzz_corpus.py` reads. Prints a Markdown table. The exit status is 1 if there are
 findings. Input that ends the process itself is left in `--out` as TARGET.current.
 """
 
@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, Phase, settings
 from dcvit.cli import EXPECTED
 from dcvit.parallel import runtime
 
-CORPUS = Path(__file__).resolve().parents[1] / "tests" / "robustness" / "corpus"
+CORPUS = Path(__file__).with_name("corpus")
 SECONDS, MEMORY = 10, 2 << 30  # limits of one example: CPU time, and growth of memory in bytes
 ROUND = 100  # examples that Hypothesis generates with one seed
 

@@ -1,8 +1,8 @@
 """Interrupts a training run at random moments and compares its result with an uninterrupted run.
 
-    python scripts/chaos.py --model vit --kills 50 --terms 20 --seed 0
-    python scripts/chaos.py --model lm --kills 50 --terms 20 --seed 0
-    python scripts/chaos.py --model vit --processes 2 --kills 20 --terms 10 --seed 0
+    python tests/robustness/chaos.py --model vit --kills 50 --terms 20 --seed 0
+    python tests/robustness/chaos.py --model lm --kills 50 --terms 20 --seed 0
+    python tests/robustness/chaos.py --model vit --processes 2 --kills 20 --terms 10 --seed 0
 
 Each start of the run receives one SIGKILL, SIGTERM or SIGINT at a random moment of the start, of the compilation, of a
 step, of a save or of an evaluation. Every third start is paused for a second before (SIGSTOP, SIGCONT); every third one

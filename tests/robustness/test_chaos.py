@@ -1,4 +1,4 @@
-"""`scripts/chaos.py` and `scripts/corrupt.py` with few interruptions and mutations."""
+"""`tests/robustness/chaos.py` and `tests/robustness/corrupt.py` with few interruptions and mutations."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+FOLDER = Path(__file__).resolve().parent
 
 
 def script(name, *words):
     process = subprocess.run(
-        [sys.executable, SCRIPTS / name, *words], capture_output=True, text=True, cwd=SCRIPTS.parent,
+        [sys.executable, FOLDER / name, *words], capture_output=True, text=True, cwd=FOLDER.parents[1],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr

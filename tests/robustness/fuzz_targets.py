@@ -1,4 +1,4 @@
-"""Targets of `scripts/fuzz.py`: the bytes to generate, and the functions of the package that read them."""
+"""Targets of `tests/robustness/fuzz.py`: the bytes to generate, and the functions of the package that read them."""
 
 import functools
 import hashlib

@@ -1,6 +1,6 @@
 """Damages a workdir in many ways and checks that commands which resume, load or draw the run detect the damage.
 
-    python scripts/corrupt.py --mutations 400 --seed 0
+    python tests/robustness/corrupt.py --mutations 400 --seed 0
 
 Every file of a run that was stopped has in turn a bit flipped, is truncated, is deleted, or is swapped with another
 file. Whole checkpoints are exchanged, renamed, linked, copied or linked from a run with another seed. Then `dcvit
