@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="steps of a training run, of the largest if they differ")
     args = parser.parse_without_config(argv)
 
-    from dcvit import train
     from dcvit.parallel import runtime
     from dcvit.reproduction import catalog, tables
+    from dcvit.train import main as train
 
     if args.list:
         print("\n".join(catalog.listing()))
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--steps {args.steps}: expected 1 or more")
     runtime.configure()
     status, table = catalog.reproduce(
-        args.name, args.scale, args.out, args.seeds, args.steps, functools.partial(cli.run, train.main)
+        args.name, args.scale, args.out, args.seeds, args.steps, functools.partial(cli.run, train)
     )
     if table is not None:
         for line in tables.markdown(table).splitlines():

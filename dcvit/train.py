@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcvit import cli
 from dcvit.errors import ConfigError, escaped
@@ -111,6 +112,17 @@ def _train_seeds(args: argparse.Namespace, overrides: Sequence[str], preemption:
         print(escaped(f"table: {args.workdir / 'seeds.md'}, {args.workdir / 'seeds.csv'}"))
     return 2 if failed else 0
 
+
+class _Module(types.ModuleType):
+    """This module, which is also the function `dcvit.train`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from dcvit.training import run
+
+        return run.train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Module
 
 if __name__ == "__main__":
     sys.exit(cli.run(main))

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from dcvit import cli, train
+from dcvit import cli
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.parallel import runtime
 from dcvit.reproduction import seeded
 from dcvit.runs.files import replace
+from dcvit.train import main as train
 from dcvit.training.seeds import parse_seeds
 
 Measured = TypeVar("Measured", bound=Mapping[str, object])  # with `seeds`
@@ -33,7 +34,7 @@ def run(spec: str, workdir: Path, *overrides: str, metric: str) -> None:
       metric: name of the metric to print, "EVALUATOR/METRIC"; the evaluator runs before the first step and at the end.
     """
     words = ["tensorboard=False", f"evals.{metric.partition('/')[0]}.log_percent=100", *overrides]
-    if status := seeded.run(functools.partial(cli.run, train.main), spec, workdir, words, metric):
+    if status := seeded.run(functools.partial(cli.run, train), spec, workdir, words, metric):
         sys.exit(status)
 
 

@@ -89,7 +89,7 @@ def test_config_is_read_in_few_files():
         "config/load.py",
         "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
-        *(f"training/{name}.py" for name in ("inputs", "model", "setup", "tasks", "trained")),
+        *(f"training/{name}.py" for name in ("inputs", "model", "run", "setup", "tasks", "trained")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {
         "scripts/check_recipe.py",

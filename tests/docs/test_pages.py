@@ -141,7 +141,7 @@ def test_python_blocks_run_and_set_known_keys():
 
 
 @pytest.mark.slow
-def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch):
+def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeypatch, library_promotion):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "W").symlink_to(digits_workdir)
     (tmp_path / "runs" / "text").symlink_to(lm_workdir)

@@ -1,0 +1,75 @@
+"""Training as a call in Python, `dcvit.train`, and the run that it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dcvit.config import load as configs
+from dcvit.errors import ConfigError
+from dcvit.runs import metrics, steps
+from dcvit.runs.files import Folder, folder
+from dcvit.training import loaded, trainer
+from dcvit.training.seeds import check_no_seeds
+from dcvit.training.setup import make_setup
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """A run in its workdir.
+
+    Fields:
+      workdir: the folder, which the commands also read.
+    """
+
+    workdir: Folder
+
+    @property
+    def metrics(self) -> list[dict[str, float | None]]:
+        """The rows of metrics.jsonl: step, loss, learning rate and the results of evaluations."""
+        return [dict(row) for row in metrics.read(self.workdir / "metrics.jsonl")]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the saved checkpoints."""
+        return steps.saved_steps(self.workdir)
+
+    def load(self) -> loaded.LoadedModel:
+        """Load the model of the latest checkpoint; see `dcvit.load`."""
+        return loaded.load(str(self.workdir))
+
+
+def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **overrides: object) -> TrainingRun:
+    """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
+
+    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt, and the steps since the last checkpoint are lost.
+
+    Args:
+      config: "NAME[:argument=value,…]", a config file or the name of a shipped config.
+      workdir: the folder of the run.
+      accept: config keys, or "data", that may differ from those of the run that the workdir holds.
+      **overrides: keys of the config, such as `lr=0.01, model={"depth": 2}`.
+
+    Raises:
+      ConfigError, InputError, CheckpointError: invalid input, before anything compiles.
+      CheckpointError, MetricsError: saving failed.
+      FloatingPointError: the run diverged.
+    """
+    try:
+        path = folder(str(workdir))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    check_no_seeds(path)
+    setup = make_setup(configs.load(config, list(_words(overrides))), workdir=path)
+    trainer.train(setup, path, accept)
+    return TrainingRun(path)
+
+
+def _words(overrides: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield overrides as the command line has them: "a.b=value"."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _words(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={value}"

@@ -1,0 +1,46 @@
+"""Training as a call in Python: the rows, checkpoints and model of the command, and its errors as exceptions."""
+
+import jax
+import numpy as np
+import pytest
+from trained_workdirs import TINY
+
+import dcvit
+from dcvit import cli
+from dcvit.errors import ConfigError
+from dcvit.train import main
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+SHORT = {**TINY, "total_steps": 2, "ckpt_steps": 1, "ckpt_keep": 2, "log_steps": 1, "evals.test.log_steps": 2}
+
+
+@pytest.mark.slow
+def test_a_call_has_the_result_of_the_command_and_resumes(tmp_path):
+    nested = {key: value for key, value in SHORT.items() if not key.startswith("model.")}
+    nested["model"] = {key.partition(".")[2]: value for key, value in SHORT.items() if key.startswith("model.")}
+    run = dcvit.train("vit_digits", tmp_path / "call", **nested)
+    words = [f"--config.{key}={value}" for key, value in SHORT.items()]
+    assert cli.run(main, ["--config", "vit_digits", "--workdir", str(tmp_path / "command"), *words]) == 0
+    files = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("call", "command")]
+    assert files[0] == files[1]
+    assert run.checkpoints == [1, 2]
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    model, other = run.load(), dcvit.load(tmp_path / "command")
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (model.params, other.params))))
+    assert dcvit.train("vit_digits", tmp_path / "call", **nested).metrics == run.metrics
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("vit_digts", {}, "did you mean 'vit_digits'"),
+        ("vit_digits", {"learning_rate": 1}, "did you mean 'lr'"),
+        ("vit_digits", {"model": {"widht": 8}}, "did you mean 'width'"),
+        ("vit_digits", {"model": 8}, "model"),
+        ("vit_digits:epochs=x", {}, "argument epochs"),
+    ],
+)
+def test_invalid_input_is_a_config_error_and_makes_no_workdir(config, overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        dcvit.train(config, tmp_path / "run", **overrides)
+    assert not (tmp_path / "run").exists()
