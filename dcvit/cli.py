@@ -32,7 +32,7 @@ from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
-READER_GONE = 141  # exit status that a shell reports for SIGPIPE
+EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
 Main = Callable[[Sequence[str] | None], int]
@@ -263,7 +263,7 @@ def _reader_is_gone() -> bool:
 
 
 @contextlib.contextmanager
-def continue_without_reader() -> Iterator[None]:
+def ignore_broken_pipe() -> Iterator[None]:
     """Inside the context, continue without console output once the reader of stdout or stderr has gone away."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and cast(TextIO, _ClosableStream(stream)) for stream in before)
@@ -304,7 +304,7 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         message, status = str(e), 2
         if isinstance(e, BrokenPipeError) and _reader_is_gone():  # not the pipe or socket of a library
             discard(sys.stdout)
-            status = READER_GONE
+            status = EXIT_SIGPIPE
         else:
             print_error(message)
     except KeyboardInterrupt:
@@ -321,7 +321,7 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
             from dcvit.parallel import multihost
 
             if _comes_from_jax(e):
-                multihost.wait_if_lost()
+                multihost.exit_if_peer_lost()
             message, status = first_line(e), 1
             traceback.print_exc()
     if not _is_single_process():

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = configs.load(args.config, overrides)
     multihost.initialize(args)
     runtime.check_devices()
-    with cli.continue_without_reader(), Preemption() as preemption:
+    with cli.ignore_broken_pipe(), Preemption() as preemption:
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         print(escaped(f"dcvit train: {args.config} on {devices}, to {args.workdir}"))
         if args.seeds:

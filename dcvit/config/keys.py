@@ -11,7 +11,7 @@ from dcvit.errors import has_type
 UNITS = ("steps", "epochs", "examples", "percent")
 # Fields of models, keys of `config.model`, that change the training of a model or the way it is computed. Given the
 # parameters, they do not change its function.
-WITHOUT_EFFECT = (
+TRAINING_ONLY_FIELDS = (
     "dropout", "stochastic_depth", "head_zeroinit", "head_bias_init", "init_std", "out_init_std", "scan", "remat",
     "implementation", "dtype_mm",
 )  # fmt: skip

@@ -209,9 +209,9 @@ def _forward_block(block: Block, options: Options) -> tuple[Array, Array]:
     """Compute Eqn 4 on one block; return the outputs (H t D) and the log-sum-exp of the rows (H t)."""
     x, groups = block.inputs, options.groups
     scores = _matmul("htd,hsd->hts", x.q, x.k)
-    scores = tile.mix(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
+    scores = tile.compose_planes(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
     weights, log_sum = tile.softmax(scores)
-    weights = tile.mix(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
+    weights = tile.compose_planes(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
     return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype), log_sum
 
 
@@ -225,7 +225,7 @@ def _backward_block(block: Block, log_sum: Array, d_out: Array, options: Options
     d_final = _matmul("htd,hsd->hts", d_out, x.v)
     back = tile.transposed(x.post)
     post = tile.hidden(weights, x.post, groups=groups), tile.hidden(d_final, back, groups=groups)
-    final = tile.mix(weights, post[0], x.post, None, groups=groups)
+    final = tile.compose_planes(weights, post[0], x.post, None, groups=groups)
     dv = _matmul("hts,htd->hsd", final.astype(d_out.dtype), d_out)
     d_post = x.post and tile.weight_gradients(weights, d_final, *post, x.post, groups=groups)
     d_composed = tile.softmax_gradient(weights, d_final, post[1], back, groups)
@@ -233,7 +233,7 @@ def _backward_block(block: Block, log_sum: Array, d_out: Array, options: Options
     back = tile.transposed(x.pre)
     d_hidden = tile.hidden(d_composed, back, groups=groups)
     d_pre = x.pre and tile.weight_gradients(scores, d_composed, pre, d_hidden, x.pre, groups=groups)
-    d_scores = tile.mix(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
+    d_scores = tile.compose_planes(d_composed, d_hidden, back, None, groups=groups).astype(x.q.dtype)
     dq = _matmul("hts,hsd->htd", d_scores, x.k)
     dk = _matmul("hts,htd->hsd", d_scores, x.q)
     if len(x.q) != len(x.k):  # query heads share key heads

@@ -99,7 +99,7 @@ def _mix(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, gro
 
 
 @stage
-def mix(
+def compose_planes(
     a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Bool[Array, "#t #s"] | None, groups: int
 ) -> Float[Array, "H t s"]:
     """Compute Eqn 7 from the planes that `hidden` returns for `a` and `w`; masked scores are minus infinity."""

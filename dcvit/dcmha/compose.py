@@ -145,7 +145,7 @@ def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -
 def query_map(
     w: ComposeWeights, *, batch: int, length: int, heads: int, groups: int, dtype: DTypeLike
 ) -> Float[Array, "#B #T G J J"]:
-    """Return 1 + W_b + w_q1·w_q2 + diag(w_qg) for each query and group, J = H/G.
+    """Return I + W_b + w_q1·w_q2 + diag(w_qg) for each query and group, J = H/G.
 
     A compose without its key-wise branches multiplies the scores or weights of the heads of a group, as a row vector,
     by this matrix. The axes B and T have length 1 if no branch is dynamic.

@@ -59,10 +59,12 @@ def attention(
     batch, keys, key_heads, head_dim = k.shape
     heads = q.shape[2]
     # K 1 H: which key head each query head uses
-    own = jnp.repeat(jnp.eye(key_heads, dtype=bool), heads // key_heads, axis=1)[:, None]
-    separate = jnp.where(own, q[:, 0].swapaxes(1, 2)[:, None], 0).reshape(batch, -1, heads)
+    key_head_mask = jnp.repeat(jnp.eye(key_heads, dtype=bool), heads // key_heads, axis=1)[:, None]
+    block_diagonal_q = jnp.where(key_head_mask, q[:, 0].swapaxes(1, 2)[:, None], 0).reshape(batch, -1, heads)
     flat_k, flat_v = (x.reshape(batch, keys, -1) for x in (k, v))
-    scores = jnp.einsum("bsm,bmh->bsh", flat_k, separate, preferred_element_type=wide) * jnp.asarray(scale, wide)
+    scores = jnp.einsum("bsm,bmh->bsh", flat_k, block_diagonal_q, preferred_element_type=wide) * jnp.asarray(
+        scale, wide
+    )
     if pre is not None:
         scores = compose(scores, pre, groups)
     attended = visible(1, keys, causal=causal, window=window, mask=mask)
@@ -70,7 +72,7 @@ def attention(
     if post is not None:
         weights = compose(weights, post, groups)
     out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
-    out = jnp.sum(jnp.where(own.T, out.reshape(batch, heads, key_heads, head_dim).swapaxes(2, 3), 0), axis=3)
+    out = jnp.sum(jnp.where(key_head_mask.T, out.reshape(batch, heads, key_heads, head_dim).swapaxes(2, 3), 0), axis=3)
     return out[:, None].astype(q.dtype)
 
 
@@ -92,5 +94,5 @@ def compose(a: Float[Array, "B S H"], w: ComposeWeights, groups: int) -> Float[A
 def map_of_heads(w: ComposeWeights, batch: int, heads: int, groups: int, dtype: DTypeLike) -> Float[Array, "B H H"]:
     """Return the matrices of `query_map` for one query as one matrix, zero between groups."""
     matrix = query_map(w, batch=batch, length=1, heads=heads, groups=groups, dtype=dtype)[:, 0]
-    separate = matrix[:, :, :, None] * jnp.eye(groups, dtype=dtype)[None, :, None, :, None]
-    return jnp.broadcast_to(separate.reshape(-1, heads, heads), (batch, heads, heads))
+    block_diagonal = matrix[:, :, :, None] * jnp.eye(groups, dtype=dtype)[None, :, None, :, None]
+    return jnp.broadcast_to(block_diagonal.reshape(-1, heads, heads), (batch, heads, heads))

@@ -18,7 +18,7 @@ from dcvit.dcmha.partition import splits_arrays
 from dcvit.dcmha.shapes import Array
 
 LOG = logging.getLogger(__name__)
-SMALL = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
+MAX_SCORES_FOR_PLAIN_XLA = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
 
 
 class Options(TypedDict):
@@ -72,7 +72,7 @@ def _folded(
     q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
 ) -> Array:
     groups = options["groups"]
-    if (reason := folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
+    if (reason := folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
         raise UnsupportedError(reason)
     q = folded.compose_heads(q, pre, groups=groups, combine=combine_heads)
     options["groups"] = 1
@@ -191,10 +191,10 @@ def candidates(
     """
     queries, keys = q.shape[1], k.shape[1]
     here = platform()
-    if folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups) is None:
+    if folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups) is None:
         return ("folded", "reference")  # `folded` does not support dropout
     plain = pre is None and post is None
-    if queries > 1 and plain and here == "cpu" and queries * keys < SMALL:
+    if queries > 1 and plain and here == "cpu" and queries * keys < MAX_SCORES_FOR_PLAIN_XLA:
         return ("reference",)
     return (*(ONE_QUERY if queries == 1 else PLAIN if plain else BY_PLATFORM).get(here, ()), "reference")
 
@@ -203,7 +203,7 @@ def check_platform(name: str, *, is_named: bool) -> None:
     """Raise UnsupportedError if an implementation does not run on the current platform or mesh.
 
     Without a mesh, the program is known to run on one device only if the process sees no other. `is_named` says that
-    the caller asks for the implementation, and so knows better.
+    the caller named it: skip the multi-device check.
     """
     required, here = ONLY_ON.get(name), platform()
     if required is not None and required != here:

@@ -25,7 +25,9 @@ from dcvit.dcmha.shapes import Array, Float
 Combine: TypeAlias = Callable[[Array, Array], Array]  # the type of `combine_heads`
 
 
-def obstacle(pre: ComposeWeights | None, post: ComposeWeights | None, *, key_heads: int, groups: int) -> str | None:
+def why_not_foldable(
+    pre: ComposeWeights | None, post: ComposeWeights | None, *, key_heads: int, groups: int
+) -> str | None:
     """Return why the composition cannot be folded, or None if it can."""
     composed = [w for w in (pre, post) if w is not None]
     if not composed:

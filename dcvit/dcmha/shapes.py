@@ -17,7 +17,7 @@ except ModuleNotFoundError:
 
     Bool = Float = Int = Shaped = Any  # type: ignore[assignment]
 
-__all__ = ["Array", "Bool", "Float", "Int", "Ref", "Shaped", "existing"]
+__all__ = ["Array", "Bool", "Float", "Int", "Ref", "Shaped", "not_none"]
 
 Value = TypeVar("Value")
 
@@ -40,7 +40,7 @@ class Ref(Protocol):
     def __setitem__(self, index: Any, value: Array, /) -> None: ...
 
 
-def existing(value: Value | None) -> Value:
+def not_none(value: Value | None) -> Value:
     """Return an optional reference or array that the configuration guarantees to exist."""
     assert value is not None
     return value

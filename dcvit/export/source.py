@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from dcvit.config import load as configs
-from dcvit.config.keys import WITHOUT_EFFECT
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
 from dcvit.inference.classifier import read_class_names
 from dcvit.models import lm, vit
@@ -22,7 +22,7 @@ from dcvit.models.trees import check_tree, shapes_of
 from dcvit.runs.checkpointer import as_tensor, open_params
 from dcvit.runs.workdir import find
 from dcvit.training import setup
-from dcvit.training.model import build, described_by, example
+from dcvit.training.model import build, errors_name_file, example
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import Description
@@ -38,7 +38,7 @@ class Model(NamedTuple):
     Fields:
       path: the file or folder it is read from.
       origin: "dcvit" for a run of this project, or else the family of the weights.
-      description: the model, without the fields of `WITHOUT_EFFECT`.
+      description: the model, without the fields of `TRAINING_ONLY_FIELDS`.
       params: the parameters by path.
       config: content of the run's config.json; empty for weights.
       workdir: folder of the run.
@@ -89,7 +89,7 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Model:
     fields = {}
     for field in dataclasses.fields(net):
         value = getattr(net, field.name)
-        if field.name not in (*WITHOUT_EFFECT, outputs_key, "parent", "name") and value != field.default:
+        if field.name not in (*TRAINING_ONLY_FIELDS, outputs_key, "parent", "name") and value != field.default:
             fields[field.name] = list(value) if isinstance(value, tuple) else value
     name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
     outputs: int | None = getattr(net, outputs_key) or None  # 0 is no head, too
@@ -126,7 +126,7 @@ def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
 def from_weights(weights: Weights) -> Model:
     """Return the model of weights. Raises CheckpointError if the parameters are not those of their description."""
     params = weights.parameters()
-    with described_by(weights.path):
+    with errors_name_file(weights.path):
         shapes = param_shapes(weights.description, params)
     check_tree({path: tensor.shape for path, tensor in params.items()}, shapes, str(weights.path))
     return Model(weights.path, weights.family, _with_preprocessing(weights, params), params, {})

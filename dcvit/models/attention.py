@@ -194,8 +194,8 @@ class FlatAttention(Projections):
             if x_q.shape[1] == 1:  # several tokens attend to each other only, because the cache was empty
                 arrays, mask = _attend_to_cache(cache, arrays, inputs.update, mask, self.window)
                 causal, window = False, None
-        by_head = mask is not None and mask.shape[1] > 1
-        if mask is not None and by_head:
+        has_per_head_mask = mask is not None and mask.shape[1] > 1
+        if mask is not None and has_per_head_mask:
             arrays, mask = _heads_as_examples(arrays, mask)
         groups = self.groups if self.compose else head_variants.groups_of(self.heads, self.num_heads)
         attend: Callable[..., Array] = functools.partial(
@@ -206,7 +206,7 @@ class FlatAttention(Projections):
             attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
         attend = functools.partial(attend, mask=mask)
         heads = attend(*arrays) if self.heads is None else self._variant()(x_q, *arrays[:3], attend)
-        if by_head:
+        if has_per_head_mask:
             heads = heads.reshape(len(q), -1, *heads.shape[1:2], heads.shape[-1]).swapaxes(1, 2)
         out = shard_as(self.output(constrain(heads, BATCH, None, "tensor", None), x_q.shape[-1]), x_q)
         if not return_weights:

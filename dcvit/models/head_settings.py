@@ -6,7 +6,7 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
 
   name         formula                                                                      source
   mha          plain attention                                                              Vaswani et al., 2017
-  talking      A' = A·P before and after the softmax, P = 1 + W_b                           Shazeer et al., 2020
+  talking      A' = A·P before and after the softmax, P = I + W_b                           Shazeer et al., 2020
   mta          A' = A·P after the softmax: the head convolution of multi-token attention    Golovneva et al., 2025
   gated        O' = O ⊙ 2σ(2·x·W_qg): headwise gated attention                              Qiu et al., 2025
   lightweight  A' = A + A·w_q1·w_q2 after the softmax, rank 1                               Xiao et al., 2024, Eqn 7

@@ -51,7 +51,7 @@ def attention(
     if (
         tensor > 1
         and implementation in (None, "folded")
-        and not folded.obstacle(pre, post, key_heads=k.shape[2], groups=groups)
+        and not folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups)
     ):
         q = folded.compose_heads(q, pre, groups=groups, combine=dispatch.combine_heads)
         out = attention(q, k, v, None, None, mask=mask, causal=causal, window=window)
@@ -66,7 +66,7 @@ def attention(
     batch = divisible_axes(q.shape[:1], [BATCH], mesh)[0]
     local_groups = max(1, groups // tensor) if heads else groups
 
-    by_head = P(batch, None, heads, None)
+    head_spec = P(batch, None, heads, None)
     mask_spec = None if mask is None else P(None if mask.shape[0] == 1 else batch)
     local = functools.partial(attend, groups=local_groups, implementation=implementation)
     rank, gate = P(batch, None, None, heads), P(batch, None, heads)
@@ -77,6 +77,6 @@ def attention(
     )
     sharded: Callable[..., Array] = jax.shard_map(
         lambda q, k, v, pre, post, mask: local(q, k, v, pre, post, mask=mask),
-        in_specs=(by_head, by_head, by_head, pre_specs, post_specs, mask_spec), out_specs=by_head, check_vma=False,
+        in_specs=(*[head_spec] * 3, pre_specs, post_specs, mask_spec), out_specs=head_spec, check_vma=False,
     )  # fmt: skip
     return sharded(q, k, v, pre, post, mask)

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dcvit.config.keys import WITHOUT_EFFECT
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.dcmha.shapes import Array
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
@@ -30,7 +30,7 @@ FREE_FIELDS = {
     *("num_classes", "vocab_size", "context"),  # follow from the data
     # These show in the names and shapes of parameters.
     *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb", "layer_scale"),
-    *(*WITHOUT_EFFECT, "parent", "name"),
+    *(*TRAINING_ONLY_FIELDS, "parent", "name"),
 }
 
 
@@ -81,7 +81,7 @@ def gained_compositions(loaded: Collection[str], model: Params, file: str) -> li
     return gained
 
 
-def other_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[object, object]]:
+def fields_that_change_the_function(plain: nn.Module, composed: nn.Module) -> dict[str, tuple[object, object]]:
     """Return the fields, with the values of both models, that make their functions differ besides the compositions.
 
     Fields that change names or shapes of parameters are omitted.

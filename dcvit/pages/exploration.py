@@ -38,7 +38,7 @@ MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in mem
 MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
 
 
-class Explored(NamedTuple):
+class ExplorerModel(NamedTuple):
     """A model of the page.
 
     Fields:
@@ -70,7 +70,7 @@ class Options(NamedTuple):
     ablate: bool = True
 
 
-def open_explored(source: str | Path, config: str | None = None) -> Explored:
+def open_explored(source: str | Path, config: str | None = None) -> ExplorerModel:
     """Open a run, a checkpoint, or weights of another library; see `dcvit.load`.
 
     Raises:
@@ -81,13 +81,13 @@ def open_explored(source: str | Path, config: str | None = None) -> Explored:
     workdir = workdirs.find(path) if config is None else None
     name = path.name or str(path)
     if config is None and workdir is None:
-        return Explored(name, loaded.load(source), None)
+        return ExplorerModel(name, loaded.load(source), None)
     trained = open_trained(workdir, config, path)
-    return Explored(name, loaded.load_trained(trained, workdir), trained)
+    return ExplorerModel(name, loaded.load_trained(trained, workdir), trained)
 
 
 def explore(
-    models: Sequence[Explored], files: Sequence[Path], texts: Sequence[str], options: Options,
+    models: Sequence[ExplorerModel], files: Sequence[Path], texts: Sequence[str], options: Options,
     on_error: Callable[[str], None],
 ) -> str:  # fmt: skip
     """Return the page as HTML.
@@ -138,7 +138,7 @@ Input = tuple[Json, np.ndarray, Callable[[int], str] | None]
 Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any is computed, and the inputs
 
 
-def _layers(explored: Explored, options: Options) -> list[int]:
+def _layers(explored: ExplorerModel, options: Options) -> list[int]:
     """Return the layers of a model that are shown. Raise ConfigError if there are none."""
     module = explored.model.module
     if module.heads in VARIANTS:
@@ -149,7 +149,9 @@ def _layers(explored: Explored, options: Options) -> list[int]:
         raise ConfigError(f"--layers: {e}") from None
 
 
-def _check_size(models: Sequence[Explored], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> None:
+def _check_size(
+    models: Sequence[ExplorerModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
+) -> None:
     """Raise ConfigError if the page of inputs with these numbers of tokens would be too large."""
     size = 0
     for explored, tokens, shown in zip(models, lengths, layers, strict=True):
@@ -224,7 +226,7 @@ def _text_samples(
     return [inputs.shape[1] for _, inputs, _ in found], iter(found)
 
 
-def _facts(explored: Explored) -> str:
+def _facts(explored: ExplorerModel) -> str:
     """Return a line about a model."""
     module = explored.model.module
     parameters = sum(leaf.size for leaf in jax.tree.leaves(explored.model.params))
@@ -235,7 +237,7 @@ def _facts(explored: Explored) -> str:
     )
 
 
-def _averages(explored: Explored, options: Options) -> Json:
+def _averages(explored: ExplorerModel, options: Options) -> Json:
     """Return the averages over the data of an evaluator as JSON data."""
     if explored.trained is None:
         raise ConfigError(f"--data {options.data}: {explored.name} is no run, so that no data belongs to it")

@@ -19,7 +19,7 @@ from pathlib import Path
 from dcvit.parallel import stderr_relay
 
 STDERR = 2
-VERDICT_SECONDS = 5  # until the relay says why JAX has called abort()
+ABORT_REASON_TIMEOUT = 5  # until the relay says why JAX has called abort()
 
 
 class StderrRelay:
@@ -61,14 +61,14 @@ class StderrRelay:
             os.write(STDERR, stderr_relay.DROP)
         os.dup2(self.stderr, STDERR)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a child of this process still has the pipe
-            self.process.wait(VERDICT_SECONDS)
+            self.process.wait(ABORT_REASON_TIMEOUT)
         self.libc.signal(int(signal.SIGABRT), None)
 
     def _aborted(self, _: int) -> None:
         """Handle SIGABRT, in the thread that called abort(), which ends the process when this returns."""
         with contextlib.suppress(OSError):
             os.write(STDERR, stderr_relay.ABORTED)
-            ready = select.select([self.verdict], [], [], VERDICT_SECONDS)[0]
+            ready = select.select([self.verdict], [], [], ABORT_REASON_TIMEOUT)[0]
             if ready and os.read(self.verdict, 1) == stderr_relay.LOST:
                 self.lost()
         self.libc.signal(int(signal.SIGABRT), None)

@@ -99,7 +99,7 @@ def on_tpu_vm() -> bool:
 
 
 def is_first() -> bool:
-    """Return True in process 0, which writes files and print for all processes."""
+    """Return True in process 0, which writes files and prints for all processes."""
     return index() == 0
 
 
@@ -221,7 +221,7 @@ def _coordinator() -> Coordinator | None:
     return client
 
 
-def wait_if_lost() -> None:
+def exit_if_peer_lost() -> None:
     """End this process if another one was lost; return if all others are alive.
 
     Called after an error of the devices, whose communication fails at once when another process ends.

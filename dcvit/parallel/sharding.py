@@ -116,7 +116,7 @@ def data_mesh() -> Mesh:
 
 
 def check_strategy(mesh: Mesh, axes: Sequence[Sequence[object]], strategy: str | Sequence[object]) -> None:
-    """Raise ConfigError if a strategy is unknown or invalid, or doe not fit the mesh of the given axes."""
+    """Raise ConfigError if a strategy is unknown or invalid, or does not fit the mesh of the given axes."""
     if not isinstance(strategy, str):
         for pair in strategy:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], str | list | tuple):

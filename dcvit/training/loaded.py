@@ -32,7 +32,7 @@ from dcvit.models.vit import ViT
 from dcvit.parallel.sharding import check_model, make_mesh, with_shardings
 from dcvit.runs import workdir as workdirs
 from dcvit.runs.files import Folder, folder
-from dcvit.training.model import build, described_by, example
+from dcvit.training.model import build, errors_name_file, example
 from dcvit.training.setup import param_shapes
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import open_weights
@@ -310,7 +310,7 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     weights = open_weights(path)
     described = weights.description
     tensors = weights.parameters()
-    with described_by(path):
+    with errors_name_file(path):
         module = build(described)
         shapes = param_shapes(module, example(described, tensors))
     mesh = _mesh(sharding, module)

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import Params, lm, vit
-from dcvit.models.upcycling import other_function
+from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
 from dcvit.weights import preprocessing
@@ -66,7 +66,7 @@ def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
 
 
 @contextlib.contextmanager
-def described_by(path: Path) -> Iterator[None]:
+def errors_name_file(path: Path) -> Iterator[None]:
     """Inside the context, raise a CheckpointError that names the file for each error of its description."""
     try:
         yield
@@ -156,7 +156,7 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
     if not (upcycles(config) or is_weights(expand(config.model_init))):
         return
     source = _source_model(config)
-    different = {} if source is None else other_function(source, model)
+    different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
         return
     found = ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())

@@ -196,7 +196,7 @@ class Trainer:
         return self.early.reason is not None
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
-        """Execute one step; wait for ever if the run was stopped before it."""
+        """Execute one step; block forever if the run was stopped before it."""
         with self.turn:
             self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
             self.started = step

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dcvit.config.keys import WITHOUT_EFFECT
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
 from dcvit.weights.family import Description
 
 # Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, or only where it
 # begins.
-NOT_IN_FILES = (*WITHOUT_EFFECT, "end_of_text")
+NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "end_of_text")
 
 
 @dataclasses.dataclass(frozen=True)

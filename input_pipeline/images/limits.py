@@ -59,9 +59,11 @@ class TimedStream(io.BytesIO):
 def check_pixels(width: int, height: int) -> None:
     """Raise InputError if an image has more than MAX_PIXELS, or a side of more than MAX_SIDE."""
     if width * height > MAX_PIXELS:
-        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
+        raise InputError(f"the image announces {width}x{height} pixels, which exceeds the limit of {MAX_PIXELS}")
     if max(width, height) > MAX_SIDE:
-        raise InputError(f"the image announces {width}x{height} pixels, which exceeds limit of {MAX_SIDE} for a side")
+        raise InputError(
+            f"the image announces {width}x{height} pixels, which exceeds the limit of {MAX_SIDE} for a side"
+        )
 
 
 def check_tiles(image: TiffImagePlugin.TiffImageFile) -> None:
@@ -69,7 +71,7 @@ def check_tiles(image: TiffImagePlugin.TiffImageFile) -> None:
     tiles = (image.tag_v2.get(tag, side) for tag, side in zip((TILE_WIDTH, TILE_LENGTH), image.size, strict=True))
     width, height = (-(-side // tile) * tile for tile, side in zip(tiles, image.size, strict=True))
     if width * height > MAX_PIXELS:
-        raise InputError(f"the image's tiles have {width}x{height} pixels, which exceeds limit of {MAX_PIXELS}")
+        raise InputError(f"the image's tiles have {width}x{height} pixels, which exceeds the limit of {MAX_PIXELS}")
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
@@ -93,7 +95,7 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
     scans = 1 + sum(marker == SCAN for marker, _ in segments)
     pixels = scans * math.prod(-(-side // MCU_SIDE) * MCU_SIDE for side in (height, width))
     if pixels > MAX_SCANNED_PIXELS:
-        raise InputError(f"the image has {width}x{height} pixels in {scans} scans, which exceeds limit of time")
+        raise InputError(f"the image has {width}x{height} pixels in {scans} scans, which exceeds the limit of time")
     return height, width
 
 

@@ -54,7 +54,7 @@ def test_other_commands_end_silently_without_reader(form):
     with python(code) as process:
         assert process.stdout.readline()
         process.stdout.close()
-        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.READER_GONE)
+        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.EXIT_SIGPIPE)
 
 
 def test_output_that_is_only_flushed_at_exit_ends_silently():
@@ -62,4 +62,4 @@ def test_output_that_is_only_flushed_at_exit_ends_silently():
     with python(code + "sys.exit(cli.run(main, []))") as process:
         process.stdout.close()
         process.stdin.close()
-        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.READER_GONE)
+        assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.EXIT_SIGPIPE)

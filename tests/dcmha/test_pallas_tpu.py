@@ -150,7 +150,7 @@ def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batc
     config = tiling.make_config(
         q, q, None, None, causal=False, window=None, groups=1, scale=1.0, vmem_bytes=120 * 2**20
     )
-    assert config.examples == examples
+    assert config.interleave == examples
 
 
 def test_race_detection_finds_two_cores_that_write_one_block(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
-from dcvit.dcmha.pallas_tpu import api, backward_examples, tiling
+from dcvit.dcmha.pallas_tpu import api, backward_interleaved, tiling
 
 LIMIT = 120 * 2**20
 ROWS = {4: 8, 2: 16}  # of a register, by the bytes of a number
@@ -75,8 +75,8 @@ def test_the_estimate_is_at_least_what_is_declared(
     configs = []
     jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
     (config,) = configs
-    assert config.examples == 8
-    estimate = backward_examples.vmem_bytes(config)
+    assert config.interleave == 8
+    estimate = backward_interleaved.vmem_bytes(config)
     assert estimate + tiling.COMPILER_BYTES <= LIMIT
     assert 0.95 * estimate < declared(monkeypatch, q, k, weights, groups, mask) <= estimate
 

@@ -23,7 +23,7 @@ from small_models import (
 from dcvit.dcmha.compose import dynamic_projection
 from dcvit.errors import CheckpointError
 from dcvit.models import lm, vit
-from dcvit.models.upcycling import COMPOSITION, identity_compositions, other_function
+from dcvit.models.upcycling import COMPOSITION, fields_that_change_the_function, identity_compositions
 
 IMAGES = jnp.asarray(np.random.default_rng(9).normal(size=(2, 8, 8, 3)), jnp.float32)
 RANK = 3
@@ -211,10 +211,11 @@ def test_shapes_stay_shapes_where_nothing_is_loaded(tmp_path):
 )
 def test_fields_that_change_the_function_are_found(preset, fields, expected):
     plain = lm.Model(VOCAB, preset="Transformer++-405M", context=LENGTH)
-    assert other_function(plain, lm.Model(VOCAB, preset=preset, **fields)) == expected
+    assert fields_that_change_the_function(plain, lm.Model(VOCAB, preset=preset, **fields)) == expected
 
 
 def test_fields_of_images_that_change_the_function_are_found():
     plain = vit.Model(7, variant="S/16", patch_size=[16, 16])
-    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", dropout=0.1, head_bias_init=-7.0)) == {}
-    assert other_function(plain, vit.Model(7, variant="DCViT-S/16", pool_type="0")) == {"pool_type": ("gap", "0")}
+    changed = functools.partial(fields_that_change_the_function, plain)
+    assert changed(vit.Model(7, variant="DCViT-S/16", dropout=0.1, head_bias_init=-7.0)) == {}
+    assert changed(vit.Model(7, variant="DCViT-S/16", pool_type="0")) == {"pool_type": ("gap", "0")}

@@ -78,7 +78,7 @@ class TestImages:
     @pytest.mark.parametrize("name", ["png", "gif", "gif of a larger frame", "bmp", "tiff", "jpeg"])
     def test_limit_holds_after_another_library_removed_pillows_limit(self, name, monkeypatch):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-        with refused("exceeds limit of 178956970"):
+        with refused("exceeds the limit of 178956970"):
             decode.decode(BOMBS[name], precise=True)
 
     def test_frame_header_after_a_marker_without_length_is_found(self):

@@ -28,7 +28,7 @@ from jax.experimental.array_serialization import serialization
 from PIL import Image
 
 from dcvit import cli, convert, evaluate, generate, predict
-from dcvit.config.keys import WITHOUT_EFFECT
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion, formats, libraries, logits, programs
 from dcvit.export.source import open_model
@@ -624,7 +624,7 @@ def test_the_modeling_file_has_all_fields_but_those_of_training(net, outputs):
     """A field of training, such as the initial bias of the head, prevents no export; `heads` does."""
     defaults = {field.name: field.default for field in dataclasses.fields(net)}
     in_file = dcvit_hf.FIELDS["lm" if net is lm.LM else "vit"]
-    assert defaults.keys() - {"parent", "name", outputs, "heads"} - set(WITHOUT_EFFECT) == in_file.keys()
+    assert defaults.keys() - {"parent", "name", outputs, "heads"} - set(TRAINING_ONLY_FIELDS) == in_file.keys()
     for key, value in in_file.items():
         assert (tuple(value) if isinstance(value, list) else value) == defaults[key], key
 

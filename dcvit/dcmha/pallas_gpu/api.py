@@ -36,7 +36,7 @@ from dcvit.dcmha.pallas_gpu.config import is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
 from dcvit.dcmha.pallas_gpu.rectangle import RectangleInputs, WeightGradients, pad
 from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, check_supported, rectangles
-from dcvit.dcmha.shapes import Array, Bool, Float, existing
+from dcvit.dcmha.shapes import Array, Bool, Float, not_none
 
 Weights: TypeAlias = ComposeWeights | None
 Inputs: TypeAlias = tuple[Array, Array, Array, Weights, Weights, Array | None]  # q, k, v, pre, post, mask
@@ -79,10 +79,10 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
             continue
         inputs = RectangleInputs(static, rectangle, q, k, pre, post, mask, backward=False)
         found = run("statistics", inputs.config, [inputs.pair(q, k)], *inputs.weights(), inputs.bias)
-        lse = log_sum_exp(existing(found.row_sums))
+        lse = log_sum_exp(not_none(found.row_sums))
         weights = inputs.weights(lse)
         w = run("weights", inputs.config, [inputs.pair(q, k)], *weights, inputs.bias, found.planes).tile
-        out = product("bkgts,bskd->btkgd", inputs.by_key_head(existing(w)), inputs.keys(v))
+        out = product("bkgts,bskd->btkgd", inputs.by_key_head(not_none(w)), inputs.keys(v))
         outs.append(inputs.without_padding(out))
         sums.append(lse[:, :, : rectangle.size[0]])
     out = jnp.concatenate(outs, axis=1).astype(q.dtype)
@@ -139,14 +139,14 @@ def _rectangle_gradients(
     pairs = [inputs.pair(q, k), inputs.pair(do, v)]
     sums = pad(lse[:, :, slice(*rectangle.rows)], 2, inputs.config.queries)
     found = run("post_grad", inputs.config, pairs, *inputs.weights(sums), inputs.bias)
-    w = inputs.by_key_head(existing(found.tile))
+    w = inputs.by_key_head(not_none(found.tile))
     dv = inputs.add_keys(dv, product("bkgts,btkgd->bskd", w, inputs.queries(do)))
-    row_sums = jnp.sum(existing(found.row_sums), axis=2)
-    dpost.add(inputs, row_sums[:, :, :-1], jnp.sum(existing(found.col_sums), axis=2), 1.0, 1.0)
+    row_sums = jnp.sum(not_none(found.row_sums), axis=2)
+    dpost.add(inputs, row_sums[:, :, :-1], jnp.sum(not_none(found.col_sums), axis=2), 1.0, 1.0)
     weights = inputs.weights(sums, row_sums[:, :, -1])
     found = run("pre_grad", inputs.config, pairs, *weights, inputs.bias, found.planes)
-    ds = inputs.by_key_head(existing(found.tile))
-    row_sums, col_sums = jnp.sum(existing(found.row_sums), axis=2), jnp.sum(existing(found.col_sums), axis=2)
+    ds = inputs.by_key_head(not_none(found.tile))
+    row_sums, col_sums = jnp.sum(not_none(found.row_sums), axis=2), jnp.sum(not_none(found.col_sums), axis=2)
     dpre.add(inputs, row_sums, col_sums, inputs.scale, 1 / LOG2_E)
     dk = inputs.add_keys(dk, product("bkgts,btkgd->bskd", ds, inputs.queries(q)) / LOG2_E)
     dq = inputs.without_padding(product("bkgts,bskd->btkgd", ds, inputs.keys(k))) / LOG2_E

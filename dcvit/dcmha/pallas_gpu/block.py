@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 from dcvit.versions import load_any, store_any
 
 Planes: TypeAlias = tuple[Array, ...]
@@ -112,10 +112,10 @@ class Block:
     def save_planes(self, planes: Planes) -> None:
         """Store the hidden planes of this tile for a later kernel."""
         for number, plane in enumerate(planes):
-            where = existing(self.out.planes).at[self.example, self.group, number, self.query_span, self.key_span]
+            where = not_none(self.out.planes).at[self.example, self.group, number, self.query_span, self.key_span]
             self.store(where, plane)
 
     def load_planes(self, first: int, count: int) -> Planes:
         """Load hidden planes of this tile that an earlier kernel has stored."""
         numbers = range(first, first + count)
-        return tuple(self.load(existing(self.operands.planes), self.example, self.group, n) for n in numbers)
+        return tuple(self.load(not_none(self.operands.planes), self.example, self.group, n) for n in numbers)

@@ -18,7 +18,7 @@ from dcvit.dcmha.pallas_gpu.config import MIN_ROW_MAX, QUERIES, KernelConfig, sw
 from dcvit.dcmha.pallas_gpu.ring import Ring
 from dcvit.dcmha.pallas_gpu.staging import Staging
 from dcvit.dcmha.pallas_gpu.tile import Tile
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 from dcvit.versions import interpret_gpu
 
 Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
@@ -105,7 +105,7 @@ def write_empty(block: Block, staging: Staging, kind: Kind) -> None:
     """Write the outputs of a block whose queries attend to none of its keys."""
     c, out = block.config, block.out
     if out.row_sums is not None:
-        count = existing(block.scratch.row_sums).shape[1]
+        count = not_none(block.scratch.row_sums).shape[1]
         empty = [jnp.full((QUERIES,), 0.0, jnp.float32)] * count
         if kind == "statistics":
             empty[0] = jnp.full((QUERIES,), MIN_ROW_MAX, jnp.float32)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dcvit.dcmha.pallas_gpu.block import Block
 from dcvit.dcmha.pallas_gpu.config import QUERIES
 from dcvit.dcmha.pallas_gpu.ring import Ring
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 class Staging:
@@ -35,11 +35,11 @@ class Staging:
     def stage_rows(self, vectors: Sequence[Array]) -> None:
         """Write sums over keys, one vector of 64 queries for each channel."""
         for channel, x in enumerate(vectors):
-            existing(self.scratch.row_sums)[self.block.warpgroup, channel] = x
+            not_none(self.scratch.row_sums)[self.block.warpgroup, channel] = x
 
     def stage_tile(self, x: Array) -> None:
         """Write a tile of W or dS."""
-        existing(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
+        not_none(self.scratch.tile)[self.block.warpgroup] = x.astype(self.config.dtype)
 
     def stage_products(self, head: Array, tiles: Sequence[Array]) -> None:
         """Write products to be summed over queries, and the one-hot matrix of a head."""
@@ -48,12 +48,12 @@ class Staging:
             rows = lax.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0)
         else:
             rows = plgpu.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0, layout=plgpu.Layout.WGMMA)
-        existing(self.scratch.onehot)[w] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
+        not_none(self.scratch.onehot)[w] = jnp.where(rows == head, 1.0, 0.0).astype(jnp.bfloat16)
         for channel, x in enumerate(tiles):
             for part in range(c.parts):
                 high = x.astype(jnp.bfloat16)
                 columns = pl.ds(channel * c.tile_keys, c.tile_keys)
-                existing(self.scratch.products)[w, part, :, columns] = high
+                not_none(self.scratch.products)[w, part, :, columns] = high
                 x = x - high.astype(jnp.float32)
 
     def commit(self, head: Array, *, tile: bool = False, row_sums: bool = False) -> None:
@@ -61,25 +61,25 @@ class Staging:
         b = self.block
         copies: list[tuple[Ref, Ref]] = []
         if tile:
-            target = existing(self.out.tile).at[b.example, b.head(head), b.query_span, b.key_span]
-            copies.append((existing(self.scratch.tile).at[b.warpgroup], target))
+            target = not_none(self.out.tile).at[b.example, b.head(head), b.query_span, b.key_span]
+            copies.append((not_none(self.scratch.tile).at[b.warpgroup], target))
         if row_sums:
-            target = existing(self.out.row_sums).at[b.example, b.head(head), b.key_tile, :, b.query_span]
-            copies.append((existing(self.scratch.row_sums).at[b.warpgroup], target))
+            target = not_none(self.out.row_sums).at[b.example, b.head(head), b.key_tile, :, b.query_span]
+            copies.append((not_none(self.scratch.row_sums).at[b.warpgroup], target))
         plgpu.commit_smem()
         for source, target in copies:
             plgpu.copy_smem_to_gmem(source, target)  # type: ignore[arg-type]
 
     def save_col_sums(self, x: Array) -> None:
         """Store the sums over queries of this tile."""
-        b, ref = self.block, existing(self.out.col_sums)
+        b, ref = self.block, not_none(self.out.col_sums)
         columns = ref.shape[-1] // self.config.key_tiles
         where = ref.at[b.example, b.group, b.i, pl.ds(0, QUERIES), pl.ds(b.key_tile * columns, columns)]
         self.block.store(where, x)
 
     def sweep_with_col_sums(self, ring: Ring, body: Callable[[Array, Array], None]) -> None:
         """Run the last sweep; `body` stages products, and their sums over queries are stored at its end."""
-        shape = (QUERIES, existing(self.out.col_sums).shape[-1] // self.config.key_tiles)
+        shape = (QUERIES, not_none(self.out.col_sums).shape[-1] // self.config.key_tiles)
 
         def accumulate(accumulator: Ref) -> Array:
             def step(head: Array, slot: Array, carry: tuple[()]) -> tuple[()]:
@@ -97,6 +97,6 @@ class Staging:
         """Add the sums over queries of the staged products to the head's row of the accumulator."""
         w = self.block.warpgroup
         for part in range(self.config.parts):
-            products = existing(self.scratch.products).at[w, part]
-            plgpu.wgmma(accumulator, existing(self.scratch.onehot).at[w], products)  # type: ignore[arg-type]
+            products = not_none(self.scratch.products).at[w, part]
+            plgpu.wgmma(accumulator, not_none(self.scratch.onehot).at[w], products)  # type: ignore[arg-type]
         plgpu.wgmma_wait(0)

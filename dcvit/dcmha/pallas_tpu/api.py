@@ -12,8 +12,9 @@ With several tiles, and an even number of heads, at most 32, the matrix unit com
 all keys before (`dcvit.dcmha.pallas_tpu.matrices`).
 
 Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
-(`dcvit.dcmha.pallas_tpu.examples`), other kernels are used. They mix heads on the matrix unit, too, and overlap the
-matrix products of an example with the vector operations of its neighbor (`forward_examples`, `backward_examples`).
+(`dcvit.dcmha.pallas_tpu.interleaved`), other kernels are used. They mix heads on the matrix unit, too, and overlap the
+matrix products of an example with the vector operations of its neighbor (`forward_interleaved`,
+`backward_interleaved`).
 `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
@@ -43,7 +44,7 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
-from dcvit.dcmha.pallas_tpu import backward_examples, forward_examples, tiling
+from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
@@ -92,7 +93,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
-        run = forward_examples.forward if config.examples > 1 else forward
+        run = forward_interleaved.forward if config.interleave > 1 else forward
         out, lse = run(config, _packed(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
@@ -118,7 +119,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         inputs = _packed(config, x) | {"do": query_array(config, cotangent.astype(q.dtype)), "lse": lse}
         if config.post is None and config.blocks_k > 1:
             inputs["delta"] = _delta(config, query_array(config, out), inputs["do"])
-        grads = (backward_examples.gradients if config.examples > 1 else backward)(config, inputs, interpret)
+        grads = (backward_interleaved.gradients if config.interleave > 1 else backward)(config, inputs, interpret)
         dq = from_query_array(config, grads["dq"], q)
         dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
         return dq, dk, dv, *unpack(config, grads, pre, post)

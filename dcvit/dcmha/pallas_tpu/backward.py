@@ -205,7 +205,7 @@ def gradient_scratch(
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)
     if "dwk" in outputs and config.mix_keys:
         columns = inputs["wk"].shape[2]
-        scratch |= {"wk_rows": key_rows_scratch(columns), "dwk_rows": pltpu.VMEM((columns, LANES), jnp.float32)}
+        scratch |= {"wk_cur": key_rows_scratch(columns), "dwk_rows": pltpu.VMEM((columns, LANES), jnp.float32)}
     elif "dwk" in outputs:
         scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
     for name in ("pre", "post") if config.mix_keys else ():

@@ -19,8 +19,8 @@ from dcvit.dcmha.pallas_tpu.config import SUBLANES, ComposeLayout, KernelConfig
 from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals
 from dcvit.dcmha.pallas_tpu.stages import (
     add_mixed,
+    key_wise_product,
     keys_of,
-    mix,
     planes,
     queries_of,
     query_compose,
@@ -30,7 +30,7 @@ from dcvit.dcmha.pallas_tpu.stages import (
 )
 from dcvit.dcmha.pallas_tpu.strips import stack
 from dcvit.dcmha.pallas_tpu.tile import HiddenPlanes, StoredPlanes, StripCompose, TileRefs, dot, split
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,9 @@ def save_hidden(
 
 def score_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     """Compute the key-wise part of the pre-compose."""
-    mix(config, refs, refs.mix_pre, complete(config, refs.x_next, b), refs.mixed, b, slice(0, config.block_q))
+    key_wise_product(
+        config, refs, refs.mix_pre, complete(config, refs.x_next, b), refs.mixed, b, slice(0, config.block_q)
+    )
 
 
 def score_vectors(config: KernelConfig, refs: StageRefs, mask: Ref | None, b: int) -> None:
@@ -97,9 +99,9 @@ def post_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     if refs.mix_post is None:
         return
     p, g, queries = complete(config, refs.p, b), complete(config, refs.y, b), slice(0, config.block_q)
-    mix(config, refs, refs.mix_post, p, refs.mixed, b, queries)
-    mix(config, refs, refs.mix_post_back, g, refs.mixed_back, b, queries)
-    diagonals(config, dot(stack(config, g), stack(config, p), (1, 1)), existing(refs.dmix_post).at[b])
+    key_wise_product(config, refs, refs.mix_post, p, refs.mixed, b, queries)
+    key_wise_product(config, refs, refs.mix_post_back, g, refs.mixed_back, b, queries)
+    diagonals(config, dot(stack(config, g), stack(config, p), (1, 1)), not_none(refs.dmix_post).at[b])
 
 
 def post_vectors(config: KernelConfig, refs: StageRefs, b: int) -> None:
@@ -143,9 +145,9 @@ def logit_products(config: KernelConfig, refs: StageRefs, b: int) -> None:
     g = [p[h] * (dp[h] - refs.d[h][None]) for h in range(config.heads)]
     save(config, g, refs.dl, b, queries)
     if refs.mix_pre is not None:
-        mix(config, refs, refs.mix_pre_back, g, refs.mixed, b, queries)
+        key_wise_product(config, refs, refs.mix_pre_back, g, refs.mixed, b, queries)
         product = dot(stack(config, g), stack(config, complete(config, refs.x, b)), (1, 1))
-        diagonals(config, product, existing(refs.dmix_pre).at[b])
+        diagonals(config, product, not_none(refs.dmix_pre).at[b])
 
 
 def logit_vectors(config: KernelConfig, refs: StageRefs, b: int) -> None:
@@ -182,11 +184,11 @@ def query_weight_gradients(
             products: dict[int, Array] = {}
             for r in range(layout.query_rank):
                 plane = r * config.groups + h // per_group
-                hidden, back = (split(existing(ref)[plane, keys, queries]) for ref in (a_hidden, refs.g_hidden))
-                products[existing(query.down) + r * heads + h] = x * back
-                products[existing(query.up) + r * heads + h] = y * hidden
+                hidden, back = (split(not_none(ref)[plane, keys, queries]) for ref in (a_hidden, refs.g_hidden))
+                products[not_none(query.down) + r * heads + h] = x * back
+                products[not_none(query.up) + r * heads + h] = y * hidden
             if query.gate is not None:
                 products[query.gate + h] = x * y
             for column, product in products.items():
-                part, gq = jnp.sum(product, axis=0), existing(refs.gq)
+                part, gq = jnp.sum(product, axis=0), not_none(refs.gq)
                 gq[column, :, queries] = part if keys.start == 0 else gq[column, :, queries] + part

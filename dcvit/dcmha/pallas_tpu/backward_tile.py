@@ -13,7 +13,7 @@ from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
 from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals, matrix_gradients
-from dcvit.dcmha.pallas_tpu.strips import Strip, mix, over_strips, stack, visible
+from dcvit.dcmha.pallas_tpu.strips import Strip, key_wise_product, over_strips, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import (
     HiddenPlanes,
     StoredPlanes,
@@ -30,7 +30,7 @@ from dcvit.dcmha.pallas_tpu.tile import (
     total,
 )
 from dcvit.dcmha.pallas_tpu.weights import transpose_key_weights
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
 
@@ -84,7 +84,7 @@ def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> Stor
     return StoredPlanes(lambda h: split(ref[h, strip.rows, queries]), config.heads)
 
 
-def all_planes(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
+def planes_of_all_queries(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
     """Return the planes of all heads in a strip for all queries of the tile."""
     return planes(config, ref, strip, slice(0, config.block_q))
 
@@ -130,8 +130,22 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
         scores(config, refs.v, refs.do, refs.y)
 
         def product(strip: Strip, out: Ref) -> None:
-            mix(config, refs, refs.mix_pre, stack(config, all_planes(config, refs.x, strip)), strip, out.at[0])
-            mix(config, refs, refs.mix_post_back, stack(config, all_planes(config, refs.y, strip)), strip, out.at[1])
+            key_wise_product(
+                config,
+                refs,
+                refs.mix_pre,
+                stack(config, planes_of_all_queries(config, refs.x, strip)),
+                strip,
+                out.at[0],
+            )
+            key_wise_product(
+                config,
+                refs,
+                refs.mix_post_back,
+                stack(config, planes_of_all_queries(config, refs.y, strip)),
+                strip,
+                out.at[1],
+            )
 
         def add(strip: Strip, buffers: Sequence[Ref | None]) -> None:
             for queries in queries_together(config):
@@ -148,16 +162,16 @@ def delta_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
         for h in range(config.heads):
-            existing(refs.delta)[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
+            not_none(refs.delta)[0, h : h + 1, :] = jnp.sum(refs.d[h], axis=0, keepdims=True)
 
 
 def post_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
     """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
     if refs.mix_post is not None:
-        p, g = (stack(config, all_planes(config, ref, strip)) for ref in (refs.p, refs.y))
-        mix(config, refs, refs.mix_post, p, strip, out.at[0])
-        mix(config, refs, refs.mix_post_back, g, strip, out.at[1])
-        add_matrix_gradient(config, existing(refs.dmix_post), p, g, strip)
+        p, g = (stack(config, planes_of_all_queries(config, ref, strip)) for ref in (refs.p, refs.y))
+        key_wise_product(config, refs, refs.mix_post, p, strip, out.at[0])
+        key_wise_product(config, refs, refs.mix_post_back, g, strip, out.at[1])
+        add_matrix_gradient(config, not_none(refs.dmix_post), p, g, strip)
 
 
 def pre_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Ref) -> None:
@@ -165,9 +179,9 @@ def pre_products(config: KernelConfig, refs: GradientRefs, strip: Strip, out: Re
     for h, x in enumerate(logit_gradients(config, refs, strip, slice(0, config.block_q))):
         refs.y[h, strip.rows, :] = join(x)
     if refs.mix_pre is not None:
-        a, g = (stack(config, all_planes(config, ref, strip)) for ref in (refs.x, refs.y))
-        mix(config, refs, refs.mix_pre_back, g, strip, out.at[0])
-        add_matrix_gradient(config, existing(refs.dmix_pre), a, g, strip)
+        a, g = (stack(config, planes_of_all_queries(config, ref, strip)) for ref in (refs.x, refs.y))
+        key_wise_product(config, refs, refs.mix_pre_back, g, strip, out.at[0])
+        add_matrix_gradient(config, not_none(refs.dmix_pre), a, g, strip)
 
 
 def add_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
@@ -236,8 +250,8 @@ def weight_products(
         if offsets.down is None or offsets.up is None:
             continue
         for r in range(rank):
-            yield offsets.down + r * config.heads + h, x * existing(g_hidden)[plane, rows], is_row
-            yield offsets.up + r * config.heads + h, y * existing(a_hidden)[plane, rows], is_row
+            yield offsets.down + r * config.heads + h, x * not_none(g_hidden)[plane, rows], is_row
+            yield offsets.up + r * config.heads + h, y * not_none(a_hidden)[plane, rows], is_row
             plane += config.groups
     if layout.query.gate is not None or layout.key.gate is not None:
         product = x * y
@@ -266,15 +280,15 @@ def weight_gradients(
                     part = jnp.sum(split(product), axis=0)
                     sums[column] = sums[column] + part if column in sums else part
                 elif config.is_single_tile:
-                    existing(refs.gk)[rows, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
+                    not_none(refs.gk)[rows, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
                 else:
-                    existing(refs.gk)[rows, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
+                    not_none(refs.gk)[rows, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
         for column, part in sums.items():
-            existing(refs.gq)[column] = part
+            not_none(refs.gq)[column] = part
         for n in range(h - h % per_group, h - h % per_group + per_group) if layout.has_static else ():
             part = jnp.sum(split(a[n] * g[h]), axis=0)
             registers = [part[:, c : c + LANES] for c in range(0, config.block_q, LANES)]
-            existing(static)[n * per_group + h % per_group] += total(registers)
+            not_none(static)[n * per_group + h % per_group] += total(registers)
 
 
 def tile_gradients(config: KernelConfig, refs: GradientRefs, i: Index, j: Index) -> None:
@@ -287,7 +301,9 @@ def tile_gradients(config: KernelConfig, refs: GradientRefs, i: Index, j: Index)
     scores(config, refs.v, refs.do, refs.y)
 
     def product(strip: Strip, out: Ref) -> None:
-        mix(config, refs, refs.mix_pre, stack(config, all_planes(config, refs.x, strip)), strip, out.at[0])
+        key_wise_product(
+            config, refs, refs.mix_pre, stack(config, planes_of_all_queries(config, refs.x, strip)), strip, out.at[0]
+        )
 
     def attend(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
@@ -334,8 +350,8 @@ def token_gradients(config: KernelConfig, refs: GradientRefs, i: Index, factor: 
         return
     for h in range(config.heads):
         refs.dq_acc[i, config.query_lanes(h)] += dq[h]
-        existing(refs.dk_acc)[config.key_lanes(h)] += dk[h]
-        existing(refs.dv_acc)[config.key_lanes(h)] += dv[h]
+        not_none(refs.dk_acc)[config.key_lanes(h)] += dk[h]
+        not_none(refs.dv_acc)[config.key_lanes(h)] += dv[h]
 
 
 def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
@@ -371,7 +387,7 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
         tile_gradients(config, refs, i, j)
         token_gradients(config, refs, i, factor)
         for c in range(0 if refs.gq is None else refs.gq.shape[0]):
-            existing(refs.gq_acc)[i, c : c + 1, :] += jnp.sum(existing(refs.gq)[c], axis=0, keepdims=True)
+            not_none(refs.gq_acc)[i, c : c + 1, :] += jnp.sum(not_none(refs.gq)[c], axis=0, keepdims=True)
 
     @pl.when(last_i)
     def _() -> None:
@@ -383,13 +399,13 @@ def gradient_kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Re
         if refs.dq_acc is not None:
             refs.dq[0] = (refs.dq_acc[i] * factor).astype(refs.dq.dtype)
         if refs.gq is not None:
-            existing(refs.dwq)[0, : refs.gq.shape[0]] = existing(refs.gq_acc)[i]
+            not_none(refs.dwq)[0, : refs.gq.shape[0]] = not_none(refs.gq_acc)[i]
 
     @pl.when(last_i & last_j)
     def _() -> None:
         for out, static in ((refs.dstatic_pre, refs.gstatic_pre), (refs.dstatic_post, refs.gstatic_post)):
             if static is not None:
-                existing(out)[0] = static[...]
+                not_none(out)[0] = static[...]
 
 
 def clear(*refs: Ref | None) -> None:
@@ -403,19 +419,19 @@ def write_key_gradients(refs: GradientRefs, factor: float) -> None:
     """Write the accumulated gradients of a key block to the outputs."""
     if refs.dk_acc is not None:
         refs.dk[0, : refs.dk_acc.shape[1]] = (refs.dk_acc[...] * factor).astype(refs.dk.dtype).T
-        refs.dv[0, : refs.dk_acc.shape[1]] = existing(refs.dv_acc)[...].astype(refs.dv.dtype).T
+        refs.dv[0, : refs.dk_acc.shape[1]] = not_none(refs.dv_acc)[...].astype(refs.dv.dtype).T
     if refs.gk is not None:
-        existing(refs.dwk)[0, : refs.gk.shape[0], : refs.gk.shape[1]] = refs.gk[...]
+        not_none(refs.dwk)[0, : refs.gk.shape[0], : refs.gk.shape[1]] = refs.gk[...]
 
 
 def write_matrix_gradients(config: KernelConfig, refs: GradientRefs) -> None:
     """Write the gradients of key-wise weights of a key block, and add those of static weights, from `refs.dmix_…`."""
-    if refs.wk is not None and refs.wk_rows is not None:
-        transpose_key_weights(refs.wk, refs.wk_rows)
+    if refs.wk is not None and refs.wk_cur is not None:
+        transpose_key_weights(refs.wk, refs.wk_cur)
     composes = (config.pre, refs.dmix_pre, refs.gstatic_pre), (config.post, refs.dmix_post, refs.gstatic_post)
     for layout, packed, static in composes:
         if layout is not None and packed is not None:
             blocks = packed.at[: packed.shape[0] - 1]
-            matrix_gradients(config, layout, blocks, refs.wk_rows, refs.dwk_rows, static, 0, add_static=True)
+            matrix_gradients(config, layout, blocks, refs.wk_cur, refs.dwk_rows, static, 0, add_static=True)
     if refs.dwk_rows is not None:
-        existing(refs.dwk)[0] = refs.dwk_rows[...].T[: config.block_k]
+        not_none(refs.dwk)[0] = refs.dwk_rows[...].T[: config.block_k]

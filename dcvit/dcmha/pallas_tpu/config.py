@@ -114,7 +114,7 @@ class KernelConfig(NamedTuple):
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
-    examples: int  # examples of a block; their tokens are interleaved, if it is more than one
+    interleave: int  # examples of a block; their tokens are interleaved, if it is more than one
     mix_keys: int  # keys of a block whose heads one matrix product mixes; 0 if vector units mix them
     compiled: bool  # for a TPU; interpreters support neither loads with a stride nor the packing of halves of words
 
@@ -127,7 +127,7 @@ class KernelConfig(NamedTuple):
     @property
     def token_dtype(self) -> np.dtype[Any]:
         """Dtype of arrays of tokens in HBM; a row of interleaved tokens can be read in 32 bits only."""
-        return np.dtype(np.float32) if self.examples > 1 else self.dtype
+        return np.dtype(np.float32) if self.interleave > 1 else self.dtype
 
     @property
     def is_single_tile(self) -> bool:
@@ -278,11 +278,11 @@ def block_specs(
             block = (1, config.block_q // LANES, *x.shape[2:])
             return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))
         if name in ("lse", "delta"):
-            block = (config.examples, x.shape[1], config.block_q)
+            block = (config.interleave, x.shape[1], config.block_q)
             return pl.BlockSpec(block, lambda b, *n: (b, 0, query_block(*n)))
         if name == "mask":
             per_example = int(x.shape[0] > 1)
-            block = (config.examples if per_example else 1, config.block_k, config.block_q)
+            block = (config.interleave if per_example else 1, config.block_k, config.block_q)
             return pl.BlockSpec(block, lambda b, *n: (b * per_example, keys(*n), query_block(*n)))
         return pl.BlockSpec(memory_space=pltpu.SMEM)
 

@@ -24,7 +24,15 @@ from dcvit.dcmha.pallas_tpu.config import (
     query_spec,
 )
 from dcvit.dcmha.pallas_tpu.matrices import with_matrices
-from dcvit.dcmha.pallas_tpu.strips import Strip, broadcast_scratch, mix, mixed_scratch, over_strips, stack, visible
+from dcvit.dcmha.pallas_tpu.strips import (
+    Strip,
+    broadcast_scratch,
+    key_wise_product,
+    mixed_scratch,
+    over_strips,
+    stack,
+    visible,
+)
 from dcvit.dcmha.pallas_tpu.tile import (
     StoredPlanes,
     TileRefs,
@@ -37,7 +45,7 @@ from dcvit.dcmha.pallas_tpu.tile import (
     strip_compose,
     strip_rows,
 )
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,9 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
         return StoredPlanes(lambda h: split(refs.x[slot, h, strip.rows, queries]), config.heads)
 
     def product(strip: Strip, out: Ref) -> None:
-        mix(config, refs, refs.mix_pre, stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0])
+        key_wise_product(
+            config, refs, refs.mix_pre, stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0]
+        )
 
     def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
         for queries in queries_together(config):
@@ -118,11 +128,11 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
     def product(strip: Strip, out: Ref) -> None:
         for h in range(config.heads):
             out[1, strip_rows(config, h), :] = join(weights(strip, h, slice(0, config.block_q)))
-        mix(config, refs, refs.mix_post, out[1].astype(config.operand_dtype), strip, out.at[0])
+        key_wise_product(config, refs, refs.mix_post, out[1].astype(config.operand_dtype), strip, out.at[0])
 
     def computed(strip: Strip, buffers: Sequence[Ref | None], queries: slice) -> Sequence[Array]:
         if config.mix_keys:
-            return StoredPlanes(lambda h: existing(buffers[1])[:, strip_rows(config, h), queries], config.heads)
+            return StoredPlanes(lambda h: not_none(buffers[1])[:, strip_rows(config, h), queries], config.heads)
         return [weights(strip, h, queries) for h in range(config.heads)]
 
     def compose_weights(strip: Strip, buffers: Sequence[Ref | None]) -> None:
@@ -160,7 +170,7 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
         compute_output(config, refs, slot)
         return
     attended = j <= config.last_key_block(i)
-    acc = existing(refs.acc)
+    acc = not_none(refs.acc)
 
     @pl.when((phase == 0) & (step == 0))
     def _() -> None:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig, Which, key_spec
 from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, transpose_key_weights
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,21 +32,21 @@ class MatrixRefs:
     mix_post: Ref | None = None
     mix_pre_back: Ref | None = None
     mix_post_back: Ref | None = None
-    wk_rows: Ref | None = None  # key-wise weights, (columns + 8, keys)
+    wk_cur: Ref | None = None  # key-wise weights, (columns + 8, keys)
 
 
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
     """Compute the matrices of a block of keys; grid index (b, j)."""
     refs = MatrixRefs(**dict(zip(names, arguments, strict=True)))
     if refs.wk is not None:
-        transpose_key_weights(refs.wk, existing(refs.wk_rows))
+        transpose_key_weights(refs.wk, not_none(refs.wk_cur))
     composes: tuple[Which, ...] = ("pre", "post")
     for which in composes:
         for suffix in ("", "_back"):
             out = getattr(refs, f"mix_{which}{suffix}")
             if out is not None:
                 static = refs.static_pre if which == "pre" else refs.static_post
-                mixing.build(config, which, refs.wk_rows, static, out.at[0], transposed=bool(suffix))
+                mixing.build(config, which, refs.wk_cur, static, out.at[0], transposed=bool(suffix))
 
 
 def with_matrices(
@@ -78,7 +78,7 @@ def matrices(
     if "wk" in inputs:
         columns = inputs["wk"].shape[2]
         specs["wk"] = key_spec(config, columns, lambda j: j)
-        scratch["wk_rows"] = key_rows_scratch(columns)
+        scratch["wk_cur"] = key_rows_scratch(columns)
     block = mixing.rows_shape(config)
     shape = (batch, config.blocks_k * block.shape[0], *block.shape[1:])
     results = pl.pallas_call(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv, round_up
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, Index, KernelConfig, Which
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 def rows_shape(config: KernelConfig) -> jax.ShapeDtypeStruct:
@@ -68,21 +68,21 @@ def build(
         twice, to both halves of a 32-bit word.
       transposed: build the matrices of the transposed compose.
     """
-    layout = existing(config.pre if which == "pre" else config.post)
+    layout = not_none(config.pre if which == "pre" else config.post)
     keys, heads = config.mix_keys, config.heads
     per_register, blocks = LANES // keys, out.shape[0]
     for first in range(0, heads, SUBLANES):
         for start in range(cdiv(blocks, per_register)):
             columns = slice(start * LANES, (start + 1) * LANES)
             planes = _planes(config, layout, wk, static, first, columns, transposed)
-            by_block = [swap_blocks(config, planes[n : n + per_register]) for n in range(0, heads, per_register)]
+            by_block = [transpose_blocks(config, planes[n : n + per_register]) for n in range(0, heads, per_register)]
             for b in range(start * per_register, min((start + 1) * per_register, blocks)):
                 for n in range(0, heads, per_register):
                     x, lanes = by_block[n // per_register][b % per_register], slice(n * keys, n * keys + LANES)
-                    out[b, first : first + SUBLANES, lanes] = _twice(config, x) if config.rounded else x
+                    out[b, first : first + SUBLANES, lanes] = pack_bf16_twice(config, x) if config.rounded else x
 
 
-def swap_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
+def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
     """Return registers whose block c of `mix_keys` lanes, in register r, is block r of register c of `some`.
 
     Missing registers are zeros. Registers of 16 blocks are swapped in pairs whose numbers differ in one bit, which
@@ -121,24 +121,24 @@ def _planes(
         ours, theirs = (down, up) if transposed else (up, down)
         for r in range(layout.key_rank):
             start = ours + r * heads + first
-            rows = existing(wk)[start : start + SUBLANES, columns]
+            rows = not_none(wk)[start : start + SUBLANES, columns]
             for h in range(heads):
                 one = theirs + r * heads + h
-                found[h] = found[h] + rows * existing(wk)[one : one + 1, columns]
+                found[h] = found[h] + rows * not_none(wk)[one : one + 1, columns]
     if gate is not None:
         for h in range(first, min(first + SUBLANES, heads)):
-            found[h] = jnp.where(head == h, found[h] + existing(wk)[gate + h : gate + h + 1, columns], found[h])
+            found[h] = jnp.where(head == h, found[h] + not_none(wk)[gate + h : gate + h + 1, columns], found[h])
     found = [x * layout.skip_factor for x in found] if layout.skip_factor != 1 else found
     for h in range(heads) if layout.has_static else ():
         for n in range(h - h % per_group, h - h % per_group + per_group):
-            weight = existing(static)[(n, h % per_group) if transposed else (h, n % per_group)]
+            weight = not_none(static)[(n, h % per_group) if transposed else (h, n % per_group)]
             found[h] = jnp.where(head == n, found[h] + weight, found[h])
     if config.groups == 1:
         return found
     return [jnp.where(jax.lax.div(head, per_group) == h // per_group, x, 0.0) for h, x in enumerate(found)]
 
 
-def _twice(config: KernelConfig, x: Array) -> Array:
+def pack_bf16_twice(config: KernelConfig, x: Array) -> Array:
     """Round to bfloat16 and return words with the result in both halves."""
     if config.compiled:
         words: Array = pltpu.pack_elementwise([x, x], packed_dtype=jnp.bfloat16)

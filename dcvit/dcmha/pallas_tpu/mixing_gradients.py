@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
-from dcvit.dcmha.pallas_tpu.mixing import swap_blocks, width
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.pallas_tpu.mixing import transpose_blocks, width
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 def positions() -> tuple[Array, Array]:
@@ -51,10 +51,10 @@ def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = Fal
             out[half, :, lanes] = out[half, :, lanes] + packed if add else packed
 
 
-def turned(x: Array, lane: Array, *, back: bool = False) -> Array:
-    """Move sublane n of each lane s to sublane (n + s) mod 8, or back."""
+def rotate_sublanes(x: Array, lane: Array, *, inverse: bool = False) -> Array:
+    """Move sublane n of each lane s to sublane (n + s) mod 8, or with `inverse` back."""
     for bit in (1, 2, 4):
-        x = jnp.where(lane & bit != 0, pltpu.roll(x, SUBLANES - bit if back else bit, axis=0), x)
+        x = jnp.where(lane & bit != 0, pltpu.roll(x, SUBLANES - bit if inverse else bit, axis=0), x)
     return x
 
 
@@ -69,7 +69,7 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
     group = jax.lax.div(half * SUBLANES + ((sublane - lane) & (SUBLANES - 1)), per_group)
     planes = []
     for start in range(0, packed.shape[3], LANES):
-        planes += swap_blocks(config, [packed[b, half, :, start : start + LANES] for b in blocks])
+        planes += transpose_blocks(config, [packed[b, half, :, start : start + LANES] for b in blocks])
     planes = planes[: config.heads]
     if config.groups == 1:
         return planes
@@ -95,10 +95,10 @@ def matrix_gradients(
     for half in range(packed.shape[1]):
         planes = head_planes(config, packed, half, tile)
         if layout.key_rank or layout.key.gate is not None:
-            _key_wise(config, layout, planes, half, tile, existing(weights), existing(out))
+            _key_wise(config, layout, planes, half, tile, not_none(weights), not_none(out))
         if static is not None:
             for h, plane in enumerate(planes):
-                by_output = turned(plane, positions()[1], back=True)
+                by_output = rotate_sublanes(plane, positions()[1], inverse=True)
                 register = h * packed.shape[1] + half
                 static[register] = static[register] + by_output if add_static else by_output
 
@@ -115,22 +115,22 @@ def _key_wise(
         return slice(start + first, start + first + count)
 
     for r in range(layout.key_rank):
-        down, up = existing(layout.key.down) + r * heads, existing(layout.key.up) + r * heads
+        down, up = not_none(layout.key.down) + r * heads, not_none(layout.key.up) + r * heads
         k2 = weights[some_rows(up), columns]
         if count < SUBLANES:
             k2 = jnp.concatenate([k2, jnp.zeros((SUBLANES - count, LANES), jnp.float32)])
-        k2, dk2 = turned(k2, lane), jnp.zeros((SUBLANES, LANES), jnp.float32)
+        k2, dk2 = rotate_sublanes(k2, lane), jnp.zeros((SUBLANES, LANES), jnp.float32)
         for h, plane in enumerate(planes):
             dk1 = jnp.sum(plane * k2, axis=0, keepdims=True) * layout.skip_factor
             row = slice(down + h, down + h + 1)
             out[row, columns] = out[row, columns] + dk1 if half else dk1
             dk2 = dk2 + plane * weights[row, columns]
-        out[some_rows(up), columns] = turned(dk2, lane, back=True)[:count]
+        out[some_rows(up), columns] = rotate_sublanes(dk2, lane, inverse=True)[:count]
     if layout.key.gate is not None:
         gate = jnp.zeros((SUBLANES, LANES), jnp.float32)
         for h in range(first, first + count):
             gate = jnp.where((sublane - h - lane) & (SUBLANES - 1) == 0, planes[h], gate)
-        out[some_rows(layout.key.gate), columns] = turned(gate, lane, back=True)[:count]
+        out[some_rows(layout.key.gate), columns] = rotate_sublanes(gate, lane, inverse=True)[:count]
 
 
 def static_gradients(config: KernelConfig, x: Array) -> Array:

@@ -70,7 +70,7 @@ def compose_layouts(
 def token_array(config: KernelConfig, x: Array, block: int) -> Array:
     """Return tokens (B N H D) as the kernels read them: (B, T, H·D) padded to blocks, or interleaved (T, B, H·D)."""
     x = x.reshape(*x.shape[:2], -1)
-    if config.examples > 1:
+    if config.interleave > 1:
         return interleave(x.astype(config.token_dtype))
     return jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % block), (0, 0)))
 
@@ -81,7 +81,7 @@ def query_array(config: KernelConfig, x: Array) -> Array:
     A kernel of one example reads and writes them with a column for each query, (B, H·D, T) padded to blocks, because
     queries lie along the lanes of its tiles.
     """
-    if config.examples > 1:
+    if config.interleave > 1:
         return token_array(config, x, config.block_q)
     x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q)))
@@ -89,7 +89,7 @@ def query_array(config: KernelConfig, x: Array) -> Array:
 
 def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
     """Return what a kernel has written for queries in the shape and dtype of `like`, (B T H D)."""
-    if config.examples > 1:
+    if config.interleave > 1:
         return from_token_array(config, x, like)
     batch, length, *rest = like.shape
     return jnp.transpose(x[:, :, :length].reshape(batch, *rest, length), (0, 3, 1, 2)).astype(like.dtype)
@@ -106,7 +106,7 @@ def interleave(x: Array) -> Array:
 
 def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     """Return tokens that a kernel has written in the shape and dtype of `like`, (B N H D)."""
-    if config.examples > 1:
+    if config.interleave > 1:
         x = jax.lax.optimization_barrier(x.swapaxes(0, 1))
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
@@ -143,11 +143,11 @@ def _pack_side(
         return None
     dtype = common_dtype(columns)
     missing = -sum(x.shape[2] for x in columns) % LANES
-    if config.examples > 1:
+    if config.interleave > 1:
         columns.append(jnp.zeros((*columns[-1].shape[:2], missing), dtype))
     # Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
     x = jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
-    if config.examples > 1:
+    if config.interleave > 1:
         return interleave(x)
     if side == "k" and config.mix_keys:
         return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing)))
@@ -179,7 +179,7 @@ def unpack(
         if f"dw{side}" not in grads:
             continue
         by_token = grads[f"dw{side}"]
-        if config.examples > 1:
+        if config.interleave > 1:
             by_token = jax.lax.optimization_barrier(by_token.swapaxes(0, 1))
         elif side == "q":
             by_token = by_token.swapaxes(1, 2)

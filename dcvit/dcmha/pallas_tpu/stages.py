@@ -19,23 +19,23 @@ from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, KernelConfig, Which
 from dcvit.dcmha.pallas_tpu.strips import Strip, stack, visible
 from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, StripCompose, TileRefs, dot, join, split
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
-Work: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[], None]
 OnBlock: TypeAlias = Callable[[int], None]
 
 AHEAD = 2  # blocks of keys between a matrix product and the vector operations that need it
 GROUP = 4  # blocks of keys whose sums are computed together
 
 
-def perform(work: Sequence[Work]) -> None:
+def run_all(work: Sequence[Task]) -> None:
     """Perform all work, one after the other."""
     for some in work:
         some()
 
 
 def run_stage(
-    config: KernelConfig, products: OnBlock, vectors: OnBlock, work: Sequence[Work] = (),
+    config: KernelConfig, products: OnBlock, vectors: OnBlock, work: Sequence[Task] = (),
     sums: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
     """Visit all blocks of keys.
@@ -55,7 +55,7 @@ def run_stage(
         if b < 0:
             continue
         due = len(work) * min(b + 1, spread) // spread
-        perform(work[done:due])
+        run_all(work[done:due])
         done = due
         vectors(b)
         if sums and (b % GROUP == GROUP - 1 or b == blocks - 1):
@@ -114,12 +114,12 @@ def save(config: KernelConfig, some: Sequence[Array], out: Ref, b: int, queries:
         out[h, keys_of(config, b), queries] = join(x)
 
 
-def mix(
+def key_wise_product(
     config: KernelConfig, refs: TileRefs, matrices: Ref | None, some: Sequence[Array], out: Ref, b: int, queries: slice
 ) -> None:
     """Write the key-wise part of a compose of `some` planes to a ring, if there is one."""
     if matrices is not None:
-        matrix = mixing.block(config, matrices, existing(refs.diagonal), b)
+        matrix = mixing.block(config, matrices, not_none(refs.diagonal), b)
         out[slot(b), :, queries] = dot(matrix, stack(config, some), (1, 0))
 
 

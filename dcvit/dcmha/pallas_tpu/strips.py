@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig, Rows, Which
 from dcvit.dcmha.pallas_tpu.tile import TileRefs, dot, join, split
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 class Strip(NamedTuple):
@@ -39,9 +39,9 @@ def broadcast_columns(
     """Broadcast the key-wise weights of one compose for the keys `rows` over the lanes of `out`."""
     if layout is None or not layout.key_runs:
         return
-    x = existing(wk)[0, rows, :]
+    x = not_none(wk)[0, rows, :]
     for n, c in enumerate(layout.key_columns(rounded=config.rounded)):
-        existing(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
+        not_none(out)[n] = jnp.broadcast_to(x[:, c : c + 1], (x.shape[0], LANES))
 
 
 def over_strips(
@@ -63,7 +63,7 @@ def over_strips(
     number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
     """
     if config.mix_keys:
-        over_mixed_strips(config, existing(refs.mixed), body, product, overlapped)
+        over_mixed_strips(config, not_none(refs.mixed), body, product, overlapped)
         return
     unroll = config.strips_per_step
     layouts = {"pre": (config.pre, refs.broadcast_pre), "post": (config.post, refs.broadcast_post)}
@@ -134,11 +134,13 @@ def over_mixed_strips(
     jax.lax.fori_loop(0, steps(config) // 2, two_steps, None)
 
 
-def mix(config: KernelConfig, refs: TileRefs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref) -> None:
+def key_wise_product(
+    config: KernelConfig, refs: TileRefs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref
+) -> None:
     """Write the product of the matrices of a strip with the `stack` of all heads to `out`, if there are matrices."""
     if matrices is not None:
         number = jnp.minimum(strip.number, matrices.shape[1] - 1)
-        matrix = mixing.block(config, matrices.at[0], existing(refs.diagonal), number)
+        matrix = mixing.block(config, matrices.at[0], not_none(refs.diagonal), number)
         out[...] = dot(matrix, operand, (1, 0))
 
 

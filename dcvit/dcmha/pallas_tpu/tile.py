@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, KernelConfig, Rows, Which
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
 class HiddenPlanes(NamedTuple):
@@ -54,13 +54,13 @@ class TileRefs:
     mix_post_back: Ref | None = None
     diagonal: Ref | None = None  # bits of their diagonals
     mixed: Ref | None = None  # planes of the strips in work, see `dcvit.dcmha.pallas_tpu.strips.mixed_scratch`
-    q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.examples`
+    q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.interleaved`
     k_tile: Ref | None = None
     v_tile: Ref | None = None
     wq_tile: Ref | None = None
     wk_tile: Ref | None = None
     wq_rows: Ref | None = None  # weights of one example, see `dcvit.dcmha.pallas_tpu.weights`
-    wk_rows: Ref | None = None
+    wk_cur: Ref | None = None
 
 
 def total(terms: Sequence[Array]) -> Array:
@@ -103,14 +103,14 @@ class StripCompose:
 
     def query_weight(self, start: int, index: int) -> Array:
         """Return packed row `start` + `index` of the query-wise weights, (1, 8, Bq)."""
-        rows = existing(self.rows)
+        rows = not_none(self.rows)
         row = slice(start + index, start + index + 1)
         parts = [jnp.broadcast_to(rows[0, n, row, :], (8, LANES)) for n in range(rows.shape[1])]
         return jnp.concatenate(parts, axis=-1)[None]
 
     def key_weight(self, start: int, index: int) -> Array:
         """Return packed column `start` + `index` of the key-wise weights, (strip/8, 8, Bq)."""
-        broadcast = existing(self.broadcast)
+        broadcast = not_none(self.broadcast)
         if self.config.rounded:
             n, is_upper = self.layout.key_word(start + index)
             word = broadcast[n] & jnp.int32(-65536) if is_upper else broadcast[n] << 16
@@ -121,7 +121,7 @@ class StripCompose:
 
     def static_weight(self, n: int, h: int) -> Array:
         """Return the weight of W_b from head `n` to head `h` of the same group."""
-        return existing(self.static_ref)[n, h % self.per_group]
+        return not_none(self.static_ref)[n, h % self.per_group]
 
     def group(self, index: int) -> range:
         """Return the heads of a group."""
@@ -137,7 +137,7 @@ class StripCompose:
             x = a[n]
             for (get, start, _), planes in zip(sides, found, strict=True):
                 for r, by_group in enumerate(planes):
-                    term = x * get(existing(start) + r * heads, n)
+                    term = x * get(not_none(start) + r * heads, n)
                     if n % self.per_group == 0:
                         by_group.append(term)
                     else:
@@ -153,7 +153,7 @@ class StripCompose:
             terms.append(self.key_weight(self.layout.key.gate, h))
         return total(terms) if terms else None
 
-    def mix(
+    def compose_planes(
         self, a: Sequence[Array], hidden: HiddenPlanes, query_start: int | None, key_start: int | None,
         *, transposed: bool,
     ) -> Iterator[Array]:  # fmt: skip
@@ -183,19 +183,19 @@ class StripCompose:
         """Return the composition of the heads `a`, one after the other, and its hidden planes."""
         query, key = self.layout.query, self.layout.key
         hidden = self.hidden(a, query.down, key.down)
-        return self.mix(a, hidden, query.up, key.up, transposed=False), hidden
+        return self.compose_planes(a, hidden, query.up, key.up, transposed=False), hidden
 
     def transposed(self, g: Sequence[Array]) -> tuple[Iterator[Array], HiddenPlanes]:
         """Return the gradient of the compose's input from the gradient `g` of its output, and its hidden planes."""
         query, key = self.layout.query, self.layout.key
         hidden = self.hidden(g, query.up, key.up)
-        return self.mix(g, hidden, query.down, key.down, transposed=True), hidden
+        return self.compose_planes(g, hidden, query.down, key.down, transposed=True), hidden
 
     def save_hidden(self, hidden: HiddenPlanes, out: Ref | None, rows: Rows) -> None:
         """Write hidden planes to `out`, (planes, Bk, Bq), ordered by side, rank and group."""
         planes = [plane for side in hidden for by_group in side for plane in by_group]
         for n, plane in enumerate(planes):
-            existing(out)[n, rows, :] = join(plane)
+            not_none(out)[n, rows, :] = join(plane)
 
 
 def strip_compose(
@@ -214,7 +214,7 @@ def strip_compose(
     registers = slice(queries.start // LANES, queries.stop // LANES)
     rows = None if refs.wq is None else refs.wq.at[:, registers]
     if config.mix_keys:
-        mixed = existing(buffer).at[:, :, queries] if layout.mixes else None
+        mixed = not_none(buffer).at[:, :, queries] if layout.mixes else None
         return StripCompose(config, layout.query_only(), rows, mixed=mixed)
     return StripCompose(config, layout, rows, buffer, static_ref)
 

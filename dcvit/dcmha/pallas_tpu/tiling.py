@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import round_up
-from dcvit.dcmha.pallas_tpu import backward_examples, mixing
+from dcvit.dcmha.pallas_tpu import backward_interleaved, mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
 from dcvit.dcmha.pallas_tpu.packing import compose_layouts
 from dcvit.dcmha.pallas_tpu.strips import mixed_scratch
@@ -162,7 +162,7 @@ def make_config(
                 heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0, queries=queries,
                 keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
                 strips_per_step=together, causal=causal, window=window, scale=float(scale), pre=layout_pre,
-                post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, examples=1,
+                post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, interleave=1,
                 mix_keys=0, compiled=True,
             )  # fmt: skip
             found.append(config)
@@ -180,5 +180,5 @@ def interleaved(config: KernelConfig, batch: int) -> KernelConfig:
     )
     if not (config.is_single_tile and whole and keys):
         return config
-    found = config._replace(examples=SUBLANES, mix_keys=keys, block_k=round_up(config.keys, keys))
-    return found if backward_examples.vmem_bytes(found) + COMPILER_BYTES <= config.vmem_bytes else config
+    found = config._replace(interleave=SUBLANES, mix_keys=keys, block_k=round_up(config.keys, keys))
+    return found if backward_interleaved.vmem_bytes(found) + COMPILER_BYTES <= config.vmem_bytes else config

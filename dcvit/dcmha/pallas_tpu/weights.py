@@ -99,7 +99,7 @@ def _column(x: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
 
 
-def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref | None, wk_rows: Ref | None) -> None:
+def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref | None, wk_cur: Ref | None) -> None:
     """Transpose the weights of an example: query-wise ones for loads of rows, key-wise ones for `mixing.build`.
 
     Args:
@@ -107,16 +107,16 @@ def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref |
       wq: query-wise weights, (columns/128, Bq, 128).
       wq_rows: the result for `wq`, scaled, (1, Bq/128, columns, 128).
       wk: key-wise weights, (columns/128, keys, 128).
-      wk_rows: the result for `wk`, (columns + 8, keys).
+      wk_cur: the result for `wk`, (columns + 8, keys).
     """
     if wq is not None and wq_rows is not None:
         for start in range(0, packed_columns(config, "q"), LANES):
             x = scaled(config, wq[start // LANES], "q", start)
             for n in range(wq_rows.shape[1]):
                 wq_rows[0, n, start : start + LANES] = x[n * LANES : (n + 1) * LANES].T
-    if wk is not None and wk_rows is not None:
+    if wk is not None and wk_cur is not None:
         for start in range(0, packed_columns(config, "k"), LANES):
-            wk_rows[start : start + LANES] = wk[start // LANES].T
+            wk_cur[start : start + LANES] = wk[start // LANES].T
 
 
 def transpose_key_weights(wk: Ref, out: Ref) -> None:

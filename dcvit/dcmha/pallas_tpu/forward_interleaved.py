@@ -21,20 +21,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, round_up
-from dcvit.dcmha.pallas_tpu import examples, mixing
+from dcvit.dcmha.pallas_tpu import interleaved, mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, block_specs
 from dcvit.dcmha.pallas_tpu.stages import (
-    Work,
+    Task,
     add_mixed,
+    key_wise_product,
     keys_of,
-    mix,
     operand_scratch,
-    perform,
     planes,
     queries_of,
     query_compose,
     ring,
     ring_planes,
+    run_all,
     run_stage,
     save,
     save_operand,
@@ -43,7 +43,7 @@ from dcvit.dcmha.pallas_tpu.stages import (
 )
 from dcvit.dcmha.pallas_tpu.tile import TileRefs, dot, join, split
 from dcvit.dcmha.pallas_tpu.weights import rows_of
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 TOKENS = ("q", "k", "v", "wq", "wk")  # inputs with an axis of tokens
 
@@ -69,18 +69,18 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
     refs = ExampleRefs(**dict(zip(names, arguments, strict=True)))
     for name in TOKENS:
         if getattr(refs, name) is not None:
-            examples.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
+            interleaved.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
     if refs.diagonal is not None:
         mixing.write_diagonal(config, refs.diagonal)
-    perform(score_work(config, refs, 0))
-    jax.lax.fori_loop(0, config.examples, lambda e, _: attend(config, refs, e), None)
-    perform(output_work(config, refs, config.examples - 1))
+    run_all(score_tasks(config, refs, 0))
+    jax.lax.fori_loop(0, config.interleave, lambda e, _: attend(config, refs, e), None)
+    run_all(output_tasks(config, refs, config.interleave - 1))
 
 
 def attend(config: KernelConfig, refs: ExampleRefs, e: Index) -> None:
     """Compute the attention weights of example `e`, the output of the previous one and the scores of the next one."""
-    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
-    work: list[Work] = [functools.partial(prepare_post, config, refs), *output_work(config, refs, previous)]
+    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.interleave - 1)
+    work: list[Task] = [functools.partial(prepare_post, config, refs), *output_tasks(config, refs, previous)]
     run_stage(
         config,
         lambda b: pre_products(config, refs, b),
@@ -89,14 +89,14 @@ def attend(config: KernelConfig, refs: ExampleRefs, e: Index) -> None:
         lambda b, count: update_statistics(config, refs, b, count),
     )
     finish_statistics(config, refs, e)
-    work = score_work(config, refs, following)
+    work = score_tasks(config, refs, following)
     run_stage(config, lambda b: post_products(config, refs, b), lambda b: post_vectors(config, refs, b), work)
 
 
 def pre_products(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
     """Compute the key-wise part of the pre-compose of a block."""
     for queries in queries_of(config):
-        mix(config, refs, refs.mix_pre, planes(config, refs.x, b, queries), refs.mixed, b, queries)
+        key_wise_product(config, refs, refs.mix_pre, planes(config, refs.x, b, queries), refs.mixed, b, queries)
 
 
 def pre_vectors(config: KernelConfig, refs: ExampleRefs, e: Index, b: int) -> None:
@@ -142,7 +142,7 @@ def post_products(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
         p = [jnp.exp2(x - refs.m[h, :, queries][None]) for h, x in enumerate(y)]
         for h, plane in enumerate(p):
             refs.p[slot(b), keys_of(config, h), queries] = join(plane)
-        mix(config, refs, refs.mix_post, p, refs.mixed, b, queries)
+        key_wise_product(config, refs, refs.mix_post, p, refs.mixed, b, queries)
 
 
 def post_vectors(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
@@ -155,25 +155,25 @@ def post_vectors(config: KernelConfig, refs: ExampleRefs, b: int) -> None:
         save_operand(config, w, refs.w, b, queries)
 
 
-def score_work(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Work]:
+def score_tasks(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Task]:
     """Return the work that precedes the first stage of an example: its scores, and the weights of the pre-compose."""
 
     def tokens() -> None:
-        examples.read(config, refs.q, e, existing(refs.q_tile))
-        examples.read(config, refs.k, e, existing(refs.k_tile))
+        interleaved.read(config, refs.q, e, not_none(refs.q_tile))
+        interleaved.read(config, refs.k, e, not_none(refs.k_tile))
 
     def weights() -> None:
         for source, tile in ((refs.wq, refs.wq_tile), (refs.wk, refs.wk_tile)):
             if source is not None:
-                examples.read(config, source, e, existing(tile))
-        rows_of(config, refs.wq_tile, refs.wq_rows, refs.wk_tile, refs.wk_rows)
+                interleaved.read(config, source, e, not_none(tile))
+        rows_of(config, refs.wq_tile, refs.wq_rows, refs.wk_tile, refs.wk_cur)
         if refs.mix_pre is not None:
-            mixing.build(config, "pre", refs.wk_rows, refs.static_pre, refs.mix_pre)
+            mixing.build(config, "pre", refs.wk_cur, refs.static_pre, refs.mix_pre)
 
     def scores(h: int) -> None:
-        keys, queries = existing(refs.k_tile), existing(refs.q_tile)
+        keys, queries = not_none(refs.k_tile), not_none(refs.q_tile)
         refs.x[h] = dot(
-            examples.columns(keys, config.key_lanes(h)), examples.columns(queries, config.query_lanes(h)), (1, 1)
+            interleaved.columns(keys, config.key_lanes(h)), interleaved.columns(queries, config.query_lanes(h)), (1, 1)
         )
 
     return [tokens, *(functools.partial(scores, h) for h in range(config.heads)), weights]
@@ -182,19 +182,19 @@ def score_work(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Work]:
 def prepare_post(config: KernelConfig, refs: ExampleRefs) -> None:
     """Prepare the weights of the post-compose, before those of the next example replace their source."""
     if refs.wq_late is not None:
-        refs.wq_late[...] = existing(refs.wq_rows)[...]
+        refs.wq_late[...] = not_none(refs.wq_rows)[...]
     if refs.mix_post is not None:
-        mixing.build(config, "post", refs.wk_rows, refs.static_post, refs.mix_post)
+        mixing.build(config, "post", refs.wk_cur, refs.static_post, refs.mix_post)
 
 
-def output_work(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Work]:
+def output_tasks(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Task]:
     """Return the work of computing the output of an example, in parts of complete registers of its columns."""
-    v, together = existing(refs.v_tile), math.lcm(config.head_dim, LANES) // config.head_dim
+    v, together = not_none(refs.v_tile), math.lcm(config.head_dim, LANES) // config.head_dim
 
     def part(first: int) -> None:
         heads = range(first, min(first + together, config.heads))
         start = config.key_lanes(heads[0]).start
-        rows = examples.columns(v, slice(start, config.key_lanes(heads[-1]).stop)).T
+        rows = interleaved.columns(v, slice(start, config.key_lanes(heads[-1]).stop)).T
         out = []
         for h in heads:
             lanes = config.key_lanes(h)
@@ -202,18 +202,18 @@ def output_work(config: KernelConfig, refs: ExampleRefs, e: Index) -> list[Work]
             parts = [dot(values, refs.w[h, n], (1, 0)) for n in range(refs.w.shape[1])]
             out.append(jnp.concatenate(parts, axis=1))
         lanes = slice(config.query_lanes(heads[0]).start, config.query_lanes(heads[-1]).stop)
-        examples.write(config, refs.o, e, lanes, jnp.concatenate(out, axis=0).T)
+        interleaved.write(config, refs.o, e, lanes, jnp.concatenate(out, axis=0).T)
 
     parts = [functools.partial(part, first) for first in range(0, config.heads, together)]
-    return [lambda: examples.read(config, refs.v, e, v), *parts]
+    return [lambda: interleaved.read(config, refs.v, e, v), *parts]
 
 
 def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads, (T B H·D), and each row's log-sum-exp, (B H T) in units of log 2."""
-    inputs = {name: examples.view(x) if name in TOKENS else x for name, x in inputs.items()}
+    inputs = {name: interleaved.view(x) if name in TOKENS else x for name, x in inputs.items()}
     rest = block_specs(config, {name: x for name, x in inputs.items() if name not in TOKENS}, lambda: 0, lambda: 0)
-    specs = {name: examples.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
-    lse = (config.examples, config.heads, config.block_q)
+    specs = {name: interleaved.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
+    lse = (config.interleave, config.heads, config.block_q)
     blocks, scratch = inputs["q"].shape[1], scratch_shapes(config, inputs)
     out, sums = pl.pallas_call(
         functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
@@ -222,14 +222,14 @@ def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret
         out_specs=[specs["q"], pl.BlockSpec(lse, lambda b: (b, 0, 0))],
         out_shape=[
             jax.ShapeDtypeStruct(inputs["q"].shape, jnp.float32),
-            jax.ShapeDtypeStruct((blocks * config.examples, *lse[1:]), jnp.float32),
+            jax.ShapeDtypeStruct((blocks * config.interleave, *lse[1:]), jnp.float32),
         ],
         scratch_shapes=list(scratch.values()),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=config.vmem_bytes),
         interpret=interpret,
         name="dcmha_forward",
     )(*inputs.values())
-    return examples.unview(out), sums
+    return interleaved.unview(out), sums
 
 
 def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, pl.MemoryRef]:
@@ -239,16 +239,16 @@ def scratch_shapes(config: KernelConfig, inputs: dict[str, Array]) -> dict[str, 
     found = {name: pltpu.VMEM((heads, keys, queries), jnp.float32) for name in ("x", "y")}
     found |= {name: pltpu.VMEM((heads, SUBLANES, queries), jnp.float32) for name in ("m", "sums")}
     found |= {"w": operand_scratch(config), "p": ring(config), "mixed": ring(config)}
-    found["q_tile"] = examples.tile(queries, wide, operand)
-    found |= {name: examples.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
+    found["q_tile"] = interleaved.tile(queries, wide, operand)
+    found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
     if "wq" in inputs:
         columns = inputs["wq"].shape[2] * LANES
-        found["wq_tile"] = examples.tile(queries, columns, jnp.float32)
+        found["wq_tile"] = interleaved.tile(queries, columns, jnp.float32)
         found["wq_rows"] = found["wq_late"] = pltpu.VMEM((1, queries // LANES, columns, LANES), jnp.float32)
     if "wk" in inputs:
         columns, tokens = inputs["wk"].shape[2] * LANES, round_up(keys, LANES)
-        found["wk_tile"] = examples.tile(tokens, columns, jnp.float32)
-        found["wk_rows"] = pltpu.VMEM((columns + SUBLANES, tokens), jnp.float32)
+        found["wk_tile"] = interleaved.tile(tokens, columns, jnp.float32)
+        found["wk_cur"] = pltpu.VMEM((columns + SUBLANES, tokens), jnp.float32)
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and layout.mixes:
             found[f"mix_{name}"], found["diagonal"] = mixing.scratch(config), mixing.diagonal_scratch()

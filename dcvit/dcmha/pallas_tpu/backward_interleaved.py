@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, cdiv, round_up
 from dcvit.dcmha.pallas_tpu import backward_stages as on_block
-from dcvit.dcmha.pallas_tpu import examples, mixing, mixing_gradients
+from dcvit.dcmha.pallas_tpu import interleaved, mixing, mixing_gradients
 from dcvit.dcmha.pallas_tpu.backward_stages import StageRefs
 from dcvit.dcmha.pallas_tpu.config import (
     LANES,
@@ -36,10 +36,10 @@ from dcvit.dcmha.pallas_tpu.config import (
     Which,
     block_specs,
 )
-from dcvit.dcmha.pallas_tpu.stages import Work, operand_scratch, perform, ring, run_stage
+from dcvit.dcmha.pallas_tpu.stages import Task, operand_scratch, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import broadcast_rows, dot, total
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
-from dcvit.dcmha.shapes import Array, Ref, existing
+from dcvit.dcmha.shapes import Array, Ref, not_none
 
 TOKENS = ("q", "k", "v", "do", "wq", "wk")  # inputs with an axis of tokens
 
@@ -59,8 +59,8 @@ class GradientRefs(StageRefs):
     dstatic_post: Ref | None = None
     do_tile: Ref
     wq_next: Ref | None = None  # `wq_rows` of the next example
-    wk_next: Ref | None = None  # `wk_rows` of the next and of the previous example
-    wk_last: Ref | None = None
+    wk_next: Ref | None = None  # `wk_cur` of the next and of the previous example
+    wk_prev: Ref | None = None
     dwq_rows: Ref | None = None  # gradients of the weights of the previous example, (columns, tokens)
     dwk_rows: Ref | None = None
 
@@ -68,13 +68,13 @@ class GradientRefs(StageRefs):
 def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
     """Compute all gradients of the examples of a block."""
     refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
-    last = config.examples - 1
+    last = config.interleave - 1
     initialize(config, refs)
-    perform(prepare_next(config, refs, 0))
-    jax.lax.fori_loop(0, config.examples, lambda e, _: differentiate(config, refs, e), None)
-    retire_weights(refs)
-    perform([*query_gradients(config, refs, last), *weight_gradients(config, refs, last)])
-    perform(key_gradients(config, refs, last))
+    run_all(prepare_next(config, refs, 0))
+    jax.lax.fori_loop(0, config.interleave, lambda e, _: differentiate(config, refs, e), None)
+    advance_weights(refs)
+    run_all([*query_gradients(config, refs, last), *weight_gradients(config, refs, last)])
+    run_all(key_gradients(config, refs, last))
 
 
 def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
@@ -82,11 +82,11 @@ def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
 
     The first example has no previous one; what is computed for it is overwritten later.
     """
-    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
+    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.interleave - 1)
     mask = refs.mask
     if mask is not None and mask.shape[0] > 1:
         mask = mask.at[pl.ds(e, 1)]
-    retire_weights(refs)
+    advance_weights(refs)
     broadcast_rows(refs.lse.at[pl.ds(e, 1)], refs.m, config.heads, config.block_q)
     run_stage(
         config,
@@ -96,15 +96,15 @@ def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
             *output_products(config, refs, e),
             *query_gradients(config, refs, previous),
             *weight_gradients(config, refs, previous),
-            *build(config, refs, "post", refs.wk_rows),
-            *build(config, refs, "post", refs.wk_rows, back=True),
+            *build(config, refs, "post", refs.wk_cur),
+            *build(config, refs, "post", refs.wk_cur, back=True),
         ],
     )
     run_stage(
         config,
         functools.partial(on_block.post_products, config, refs),
         functools.partial(on_block.post_vectors, config, refs),
-        [*key_gradients(config, refs, previous), *build(config, refs, "pre", refs.wk_rows, back=True)],
+        [*key_gradients(config, refs, previous), *build(config, refs, "pre", refs.wk_cur, back=True)],
         functools.partial(on_block.post_sums, config, refs),
     )
     on_block.finish_delta(config, refs)
@@ -121,27 +121,27 @@ def initialize(config: KernelConfig, refs: GradientRefs) -> None:
     """Write the parts of the buffers that are the same for all examples."""
     for name in TOKENS:
         if getattr(refs, name) is not None:
-            examples.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
+            interleaved.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
     if refs.diagonal is not None:
         mixing.write_diagonal(config, refs.diagonal)
 
 
-def retire_weights(refs: GradientRefs) -> None:
+def advance_weights(refs: GradientRefs) -> None:
     """Make the weights of the next example those of the current one, and these those of the previous one."""
-    if refs.wk_rows is not None:
-        existing(refs.wk_last)[...] = refs.wk_rows[...]
-        refs.wk_rows[...] = existing(refs.wk_next)[...]
+    if refs.wk_cur is not None:
+        not_none(refs.wk_prev)[...] = refs.wk_cur[...]
+        refs.wk_cur[...] = not_none(refs.wk_next)[...]
     if refs.wq_rows is not None:
-        refs.wq_rows[...] = existing(refs.wq_next)[...]
+        refs.wq_rows[...] = not_none(refs.wq_next)[...]
 
 
-def prepare_next(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def prepare_next(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of reading example `e`, and of computing its scores and its matrix of the pre-compose."""
-    q, k = existing(refs.q_tile), existing(refs.k_tile)
+    q, k = not_none(refs.q_tile), not_none(refs.k_tile)
 
     def tokens() -> None:
-        examples.read(config, refs.q, e, q)
-        examples.read(config, refs.k, e, k)
+        interleaved.read(config, refs.q, e, q)
+        interleaved.read(config, refs.k, e, k)
 
     def scores(h: int) -> None:
         refs.x_next[h] = score_product(config, k, q, h)
@@ -149,7 +149,7 @@ def prepare_next(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Wor
     def weights() -> None:
         for source, tile in ((refs.wq, refs.wq_tile), (refs.wk, refs.wk_tile)):
             if source is not None:
-                examples.read(config, source, e, existing(tile))
+                interleaved.read(config, source, e, not_none(tile))
         rows_of(config, refs.wq_tile, refs.wq_next, refs.wk_tile, refs.wk_next)
 
     first = [tokens, weights, *build(config, refs, "pre", refs.wk_next)]
@@ -158,7 +158,7 @@ def prepare_next(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Wor
 
 def build(
     config: KernelConfig, refs: GradientRefs, which: Which, rows: Ref | None, *, back: bool = False
-) -> list[Work]:
+) -> list[Task]:
     """Return the work of building one mixing matrix of all blocks from key-wise weights, if there is one."""
     out = getattr(refs, f"mix_{which}_back" if back else f"mix_{which}")
     static = refs.static_pre if which == "pre" else refs.static_post
@@ -167,16 +167,18 @@ def build(
 
 def score_product(config: KernelConfig, keys: Ref, queries: Ref, h: int) -> Array:
     """Return the products of the tokens of keys and queries of a head, (Bk, Bq)."""
-    return dot(examples.columns(keys, config.key_lanes(h)), examples.columns(queries, config.query_lanes(h)), (1, 1))
+    return dot(
+        interleaved.columns(keys, config.key_lanes(h)), interleaved.columns(queries, config.query_lanes(h)), (1, 1)
+    )
 
 
-def output_products(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def output_products(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of computing the gradients of the composed weights."""
-    v, do = existing(refs.v_tile), existing(refs.do_tile)
+    v, do = not_none(refs.v_tile), not_none(refs.do_tile)
 
     def tokens() -> None:
-        examples.read(config, refs.v, e, v)
-        examples.read(config, refs.do, e, do)
+        interleaved.read(config, refs.v, e, v)
+        interleaved.read(config, refs.do, e, do)
 
     def product(h: int) -> None:
         refs.y[h] = score_product(config, v, do, h)
@@ -184,23 +186,23 @@ def output_products(config: KernelConfig, refs: GradientRefs, e: Index) -> list[
     return [tokens, *(functools.partial(product, h) for h in range(config.heads))]
 
 
-def query_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def query_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of computing dqᵀ = kᵀ·dAᵀ."""
-    k = existing(refs.k_tile)
-    read = functools.partial(examples.read, config, refs.k, e, k)
+    k = not_none(refs.k_tile)
+    read = functools.partial(interleaved.read, config, refs.k, e, k)
     return [read, *token_gradients(config, refs.dq, k, refs.da, 0, score_factor(config), e)]
 
 
-def key_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def key_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of computing dkᵀ = qᵀ·dA."""
-    q = existing(refs.q_tile)
-    read = functools.partial(examples.read, config, refs.q, e, q)
+    q = not_none(refs.q_tile)
+    read = functools.partial(interleaved.read, config, refs.q, e, q)
     return [read, *token_gradients(config, refs.dk, q, refs.da, 1, score_factor(config), e)]
 
 
-def value_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def value_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of computing dvᵀ = dOᵀ·W."""
-    return token_gradients(config, refs.dv, existing(refs.do_tile), refs.w, 1, 1.0, e)
+    return token_gradients(config, refs.dv, not_none(refs.do_tile), refs.w, 1, 1.0, e)
 
 
 def score_factor(config: KernelConfig) -> float:
@@ -210,7 +212,7 @@ def score_factor(config: KernelConfig) -> float:
 
 def token_gradients(
     config: KernelConfig, out: Ref, tokens: Ref, some_planes: Ref, axis: int, factor: float, e: Index
-) -> list[Work]:
+) -> list[Task]:
     """Return the work of writing gradients of tokens, tokensᵀ times planes, in parts of complete registers.
 
     Args:
@@ -230,7 +232,7 @@ def token_gradients(
     def part(first: int) -> None:
         last = min(first + together, heads)
         start = lanes_of(first * each).start
-        rows = examples.columns(tokens, slice(start, lanes_of(last * each - 1).stop)).T
+        rows = interleaved.columns(tokens, slice(start, lanes_of(last * each - 1).stop)).T
         found = []
         for n in range(first, last):
             terms = []
@@ -240,7 +242,7 @@ def token_gradients(
             found.append(total(terms))
         value = jnp.concatenate(found, axis=0)
         lanes = slice(first * width, last * width)
-        examples.write(config, out, e, lanes, (value if factor == 1 else value * factor).T)
+        interleaved.write(config, out, e, lanes, (value if factor == 1 else value * factor).T)
 
     def product(rows: Array, h: int) -> Array:
         count = some_planes.shape[1]
@@ -251,25 +253,25 @@ def token_gradients(
     return [functools.partial(part, first) for first in range(0, heads, together)]
 
 
-def weight_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Work]:
+def weight_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
     """Return the work of writing the gradients of the weights of example `e`."""
 
     def query_wise() -> None:
-        rows = existing(refs.dwq_rows)
-        for c in range(existing(refs.gq).shape[0]):
-            rows[c : c + 1] = jnp.sum(existing(refs.gq)[c], axis=0, keepdims=True)
-        examples.write(config, existing(refs.dwq), e, slice(0, rows.shape[0]), rows[...].T)
+        rows = not_none(refs.dwq_rows)
+        for c in range(not_none(refs.gq).shape[0]):
+            rows[c : c + 1] = jnp.sum(not_none(refs.gq)[c], axis=0, keepdims=True)
+        interleaved.write(config, not_none(refs.dwq), e, slice(0, rows.shape[0]), rows[...].T)
 
     def matrix(layout: ComposeLayout, packed: Ref, static: Ref | None, tile: int) -> None:
         mixing_gradients.matrix_gradients(
-            config, layout, packed, refs.wk_last, refs.dwk_rows, static, tile, add_static=tile > 0
+            config, layout, packed, refs.wk_prev, refs.dwk_rows, static, tile, add_static=tile > 0
         )
 
     def key_wise() -> None:
-        rows = existing(refs.dwk_rows)
-        examples.write(config, existing(refs.dwk), e, slice(0, rows.shape[0]), rows[...].T)
+        rows = not_none(refs.dwk_rows)
+        interleaved.write(config, not_none(refs.dwk), e, slice(0, rows.shape[0]), rows[...].T)
 
-    work: list[Work] = []
+    work: list[Task] = []
     if refs.dwq is not None:
         work.append(query_wise)
     composes = (config.pre, refs.dmix_pre, refs.dstatic_pre), (config.post, refs.dmix_post, refs.dstatic_post)
@@ -283,9 +285,9 @@ def weight_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list
 
 def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name, as `dcvit.dcmha.pallas_tpu.backward.backward`."""
-    inputs = {name: examples.view(x) if name in TOKENS else x for name, x in inputs.items()}
+    inputs = {name: interleaved.view(x) if name in TOKENS else x for name, x in inputs.items()}
     rest = block_specs(config, {name: x for name, x in inputs.items() if name not in TOKENS}, lambda: 0, lambda: 0)
-    specs = {name: examples.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
+    specs = {name: interleaved.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
     columns: dict[str, int] = {name: inputs[name].shape[2] * LANES for name in ("wq", "wk") if name in inputs}
     blocks, scratch = inputs["q"].shape[1], scratch_shapes(config, columns)
     shapes, out_specs = {}, {}
@@ -295,7 +297,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
             out_specs[f"d{name}"] = specs[name]
     for name in ("static_pre", "static_post"):
         if name in inputs:
-            block = (config.examples, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
+            block = (config.interleave, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
             shapes[f"d{name}"] = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
             out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0))
     results = pl.pallas_call(
@@ -310,7 +312,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpr
         name="dcmha_gradients",
     )(*inputs.values())
     return {
-        name: mixing_gradients.static_gradients(config, x) if "static" in name else examples.unview(x)
+        name: mixing_gradients.static_gradients(config, x) if "static" in name else interleaved.unview(x)
         for name, x in zip(shapes, results, strict=True)
     }
 
@@ -321,11 +323,11 @@ def vmem_bytes(config: KernelConfig) -> int:
     columns: dict[str, int] = {name: number for name, number in numbers.items() if number}
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
     words = config.queries * (3 * wide + 2 * numbers["wq"]) + config.keys * (4 * narrow + 2 * numbers["wk"])
-    rows = round_up(config.heads, SUBLANES) + round_up(config.block_k, examples.TILE_ROWS) // 2
+    rows = round_up(config.heads, SUBLANES) + round_up(config.block_k, interleaved.TILE_ROWS) // 2
     words += rows * config.block_q  # log-sum-exp and a mask of bfloat16
     mixed = [layout for layout in (config.pre, config.post) if layout is not None and layout.has_static]
     words += len(mixed) * config.heads * cdiv(config.heads, SUBLANES) * SUBLANES * LANES
-    total = 2 * config.examples * words * 4
+    total = 2 * config.interleave * words * 4
     for x in scratch_shapes(config, columns).values():
         itemsize = np.dtype(x.dtype).itemsize
         rows = round_up(x.shape[-2], SUBLANES * 4 // itemsize)  # complete registers
@@ -341,19 +343,19 @@ def scratch_shapes(config: KernelConfig, columns: dict[str, int]) -> dict[str, p
     found |= {name: operand_scratch(config) for name in ("w", "da")}
     found |= {name: pltpu.VMEM((heads, SUBLANES, queries), jnp.float32) for name in ("m", "d")}
     found |= {"mixed": ring(config), "mixed_back": ring(config)}
-    found |= {name: examples.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
-    found |= {name: examples.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
+    found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
+    found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
     if "wq" in columns:
         size = columns["wq"]
-        found["wq_tile"] = examples.tile(queries, size, jnp.float32)
+        found["wq_tile"] = interleaved.tile(queries, size, jnp.float32)
         found["wq_rows"] = found["wq_next"] = pltpu.VMEM((1, queries // LANES, size, LANES), jnp.float32)
         found["dwq_rows"] = pltpu.VMEM((size, queries), jnp.float32)
         found["gq"] = pltpu.VMEM((packed_columns(config, "q"), SUBLANES, queries), jnp.float32)
     if "wk" in columns:
         size, tokens = columns["wk"], round_up(keys, LANES)
-        found["wk_tile"] = examples.tile(tokens, size, jnp.float32)
+        found["wk_tile"] = interleaved.tile(tokens, size, jnp.float32)
         rows = pltpu.VMEM((size + SUBLANES, tokens), jnp.float32)
-        found |= dict.fromkeys(("wk_rows", "wk_next", "wk_last"), rows)
+        found |= dict.fromkeys(("wk_cur", "wk_next", "wk_prev"), rows)
         found["dwk_rows"] = pltpu.VMEM((size, tokens), jnp.float32)
     return found | compose_scratch(config)
 
