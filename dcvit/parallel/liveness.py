@@ -1,4 +1,4 @@
-"""Signs of life between the processes of a run, by which each process notices that another one was killed or stopped.
+"""Heartbeats between the processes of a run, by which each process notices that another one was killed or stopped.
 
 Each process sets its key in the coordinator's key-value store to a new value every `BEAT_SECONDS`. Process 0 reports a
 process whose value does not change; the others report process 0 if it does not answer. Silence is measured in polls of
@@ -18,8 +18,8 @@ from dcvit.errors import first_line
 LOST_SECONDS = 30  # of silence
 BEAT_SECONDS = 2
 POLL_SECONDS = 0.5  # between two looks at the message of a failed process
-FAILURE, ALIVE = "dcvit/failure", "dcvit/alive"  # key of the message of the first failure, folder of the signs of life
-LEFT = "left"  # the last sign of life of a process that ends without an error
+FAILURE, ALIVE = "dcvit/failure", "dcvit/alive"  # key of the message of the first failure, folder of the heartbeats
+LEFT = "left"  # the last heartbeat of a process that ends without an error
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Coordinator(Protocol):
 
 
 class Liveness:
-    """Two threads: one exchanges signs of life with the coordinator, the other one measures how long that takes."""
+    """Two threads: one exchanges heartbeats with the coordinator, the other one measures how long that takes."""
 
     def __init__(self, coordinator: Coordinator, index: int, count: int, end: Callable[[str], None]):
         """Start the threads.

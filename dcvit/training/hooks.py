@@ -105,7 +105,7 @@ class NonFiniteGuard:
                 after = f" after {self.limit} skipped steps" if self.limit else ""
                 self.messages[result.step] = f"{message}; stopped{after}, {where}"
         if count > self.limit:
-            text = self.messages.get(result.step, f"step {result.step}: {count} steps so far were not finite; stopped")
+            text = self.messages.get(result.step, f"step {result.step}: non-finite steps so far: {count}; stopped")
             raise FloatingPointError(f"{text}, earlier checkpoints are kept")
 
     def _write_examples(self, step: int, names: Sequence[str]) -> str:

@@ -152,7 +152,7 @@ def _build(
     data = TrainingData(source, task.pp, batch_size, config.seed, corrupt)
     total_steps = duration(config, "total", batch_size=batch_size, examples=len(source))
     if not total_steps:
-        raise ConfigError("config: give total_epochs, total_steps or total_examples, above 0")
+        raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
     in_steps = functools.partial(duration, batch_size=batch_size, examples=len(source), total_steps=total_steps)
     fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
     with jax.set_mesh(mesh), fused:  # the devices of the mesh determine the implementations of attention
