@@ -61,7 +61,7 @@ class Liveness:
             thread.start()
 
     def close(self) -> None:
-        """Give the last sign of life: from now on, silence is not a failure."""
+        """Send the last heartbeat: from now on, silence is not a failure."""
         self.leaving.set()
         for thread in self.threads:
             thread.join(LOST_SECONDS)
@@ -85,7 +85,7 @@ class Liveness:
             self._beat(LEFT)
 
     def _beat(self, value: str) -> None:
-        """Give a sign of life; in process 0, report a process that has given none for too long."""
+        """Send a heartbeat; in process 0, report a process that has given none for too long."""
         self.coordinator.key_value_set(f"{ALIVE}/{self.index}", value, allow_overwrite=True)
         if self.index:
             return
@@ -95,7 +95,7 @@ class Liveness:
             before, times = self.silence.get(process, (found, 0))
             self.silence[process] = found, times + 1 if found == before else 0
             if found != LEFT and self.silence[process][1] * BEAT_SECONDS >= LOST_SECONDS:
-                lost = f"process {process} was lost: no sign of life for {LOST_SECONDS} s"
+                lost = f"process {process} was lost: no heartbeat for {LOST_SECONDS} s"
                 with contextlib.suppress(Exception):  # another failure was reported before
                     self.coordinator.key_value_set(FAILURE, lost)
 

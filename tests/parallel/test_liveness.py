@@ -63,7 +63,7 @@ def test_process_without_signs_of_life_is_reported_to_all(two):
     second.liveness._beat = lambda value: None  # as if it was stopped
     for process in (first, second):
         assert process.ended.wait(20)
-        assert set(process.failures) == {"process 1 was lost: no sign of life for 0.4 s"}
+        assert set(process.failures) == {"process 1 was lost: no heartbeat for 0.4 s"}
     assert store.values[liveness.FAILURE] in first.failures
 
 

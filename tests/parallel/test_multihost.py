@@ -236,7 +236,7 @@ def test_signal_to_one_process_saves_the_same_step_in_all_and_the_run_resumes_to
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_process_is_named_in_one_line_by_the_other(tmp_path, lost, sent):
-    """The end of process 0 is noticed at once, all else by missing signs of life."""
+    """The end of process 0 is noticed at once, all else by missing heartbeats."""
     with Group(2, 2, *options(tmp_path / "run", total_steps=10**6, **{"evals.test.log_steps": 10**6})) as group:
         group.reach_step(2)
         assert [process.poll() for process in group.processes] == [None, None]

@@ -63,7 +63,7 @@ def test_stop_after_a_non_finite_step_saves_nothing(digits_run, poisoned, monkey
     def advance(self, update, step, state, batch):
         result = real(self, update, step, state, batch)
         if step == 5:
-            with pytest.raises(FloatingPointError, match="1 steps so far were not finite; stopped"):
+            with pytest.raises(FloatingPointError, match="non-finite steps so far: 1; stopped"):
                 self.stop()
             stopped.append(step)
         return result
