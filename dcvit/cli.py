@@ -352,8 +352,8 @@ def _is_single_process() -> bool:
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
     """Print rows that have the same keys as CSV or JSON, each immediately, or all together as a table.
 
-    A table is transposed if the terminal is too narrow for it. JSON has the exact text; in CSV and tables, characters
-    that cannot be printed are escaped.
+    A table is adapted to the width of the terminal. JSON has the exact text; in CSV and tables, characters that cannot
+    be printed are escaped.
     """
     if form == "json":
         _show_json(rows)
@@ -385,15 +385,33 @@ def _show_csv(rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None:
-    """Print a table of the columns that have a value, transposed if the terminal is too narrow."""
+    """Print a table of the columns that have a value.
+
+    If the terminal is too narrow, columns whose values are all the same follow in a line of their own, and the table is
+    transposed if that is narrower.
+    """
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
-    values = [[row[name] for name in names] for row in rows]
-    lines = [[f"{v:.4f}" if isinstance(v, float) else escaped(str(v)) for v in line] for line in values]
-    console, table = _Console(), _table(title, names, lines)
-    if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
-        transposed = list(zip(names, *lines, strict=True))
-        table = _table(title, transposed[0], transposed[1:])
+    columns = [[_cell(row[name]) for row in rows] for name in names]
+    console = _Console()
+
+    def width(table: Table) -> int:
+        return table.__rich_measure__(console, console.options.update(width=10_000)).maximum
+
+    table, same = _table(title, names, zip(*columns, strict=True)), dict[str, str]()
+    if width(table) > console.width and len(rows) > 1:
+        same = {name: column[0] for name, column in zip(names, columns, strict=True) if len(set(column)) == 1}
+        names, columns = map(list, zip(*(x for x in zip(names, columns, strict=True) if x[0] not in same), strict=True))
+        table = _table(title, names, zip(*columns, strict=True))
+    if width(table) > console.width:
+        first, *others = zip(names, *zip(*columns, strict=True), strict=True)
+        table = min(table, _table(title, first, others), key=width)
     console.print(table)
+    if same:
+        print("in every row: " + ", ".join(f"{name} {value}" for name, value in same.items()))
+
+
+def _cell(value: object) -> str:
+    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else escaped(str(value))
 
 
 def _table(title: str | None, header: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

@@ -222,8 +222,20 @@ def test_rows_are_printed_in_every_format(capsys, monkeypatch):
     cli.show(ROWS, "table", title="title")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
-    assert any("[red]b" in line and "None" in line for line in lines)
-    monkeypatch.setenv("COLUMNS", "26")
-    cli.show([{**row, "more": "column"} for row in ROWS], "table")
-    lines = capsys.readouterr().out.splitlines()
-    assert any("value" in line and "0.5000" in line and "None" in line for line in lines)  # transposed
+    assert any("[red]b" in line and "–" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_table_is_adapted_to_the_width_of_the_terminal(capsys, monkeypatch):
+    def shown(rows, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        cli.show(rows, "table")
+        return capsys.readouterr().out.splitlines()
+
+    one = [{"name": "a", "value": 0.5, "more": None, "column": "c"}]
+    assert any("value" in line and "0.5000" in line for line in shown(one, 20))  # transposed
+    many = [{"name": f"task {i}", "value": i / 8, "model": "DCFormer++-405M"} for i in range(8)]
+    lines = shown(many, 30)
+    assert all(any(f"task {i}" in line and f"{i / 8:.4f}" in line for line in lines) for i in range(8))
+    assert lines[-1] == "in every row: model DCFormer++-405M"
+    assert not any("in every row" in line for line in shown(many, 80))
