@@ -169,7 +169,7 @@ def test_the_table_of_gpu_traffic_is_what_the_compiled_programs_move():
 
     rows = json.loads((ROOT / "docs" / "gpu_traffic.json").read_text())
     table = "\n".join([gpu_traffic.HEADER, *map(gpu_traffic.line, rows)])
-    assert table in (ROOT / "docs" / "performance.md").read_text()
+    assert table in (ROOT / "docs" / "performance_notes.md").read_text()
     assert {row["row"] for row in rows} == gpu_traffic.ROWS.keys()
 
 
@@ -251,7 +251,7 @@ def test_the_tables_of_training_steps_on_tpus_are_what_the_compiler_estimated():
     import tpu_step
 
     results = json.loads((ROOT / "docs" / "tpu_step.json").read_text())
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "performance_notes.md").read_text()
     for topology in dict.fromkeys(result["topology"] for result in results):
         some = [result for result in results if result["topology"] == topology]
         assert "\n".join(tpu_step.comparison(some)) in page, topology

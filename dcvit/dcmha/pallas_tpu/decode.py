@@ -7,8 +7,8 @@ values and composes the weights. Heads lie along sublanes and keys along lanes.
 Each of the two matrix products handles all heads at once. The query of each head is a row of an H×(K·D) matrix that is
 zero outside the lanes of the head's own key head; of weights·v, only the lanes of the own key head are kept. The
 products compute K times the required values, but in bfloat16 the compiler's schedule is still shorter than the memory
-transfers (docs/performance.md). The speed on a TPU has not been measured. The query-wise part of a compose is a product
-with an H×H matrix.
+transfers (docs/performance_notes.md). The speed on a TPU has not been measured. The query-wise part of a compose is a
+product with an H×H matrix.
 
 Keys and values have the layout (B S K·D), key-wise weights (B R·H S). `dcvit.dcmha.kv_cache` stores keys and values in
 this layout, and TPUs lay out (B S R H) in this way by default, because its H heads are fewer than the 128 lanes of a
