@@ -21,6 +21,7 @@ from dcvit.inference.task_files import check_task_files
 from dcvit.runs import checksums, curves, metrics, steps, workdir
 from dcvit.training.setup import make_setup
 from dcvit.training.trained import open_trained
+from dcvit.weights import big_vision_files
 from input_pipeline.images import decode
 from input_pipeline.preprocess import ops
 from input_pipeline.text import tokenizer
