@@ -71,7 +71,7 @@ class TestImages:
     )
     @pytest.mark.parametrize("name", BOMBS)
     def test_every_decoder_refuses_gigapixels(self, name, spec):
-        with pytest.raises(ip.InputError, match=r"exceeds limit|broken image|not an image") as error:
+        with pytest.raises(ip.InputError, match=r"exceeds (the )?limit|broken image|not an image") as error:
             ip.Preprocess(spec)({"image": BOMBS[name]}, np.random.default_rng(0))
         assert len(str(error.value).splitlines()) == 1
 
@@ -88,7 +88,7 @@ class TestImages:
     @pytest.mark.parametrize("between", [b"", b"\xff\xfe\0\4\xff\xd9", b"\xff\xff"])  # a comment with an end marker
     @pytest.mark.parametrize("spec", ["decode", "decode(precise=True)", "decode_jpeg_and_inception_crop(8)"])
     def test_jpeg_of_many_scans_is_refused_before_decoding(self, spec, between):
-        with refused("13000x13000 pixels in 1000 scans, which exceeds limit"):
+        with refused("13000x13000 pixels in 1000 scans, which exceeds the limit"):
             ip.Preprocess(spec)({"image": scans_jpeg(13_000, 1000, between)}, np.random.default_rng(0))
 
     def test_progressive_jpeg_of_the_largest_size_is_accepted(self):

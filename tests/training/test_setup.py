@@ -78,7 +78,7 @@ BAD = {
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
     "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
-    "no total": ({"total_steps": 0}, "give total_epochs"),
+    "no total": ({"total_steps": 0}, "set one of total_steps"),
 }
 
 
