@@ -180,9 +180,10 @@ def folder(text: str) -> Folder:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
-def add_model_options(parser: Parser) -> None:
-    """Add the options that select a trained model, and `--format`."""
-    parser.add_argument("--workdir", type=folder, help="folder of a training run, or weights that `dcvit.load` opens")
+def add_model_options(parser: Parser, *, weights: bool = True) -> None:
+    """Add the options that select a trained model, and `--format`; `weights` says that `--workdir` may be weights."""
+    places = "folder of a training run" + (", or weights that `dcvit.load` opens" if weights else "")
+    parser.add_argument("--workdir", type=folder, help=places)
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
     parser.add_argument(
         "--checkpoint", type=folder, help="checkpoint, workdir or weights, instead of the workdir's latest checkpoint"
@@ -399,7 +400,8 @@ def _show_table(rows: Sequence[Mapping[str, object]], title: str | None) -> None
 
     table, same = _table(title, names, zip(*columns, strict=True)), dict[str, str]()
     if width(table) > console.width and len(rows) > 1:
-        same = {name: column[0] for name, column in zip(names, columns, strict=True) if len(set(column)) == 1}
+        found = {name: [row[name] for row in rows] for name in names[1:]}
+        same = {name: _cell(values[0]) for name, values in found.items() if all(v == values[0] for v in values)}
         names, columns = map(list, zip(*(x for x in zip(names, columns, strict=True) if x[0] not in same), strict=True))
         table = _table(title, names, zip(*columns, strict=True))
     if width(table) > console.width:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit evaluate --workdir runs/digits --report report.html",
         ],
     )
-    cli.add_model_options(parser)
+    cli.add_model_options(parser, weights=False)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     multihost.add_options(parser)

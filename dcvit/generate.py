@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import read_prompts
+    from dcvit.models.lm import LM
     from dcvit.parallel import runtime
     from dcvit.training.loaded import open_model
 
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.configure()
     runtime.check_devices()
     model = open_model(args.workdir, args.config, args.checkpoint, overrides)
+    if not isinstance(model.module, LM):
+        raise ConfigError(f"{args.config or args.workdir} is a model of images: use `dcvit predict`")
     tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone

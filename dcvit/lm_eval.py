@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.models.lm import LM
     from dcvit.parallel import runtime
     from dcvit.training.loaded import open_model
+    from dcvit.training.trained import check_options
 
+    check_options(args.workdir, args.config, args.checkpoint)
     runtime.configure()
     runtime.check_devices()
     if args.out:
@@ -60,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(model.module, LM):
             raise ConfigError(f"{args.config or args.workdir} is not a language model")
         return HarnessModel(
-            model.module, model.params, model.open_tokenizer(args.tokenizer), batch_size=args.batch_size
-        )
+            model.module, model.params, model.open_tokenizer(args.tokenizer), end_tokens=model.end_tokens,
+            batch_size=args.batch_size,
+        )  # fmt: skip
 
     results = harness_tasks.evaluate_tasks(
         make_model, names, include_path=args.include_path, allow_code=args.allow_code, num_fewshot=args.num_fewshot,

@@ -7,6 +7,8 @@ a second SIGTERM or SIGHUP; 1 a bug, or another process of the run failed.
 `--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.
 At the end it prints mean and 95 % confidence interval of each final metric and writes them to seeds.csv and seeds.md.
+
+In Python, `dcvit.train(config, workdir, **overrides)` calls `dcvit.training.run.train`.
 """
 
 from __future__ import annotations
@@ -117,6 +119,7 @@ class _Module(types.ModuleType):
     """This module, which is also the function `dcvit.train`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train a model; see `dcvit.training.run.train`, whose arguments these are."""
         from dcvit.training import run
 
         return run.train(*args, **kwargs)

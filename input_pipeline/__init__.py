@@ -9,7 +9,7 @@ Public names other than the exceptions are imported on first use, so that `impor
 
 from typing import TYPE_CHECKING
 
-from input_pipeline.errors import InputError, MissingDataError, ReadingError
+from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, ReadingError
 
 if TYPE_CHECKING:
     from input_pipeline.loader import CorruptPolicy, active_reads, batch_ids, eval_batches, train_batches
@@ -44,7 +44,7 @@ else:
 
 
 __all__ = [
-    "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "Preprocess", "ReadingError", "Source", "TaskSource",
-    "TokenSource", "ValueRange", "active_reads", "batch_ids", "defer_value_range", "eval_batches", "open_source",
-    "train_batches",
+    "KINDS", "CorruptPolicy", "InputError", "MissingDataError", "MissingLibraryError", "Preprocess", "ReadingError",
+    "Source", "TaskSource", "TokenSource", "ValueRange", "active_reads", "batch_ids", "defer_value_range",
+    "eval_batches", "open_source", "train_batches",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.errors import InputError, MissingDataError, first_line_with_type
+from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, first_line_with_type
 from input_pipeline.loader import thread_count
 from input_pipeline.preprocess.builder import Preprocess, decoding
 from input_pipeline.source import Source, open_source
@@ -72,11 +72,9 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
     for row in rows:
         try:
             decode(source[row], np.random.default_rng(0))
-        except MemoryError:
+        except (MemoryError, MissingLibraryError):  # concern every example
             raise
         except Exception as e:
-            if isinstance(e.__context__, ModuleNotFoundError):  # from `require`; concerns every example
-                raise
             found.append(Damage(source.describe(row), str(e) if isinstance(e, InputError) else first_line_with_type(e)))
     return found
 

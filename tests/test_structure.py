@@ -7,7 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("dcvit/**/*.py", "input_pipeline/**/*.py", "scripts/*.py")
+    for pattern in (
+        "dcvit/**/*.py",
+        "input_pipeline/**/*.py",
+        "scripts/*.py",
+        "tests/robustness/chaos.py",
+        "tests/robustness/corrupt.py",
+        "tests/robustness/fuzz*.py",
+    )
     for path in ROOT.glob(pattern)
 )
 TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}

@@ -114,15 +114,18 @@ class HarnessModel(TemplateLM):
       model: the language model.
       params: its parameters.
       tokenizer: the tokenizer of its training data.
+      end_tokens: tokens that end a text; the first is used if neither the tokenizer nor the model has one.
       batch_size: rounded up to a multiple of the number of devices, which share a batch.
 
     Raises:
-      ConfigError: neither the tokenizer nor the model has an end-of-text token, with which the harness begins texts.
+      ConfigError: there is no end-of-text token, with which the harness begins texts.
     """
 
-    def __init__(self, model: LM, params: Params, tokenizer: Tokenizer, *, batch_size: int = 8):
+    def __init__(
+        self, model: LM, params: Params, tokenizer: Tokenizer, *, end_tokens: Sequence[int] = (), batch_size: int = 8
+    ):
         super().__init__()
-        end = end_of_text(model, tokenizer)
+        end = next((token for token in (end_of_text(model, tokenizer), *end_tokens) if token is not None), None)
         if end is None:
             raise ConfigError("the tokenizer has no end-of-text token, with which the harness begins a text")
         self.net, self.text, self.end = model, tokenizer, int(end)

@@ -292,7 +292,7 @@ def load(
 
     Args:
       init_params: parameters of the model.
-      init_file: a workdir, a checkpoint folder or a `.npz` file.
+      init_file: a workdir, a checkpoint or weights of any format; see `dcvit.weights.loading.open_parameters`.
       model_cfg: unused; big_vision's trainer passes it.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       upcycle: start compositions that the checkpoint lacks as the identity, so that the model computes the function

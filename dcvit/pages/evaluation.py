@@ -85,7 +85,7 @@ def _report(
         options = trained.evaluator_options(name)
         evaluations.append(Evaluation(name, by_name[name], outcomes, names, source.describe, options))
     row, checkpoint = by_name[evaluations[0].name], trained.checkpoint
-    folder = checkpoint if checkpoint.is_file() else step_folder(checkpoint)
+    folder = step_folder(checkpoint) if is_checkpoint(checkpoint) else checkpoint
     facts = {
         "Checkpoint": str(folder),
         "Parameters": f"{row['parameters']:,}",

@@ -251,6 +251,7 @@ def load_params(source: Folder, shardings: Callable[[PyTree], PyTree] | None = N
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
+    source = steps.step_folder(source)
     shapes = _metadata(_verified_params(source))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
@@ -259,12 +260,16 @@ def load_params(source: Folder, shardings: Callable[[PyTree], PyTree] | None = N
 
 
 def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
-    """Return the parameters of a checkpoint that `open_params` has verified, with the dtypes and shardings of `like`.
+    """Return the parameters of a checkpoint with the dtypes and shardings of `like`, without checking its checksums.
+
+    Args:
+      source: the folder of one checkpoint, which `open_params` has verified.
+      like: arrays or shapes with shardings.
 
     Raises:
       CheckpointError: they cannot be read.
     """
-    item = _params(steps.step_folder(source))
+    item = _params(source)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, Any] = checkpointer.restore(absolute(item), like)

@@ -34,7 +34,7 @@ from dcvit.runs import workdir as workdirs
 from dcvit.runs.files import Folder, folder
 from dcvit.training.model import build, errors_name_file, example
 from dcvit.training.setup import param_shapes
-from dcvit.training.trained import TrainedModel, open_trained
+from dcvit.training.trained import TrainedModel, check_tokenizer, open_trained
 from dcvit.weights.families import open_weights
 from dcvit.weights.loading import holds_weights
 from dcvit.weights.placement import check_finite, place_params
@@ -52,11 +52,14 @@ PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that bec
 SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
-def _open_tokenizer(path: str | None, default: str | None = None) -> Tokenizer:
-    """Open the tokenizer at `path`, or else `default`."""
+def _open_tokenizer(path: str | None, default: str | None = None, outputs: int | None = None) -> Tokenizer:
+    """Open the tokenizer at `path`, or else `default`, for a model with a number of outputs."""
     if (file := path or default) is None:
-        raise ConfigError("the weights have no tokenizer.json beside them; give one, or the config of their run")
-    return open_tokenizer(file, None)
+        raise ConfigError("the weights have no tokenizer.json beside them")
+    tokenizer = open_tokenizer(file, None)
+    if outputs is not None:
+        check_tokenizer(tokenizer, outputs)
+    return tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +320,7 @@ def _load_weights(path: Path, sharding: str | None) -> LoadedModel:
     params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
     file = tokenizer_of(weights.path)
-    tokenizer = functools.partial(_open_tokenizer, default=str(file) if file else None)
+    tokenizer = functools.partial(_open_tokenizer, default=str(file) if file else None, outputs=described.num_outputs)
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     return LoadedModel(
         module, params, config, described.pp, names, False, tokenizer, end_tokens=described.end_tokens, mesh=mesh

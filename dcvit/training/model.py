@@ -19,6 +19,8 @@ from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import Params, lm, vit
 from dcvit.models.upcycling import fields_that_change_the_function
+from dcvit.runs.checkpointer import is_checkpoint
+from dcvit.runs.files import Folder
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
 from dcvit.weights import preprocessing
@@ -94,11 +96,14 @@ def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
     whose grid is taken to be as square as possible, or else is 14×14 patches.
 
     Raises:
-      CheckpointError: the size of the preprocessing does not fit the position embeddings.
+      CheckpointError: the size of the preprocessing does not fit the position embeddings, or there is no embedding.
     """
     if description.model_name == "lm":
         return jax.ShapeDtypeStruct((1, 2), np.int32)
-    height, width, channels, _ = params["embedding/kernel"].shape
+    kernel = params.get("embedding/kernel")
+    if kernel is None or len(kernel.shape) != 4:
+        raise CheckpointError("it has no embedding/kernel of four dimensions; it is not a vision transformer")
+    height, width, channels, _ = kernel.shape
     tokens = params["pos_embedding"].shape[1] if "pos_embedding" in params else None
     try:
         size = preprocessing.size_of(description.pp)
@@ -153,7 +158,7 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
     Raises:
       ConfigError: they differ, and the run upcycles. Otherwise a warning is logged for weights of another library.
     """
-    if not (upcycles(config) or is_weights(expand(config.model_init))):
+    if not (upcycles(config) or _is_foreign(expand(config.model_init))):
         return
     source = _source_model(config)
     different = {} if source is None else fields_that_change_the_function(source, model)
@@ -168,6 +173,21 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
     LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
 
 
+def warn_of_other_function(path: Folder, model: nn.Module, pp: str) -> None:
+    """Log a warning if weights describe a model of another function, or other preprocessing, than a config has."""
+    if not isinstance(path, Path) or not _is_foreign(path):
+        return
+    described = open_weights(path).description
+    with errors_name_file(path):
+        source = build(described)
+    different = fields_that_change_the_function(source, model) if type(source) is type(model) else {}
+    if described.pp and described.pp != pp:
+        different |= {"pp_predict": (described.pp, pp)}
+    if different:
+        found = ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
+        LOG.warning("the config differs from the model of %s: %s", path, found)
+
+
 def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
     """Return the options that give a model the sizes of the one it starts from; "" if it has them, or none is known."""
     source = _source_model(config)
@@ -179,10 +199,15 @@ def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
     )
 
 
+def _is_foreign(path: Path) -> bool:
+    """Return True for weights that describe their model, False for a run, even with such weights in its folder."""
+    return not is_checkpoint(path) and is_weights(path)
+
+
 def _source_model(config: ConfigDict) -> nn.Module | None:
     """Return the model of the run or the weights `config.model_init`; None if it is another kind, or unknown."""
     path = expand(config.model_init)
-    if is_weights(path):
+    if _is_foreign(path):
         described = open_weights(path).description
         fields: dict[str, object] = {"model_name": described.model_name, "model": described.fields}
     else:

@@ -49,7 +49,8 @@ def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **ove
       config: "NAME[:argument=value,…]", a config file or the name of a shipped config.
       workdir: the folder of the run.
       accept: config keys, or "data", that may differ from those of the run that the workdir holds.
-      **overrides: keys of the config, such as `lr=0.01, model={"depth": 2}`.
+      **overrides: keys of the config, such as `lr=0.01, model={"depth": 2}`. A mapping sets the keys in it; a string is
+        parsed as on the command line, such as `evals="{}"` to replace all evaluators.
 
     Raises:
       ConfigError, InputError, CheckpointError: invalid input, before anything compiles.

@@ -22,7 +22,7 @@ from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.runs.files import Folder
 from dcvit.runs.workdir import check_checkpoint, is_free
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
-from dcvit.training.model import example, make_model
+from dcvit.training.model import errors_name_file, example, make_model, warn_of_other_function
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
 from dcvit.training.tasks import task_class
 from dcvit.weights.family import Description
@@ -86,10 +86,13 @@ class TrainedModel:
 
         def make_like(tensors: Tensors) -> Params:
             description = Description(self._config.model_name, self.num_outputs, {}, self.pp_predict)
-            shapes = param_shapes(self.model, inputs or example(description, tensors))
+            with errors_name_file(self.checkpoint):
+                like_inputs = inputs or example(description, tensors)
+            shapes = param_shapes(self.model, like_inputs)
             like: Params = with_shardings(shapes, mesh, strategy)
             return like
 
+        warn_of_other_function(self.checkpoint, self.model, self.pp_predict)
         return load_params(self.checkpoint, make_like)
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
@@ -139,13 +142,26 @@ class TrainedModel:
             found = open_tokenizer(path, None)  # the tokenizer has no END_OF_TEXT, and nothing names another one
         if isinstance(found, FileTokenizer) and isinstance(end_of_text, int):  # data of tokens states the number only
             found.end_of_text = end_of_text
-        if found.vocab_size > self.num_outputs:
-            raise ConfigError(f"the tokenizer has {found.vocab_size} tokens, the model {self.num_outputs}")
+        check_tokenizer(found, self.num_outputs)
         return found
 
     def _check_language_model(self) -> None:
         if self._config.model_name != "lm":
             raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
+
+
+def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
+    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
+    if tokenizer.vocab_size > outputs:
+        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")
+
+
+def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
+    """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
+    if workdir is None and (config is None or checkpoint is None):
+        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
+    if workdir is not None and not workdir.exists():
+        raise ConfigError(f"no workdir {workdir}")
 
 
 def open_trained(
@@ -156,16 +172,13 @@ def open_trained(
     Args:
       workdir: the folder of a training run; its config and its latest checkpoint are the defaults.
       config: "NAME[:key=value,…]", instead of the workdir's config.
-      checkpoint: a checkpoint folder, a workdir or a .npz file, instead of the workdir's.
+      checkpoint: a checkpoint, a workdir or weights of any format, instead of the workdir's.
       overrides: "a.b=value" for `config`.
 
     Raises:
       ConfigError: too few options, or a config that is invalid or incomplete.
     """
-    if workdir is None and (config is None or checkpoint is None):
-        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
-    if workdir is not None and not workdir.is_dir():
-        raise ConfigError(f"no workdir {workdir}")
+    check_options(workdir, config, checkpoint)
     if workdir is not None and config is None and holds_weights(workdir):
         raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
     run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()

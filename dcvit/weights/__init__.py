@@ -1,5 +1,6 @@
-"""Weights of other libraries: their files, and the names and layouts of their parameters.
+"""Parameters of models from anywhere: runs, big_vision and other libraries.
 
-`tensors` reads the files, `links` relates their tensors to parameters of this project, one module for each family of
-models holds that family's names and fields, and `weights` recognizes the family of a file.
+`loading` opens and loads them, and `placement` puts them on their devices. `tensors` reads the files of other
+libraries, `links` relates their tensors to parameters of this project, one module for each family of models holds that
+family's names and fields, and `families` recognizes the family of a file.
 """

@@ -2,9 +2,9 @@
 
 The file needs torch and transformers 5 only. `dcvit convert RUN FOLDER --to hf` copies it beside the weights, and
 `AutoModelForCausalLM` or `AutoModelForImageClassification` loads it with `trust_remote_code=True`, or `AutoModel`
-without the head. The models follow
-Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax, the H scores of each query-key pair
-are multiplied by an H×H matrix that is computed from the query and the key (Eqn 4-7).
+without the head. The models follow Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax,
+the H scores of each query-key pair are multiplied by an H×H matrix that is computed from the query and the key (Eqn
+4-7).
 
 Letters in comments: B batch, T queries, S keys, M width, H heads, K key heads, D head width, R rank, G groups of
 heads, J = H/G, N tokens. Attention with composition holds B×H×T×S scores in memory. Without composition, or where that
@@ -654,8 +654,12 @@ class DCFormerModel(DCFormerBody):
         before, wanted = self._cache(past_key_values, cache, None, use_cache)
         inputs = input_ids, attention_mask, position_ids, inputs_embeds
         encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
-        encoded[CACHE] = before if wanted else None
-        return encoded
+        return BaseModelOutputWithPast(
+            last_hidden_state=encoded.last_hidden_state,
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+            **{CACHE: before if wanted else None},
+        )
 
 
 class DCFormerForCausalLM(DCFormerBody, GenerationMixin):

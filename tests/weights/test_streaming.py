@@ -211,9 +211,9 @@ def test_an_archive_is_recognized_without_its_arrays(tmp_path):
 CONVERT = """
 import re, sys, threading, time
 from pathlib import Path
-from dcvit.interop.safetensors_writer import write_shards
-from dcvit.interop.tensors import Tensor
-from dcvit.interop.weights import open_weights
+from dcvit.weights.safetensors_writer import write_shards
+from dcvit.weights.tensors import Tensor
+from dcvit.weights.families import open_weights
 
 def anonymous():  # bytes; pages of mapped files do not count, because the kernel can drop them
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
