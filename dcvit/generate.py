@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.check_devices()
     model = open_model(args.workdir, args.config, args.checkpoint, overrides)
     if not isinstance(model.module, LM):
-        raise ConfigError(f"{args.config or args.workdir} is a model of images: use `dcvit predict`")
+        raise ConfigError(
+            f"{args.config or args.workdir} is a model of images, not a language model: use `dcvit predict`"
+        )
     tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone

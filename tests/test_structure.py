@@ -99,5 +99,5 @@ def test_config_is_read_in_few_files():
         *(f"training/{name}.py" for name in ("inputs", "model", "run", "setup", "tasks", "trained")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {
-        "scripts/check_recipe.py",
+        "scripts/check_recipe.py", "tests/robustness/fuzz_targets.py",
     }  # fmt: skip
