@@ -35,8 +35,10 @@ MODELS = Models()
 
 
 def opened(browser, file, **options):
+    """Open the page at the first pair of tokens."""
     browser.open(file, **options)
     browser.value("explorer.ready.then(() => 1)")
+    change(browser, layer=0, query=0, key=0, head=0)
 
 
 def change(browser, **state):

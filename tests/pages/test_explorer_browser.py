@@ -56,7 +56,8 @@ def test_all_stages_are_those_of_the_library(browser, file, name):
 
 
 def test_the_page_opens_on_the_largest_loan_of_weights_between_two_tokens(browser, file):
-    opened(browser, file)
+    browser.open(file)
+    browser.value("explorer.ready.then(() => 1)")
     loans = browser.value("facts.samples[0].loans.filter(l => l.where === 'post' && l.query !== l.key)")
     largest = max(loans, key=lambda loan: abs(loan["amount"]))
     names = {"layer": "layer", "query": "query", "key": "key", "head": "borrower"}

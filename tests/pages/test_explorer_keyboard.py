@@ -162,7 +162,7 @@ def test_a_link_restores_the_state(browser, file):
     ],
 )  # fmt: skip
 def test_invalid_words_of_a_link_are_ignored(browser, file, words):
-    follow_link(browser, file.as_uri())
+    follow_link(browser, f"{file.as_uri()}#sample=0")
     expected = view(browser), browser.value("location.hash")
     follow_link(browser, f"{file.as_uri()}#{words}")
     assert browser.messages() == []
