@@ -76,6 +76,20 @@ def test_imports_point_downwards(name):
     assert not roots(name) & {"scripts", "configs", "tests"}
 
 
+def test_the_folders_and_the_imports_between_them_stay_few():
+    """A reader can hold them in mind; all commands count as one folder."""
+
+    def folder(name):
+        first = name.split(".")[:2] if name.startswith("dcvit.") else name.split(".")[:1]
+        return "commands" if first[-1] in COMMANDS else ".".join(first)
+
+    pairs = {
+        (folder(name), folder(imported)) for name in MODULES for imported in MODULES[name] & MODULES.keys() - {"dcvit"}
+    }
+    assert len({folder(name) for name in MODULES}) <= 21
+    assert len({pair for pair in pairs if pair[0] != pair[1]}) <= 110
+
+
 def test_every_imported_library_is_declared():
     """Not only brought by another one, which may stop to need it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
