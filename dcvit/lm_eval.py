@@ -48,10 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
     from dcvit.training.loaded import open_model
     from dcvit.training.trained import check_options
-
-    check_options(args.workdir, args.config, args.checkpoint)
     runtime.configure()
     runtime.check_devices()
+    check_options(args.workdir, args.config, args.checkpoint)
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation
     harness_tasks.prepare(args.online)
