@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.parallel import runtime
     from dcvit.training.loaded import open_model
     from dcvit.training.trained import check_options
+
     runtime.configure()
     runtime.check_devices()
     check_options(args.workdir, args.config, args.checkpoint)
