@@ -6,6 +6,7 @@
 import unittest
 
 import torchvision_ops  # noqa: F401
+import transformers
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from transformers.models.auto import modeling_auto as auto
 
@@ -20,6 +21,11 @@ for table, kind, name in (
     (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "dcvit", "DCViTForImageClassification"),
 ):
     table[kind] = name
+transformers.AutoConfig.register("dcformer", modeling.DCFormerConfig)
+transformers.AutoModel.register(modeling.DCFormerConfig, modeling.DCFormerModel)
+transformers.AutoModelForSequenceClassification.register(
+    modeling.DCFormerConfig, modeling.DCFormerForSequenceClassification
+)
 SIZES = {"width": 32, "depth": 2, "num_heads": 4}
 
 
