@@ -19,12 +19,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.models.trees import Tensor, check_tree, shapes_of
 from dcvit.parallel import multihost
+from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.runs import checksums, steps
 from dcvit.runs.commit import CommittedObjects, RenamedFolder
 from dcvit.runs.files import Folder, absolute, remove
@@ -240,23 +242,19 @@ def is_checkpoint(path: Folder) -> bool:
     return (path / steps.ABOUT).is_dir() or bool(steps.saved_steps(path))
 
 
-def load_params(source: Folder, shardings: Callable[[PyTree], PyTree] | None = None) -> dict[str, Any]:
+def load_params(source: Folder, mesh: Mesh | None = None, strategy: Strategy = "ddp") -> dict[str, Any]:
     """Load the parameters of a checkpoint as a nested dict of arrays: the averaged ones if there are any.
 
     Args:
       source: a workdir (its latest checkpoint), or the folder of one checkpoint.
-      shardings: function from the tree of shapes to a tree of shardings; by default the arrays are on the first local
-        device.
+      mesh, strategy: see `dcvit.parallel.sharding.with_shardings`.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or unreadable.
     """
     source = steps.step_folder(source)
     shapes = _metadata(_verified_params(source))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = shardings(shapes) if shardings else jax.tree.map(lambda _: device, shapes)
-    like = jax.tree.map(lambda m, p: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=p), shapes, places)
-    return restore_params(source, like)
+    return restore_params(source, with_shardings(shapes, mesh, strategy))
 
 
 def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:

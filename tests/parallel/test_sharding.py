@@ -281,7 +281,7 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
     leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
     assert all(leaf.sharding == place.sharding for leaf, place in leaves)
-    loaded = load_params(tmp_path, functools.partial(sharding.shardings, mesh=mesh, strategy="fsdp+tensor"))
+    loaded = load_params(tmp_path, mesh, "fsdp+tensor")
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
 
 
