@@ -7,7 +7,7 @@ import importlib
 import logging
 import shlex
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import flax.linen as nn
@@ -164,7 +164,7 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
     different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
         return
-    found = ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
+    found = _listed(different)
     words = " ".join(f"--config.model.{name}={shlex.quote(repr(old))}" for name, (old, _) in different.items())
     if upcycles(config):
         raise ConfigError(
@@ -184,8 +184,12 @@ def warn_of_other_function(path: Folder, model: nn.Module, pp: str) -> None:
     if described.pp and described.pp != pp:
         different |= {"pp_predict": (described.pp, pp)}
     if different:
-        found = ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
-        LOG.warning("the config differs from the model of %s: %s", path, found)
+        LOG.warning("the config differs from the model of %s: %s", path, _listed(different))
+
+
+def _listed(different: Mapping[str, tuple[object, object]]) -> str:
+    """Return fields with their value here and, in parentheses, that of the model elsewhere."""
+    return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
 
 
 def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
