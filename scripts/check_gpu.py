@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dcvit.dcmha import ComposeWeights, cudnn, reference
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_gpu import api
 from dcvit.dcmha.pallas_gpu.tiling import check_supported
 from dcvit.parallel import runtime
-
-Inputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, ComposeWeights | None, ComposeWeights | None]
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
@@ -65,8 +64,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def build(seed: int, case: tuple[Any, ...]) -> tuple[Inputs, jax.Array, dict[str, Any]]:
-    """Return (q, k, v, pre, post), the cotangent of the output, and the options of `attention`."""
+def build(seed: int, case: tuple[Any, ...]) -> tuple[Inputs, jax.Array, Options]:
+    """Return the inputs, the cotangent of the output, and the options of a case."""
     batch, queries, keys, heads, key_heads, width, dtype, more = case
     keys_random = iter(jax.random.split(jax.random.key(seed), 32))
     rank, branches = more.get("rank", 2), more.get("branches", ComposeWeights._fields[:6])
@@ -84,7 +83,7 @@ def build(seed: int, case: tuple[Any, ...]) -> tuple[Inputs, jax.Array, dict[str
             fields[name] = array(batch, length, *shape, scale=0.3)
         return ComposeWeights(**fields)
 
-    inputs = (
+    inputs = Inputs(
         array(batch, queries, heads, width),
         array(batch, keys, key_heads, width),
         array(batch, keys, key_heads, width),
@@ -92,21 +91,20 @@ def build(seed: int, case: tuple[Any, ...]) -> tuple[Inputs, jax.Array, dict[str
         weights(more.get("post", True)),
     )
     mask = jax.random.bernoulli(next(keys_random), 0.7, (batch, 1, queries, keys)) if more.get("mask") else None
-    options = {
-        "causal": more.get("causal", False) or "window" in more,
-        "window": more.get("window"),
-        "mask": mask,
-        "groups": more.get("groups", 1),
-        "scale": width**-0.5,
-    }
-    return inputs, array(batch, queries, heads, width), options
+    options = Options(
+        causal=more.get("causal", False) or "window" in more,
+        window=more.get("window"),
+        groups=more.get("groups", 1),
+        scale=width**-0.5,
+    )
+    return inputs._replace(mask=mask), array(batch, queries, heads, width), options
 
 
-def with_gradients(function: Callable[..., jax.Array], options: dict[str, Any]) -> Callable[..., Any]:
+def with_gradients(function: Callable[[Inputs, Options], jax.Array], options: Options) -> Callable[..., Any]:
     """Return a compiled function (inputs, cotangent) -> (output, gradients)."""
 
     def run(inputs: Inputs, cotangent: jax.Array) -> tuple[jax.Array, object]:
-        out, vjp = jax.vjp(lambda *x: function(*x, **options), *inputs)
+        out, vjp = jax.vjp(lambda *x: function(Inputs(*x, inputs.mask), options), *inputs[:5])
         return out, vjp(cotangent)
 
     return jax.jit(run)
@@ -135,12 +133,12 @@ def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
     attention = cudnn.attention if by_cudnn else api.attention
     try:
         if not by_cudnn:
-            check_supported(*inputs, groups=options["groups"])
+            check_supported(*inputs[:5], groups=options.groups)
     except UnsupportedError as reason:
         return False, f"not supported: {reason}"
     ours = with_gradients(attention, options)
     found, again = ours(inputs, cotangent), ours(inputs, cotangent)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, cotangent))
+    wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(jnp.float32), (inputs, cotangent))
     with jax.default_matmul_precision("highest"):
         right = with_gradients(reference.attention, options)(*wide)
     errors = [error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)]
@@ -151,7 +149,7 @@ def check(seed: int, case: tuple[Any, ...], timed: bool) -> tuple[bool, str]:
     passes = (same or by_cudnn) and all(e < TOLERANCE[case[6]] for e in errors)
     row = f"{errors[0]:8.1e} {q:8.1e} {k:8.1e} {v:8.1e} {errors[1 + worst]:8.1e} {paths[worst]:<9}"
     if timed:
-        forward = jax.jit(lambda inputs: attention(*inputs, **options))
+        forward = jax.jit(lambda inputs: attention(inputs, options))
         row += f" {milliseconds(forward, inputs):8.3f} {milliseconds(ours, inputs, cotangent):8.3f}"
     return passes, row + ("" if same else "  not deterministic")
 

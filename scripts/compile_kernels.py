@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from tpu_bundles import bundles
 
-from dcvit.models.flops import foldable
 from dcvit.models.lm import Model, layer_windows
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
@@ -51,8 +50,9 @@ def shapes() -> dict[AttentionShape, list[str]]:
             found.setdefault(shape, []).append(f"{'DCViT' if composed else 'ViT'}-{name}")
     for name in PRESETS:
         net = Model(50257, preset=name)
-        composed = net.compose is not None and not foldable(net)
-        sizes = BATCHES[0], net.num_heads, net.num_key_heads or net.num_heads, net.width // net.num_heads
+        key_heads = net.num_key_heads or net.num_heads
+        composed = net.compose is not None and not net.composition().foldable(key_heads)
+        sizes = BATCHES[0], net.num_heads, key_heads, net.width // net.num_heads
         for window in dict.fromkeys(layer_windows(net)):
             for queries, keys in ((TEXT, TEXT), (1, window or TEXT)):
                 found.setdefault(AttentionShape(*sizes, queries, keys, window, composed), []).append(name)

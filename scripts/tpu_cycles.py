@@ -41,8 +41,8 @@ PASSIVE = {
 PARTS = {
     "qkv products": r"\.project/",
     "attention output": r"\.output/",
-    "dynamic weights": r"\._compose_weights/",
-    "attention core": r"\._attend/",
+    "dynamic weights": r"\.compose_weights/",
+    "attention core": r"\.attend/",
     "MLP": r"/(MlpBlock|mlp)\w*/",
     "norms and residuals": r"[Nn]orm\w*/|_residual/",
     "patch embedding": r"/(pos_)?embedding/",

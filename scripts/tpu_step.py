@@ -172,7 +172,7 @@ def notes(result: Estimate) -> list[str]:
     for cost in map(Cost._make, (c.values() for c in result["costs"])):
         lines.append(
             f"{cost.cycles / MEGA:8.2f} {cost.part}, {cost.kind}, {cost.times} × {cost.name}: {cost.shape[:60]}"
-            f" {re.sub(r'.*[.]_attend/', '', cost.op_name)[-60:]} {cost.source}"
+            f" {re.sub(r'.*[.]attend/', '', cost.op_name)[-60:]} {cost.source}"
         )
     return lines
 

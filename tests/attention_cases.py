@@ -1,11 +1,14 @@
 """Random arguments for implementations of attention, their outputs with all gradients, and errors between outputs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 
 from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.inputs import Inputs, Options
 
 SAME = "as the pre-compose"
 
@@ -35,6 +38,16 @@ def random_case(
     options = {"causal": False, "window": None, "groups": groups, "scale": 0.3, **options}
     options["mask"] = None if mask is None else jnp.asarray(rng.random(mask) < 0.6)
     return (*(jnp.asarray(x, dtype) for x in (q, k, v)), *weights), options
+
+
+@functools.cache
+def on_arrays(implementation):
+    """The function of arrays and options (q, k, v, pre, post, causal=…) that calls an implementation."""
+
+    def attention(q, k, v, pre=None, post=None, *, causal=False, window=None, mask=None, groups=1, scale=1.0, **more):
+        return implementation(Inputs(q, k, v, pre, post, mask), Options(causal, window, groups, scale), **more)
+
+    return attention
 
 
 def output_and_gradients(attention, args, options):

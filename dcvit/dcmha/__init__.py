@@ -5,14 +5,9 @@
 
 from __future__ import annotations
 
-import math
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from dcvit.dcmha import dispatch, reference
-from dcvit.dcmha.compose import ComposeWeights, check_floating, check_weights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
+from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array, Bool, Float
 
@@ -77,26 +72,10 @@ def attention(
         the heads, the window is below 1, the scale is not finite, or the implementation does not exist or does not
         support the case.
     """
-    _check_integers(groups=groups, window=1 if window is None else window)
-    scale = _check_arguments(q, k, v, pre, post, window=window, mask=mask, groups=groups, scale=scale)
-    _check_dropout(dropout)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
-    pre, post = (None if w is None or all(x is None for x in w) else w for w in (pre, post))
-    if q.size == 0:
-        return jnp.zeros_like(q)
-    return dispatch.attention(
-        q, k, v, pre, post, implementation, dropout,
-        causal=causal, window=window, mask=mask, groups=groups, scale=scale,
+    inputs, options = checked(
+        Inputs(q, k, v, pre, post, mask), causal=causal, window=window, groups=groups, scale=scale
     )  # fmt: skip
-
-
-def _check_dropout(dropout: object) -> None:
-    """Raise ValueError if the dropout is another type, or its rate is not a fraction."""
-    if not isinstance(dropout, Dropout | None):
-        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
-    if dropout is not None and not 0 <= dropout.rate <= 1:
-        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
+    return dispatch.attention(inputs, options, implementation, dropout)
 
 
 def attention_weights(
@@ -118,54 +97,7 @@ def attention_weights(
     Raises:
       ValueError: as `attention`.
     """
-    _check_integers(groups=groups, window=1 if window is None else window)
-    scale = _check_arguments(q, k, k, pre, post, window=window, mask=mask, groups=groups, scale=scale)
-    mask = reference.visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
-    return reference.attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale).composed_weights
-
-
-def _check_integers(**numbers: object) -> None:
-    """Raise ValueError if an argument is not an integer that is known at trace time."""
-    for name, number in numbers.items():
-        if not isinstance(number, int | np.integer):
-            raise ValueError(f"{name}={number!r}: expected an integer that is known at trace time")
-
-
-def _check_arguments(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, window: int | None,
-    mask: Array | None, groups: int, scale: object,
-) -> float:  # fmt: skip
-    """Raise ValueError if the arguments of `attention` are inconsistent; return the scale."""
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
-    check_floating({"q": q, "k": k, "v": v})
-    batch, queries, heads, head_dim = q.shape
-    keys, key_heads = k.shape[1:3]
-    if not (heads and keys and head_dim and key_heads):
-        raise ValueError(f"expected at least one head, key and dimension, found q {q.shape} and k {k.shape}")
-    if heads % key_heads:
-        raise ValueError(f"the number of query heads ({heads}) is not a multiple of the key heads ({key_heads})")
-    if groups < 1 or heads % groups:
-        raise ValueError(f"groups={groups} does not divide {heads} heads")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected at least 1, because a query attends to its own position")
-    if mask is not None and mask.dtype != jnp.bool_:
-        raise ValueError(f"mask has dtype {mask.dtype}, expected bool: True where a query attends to a key")
-    if mask is not None and not (
-        mask.ndim == 4
-        and mask.shape[0] in (1, batch)
-        and mask.shape[1] == 1
-        and mask.shape[2] in (1, queries)
-        and mask.shape[3] in (1, keys)
-    ):
-        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to ({batch}, 1, {queries}, {keys})")
-    for weights in (pre, post):
-        if weights is not None:
-            check_weights(weights, batch=batch, heads=heads, queries=queries, keys=keys, groups=groups)
-    try:
-        number = 1 / math.sqrt(head_dim) if scale is None else float(scale)  # type: ignore[arg-type]
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise ValueError(f"scale must be a number that is known at trace time, found {scale!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"scale={scale}: expected a finite number")
-    return number
+    inputs, options = checked(
+        Inputs(q, k, k, pre, post, mask), causal=causal, window=window, groups=groups, scale=scale
+    )  # fmt: skip
+    return reference.attention_matrices(inputs, options).composed_weights

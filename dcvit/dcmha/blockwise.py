@@ -7,23 +7,26 @@ layer are linear in T. The forward pass saves its inputs and the log-sum-exp of 
 scores of a block again.
 
 The operations on a block write out the sums over heads (`dcvit.dcmha.blockwise_tile`). The code runs on all platforms.
+
+Inside, `Inputs` are arranged by head: q is (B H T D), k and v are (B K S D), weights are those of `tile.arrange`, and
+the mask is (B #T #S). The functions on one example or on a block of it have the same axes without B.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
-from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
 from dcvit.dcmha.partition import map_examples
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Float
 
 BLOCK = 40_000  # approximate number of scores of one head in a block
 SEGMENTS = 8  # loops over blocks in a causal layer, each with its own number of keys
@@ -33,23 +36,20 @@ Side: TypeAlias = Literal["q", "k", ""]  # an array has a query axis, a key axis
 Total = TypeVar("Total")
 
 
-class Options(NamedTuple):
-    """Static options of a layer."""
+class Axis(NamedTuple):
+    """The query axis or the key axis of an array of one example."""
 
-    causal: bool
-    window: int | None
-    groups: int
+    side: Side
+    dim: int
 
 
-class Inputs(NamedTuple):
-    """Arrays of one example or of one block of it; also their gradients."""
-
-    q: Float[Array, "H T D"]
-    k: Float[Array, "K S D"]
-    v: Float[Array, "K S D"]
-    pre: ComposeWeights | None  # in the layout of `tile.arrange`
-    post: ComposeWeights | None
-    mask: Bool[Array, "#T #S"] | None = None
+# The axis of each array of `Inputs` without the mask, by the name of its field.
+AXES = {
+    "q": Axis("q", 1), "k": Axis("k", 1), "v": Axis("k", 1),
+    "q1": Axis("q", -1), "q2": Axis("q", -1), "qg": Axis("q", -1),
+    "k1": Axis("k", -1), "k2": Axis("k", -1), "kg": Axis("k", -1),
+    "static": Axis("", 0),
+}  # fmt: skip
 
 
 class Segment(NamedTuple):
@@ -74,56 +74,42 @@ class Block(NamedTuple):
     start: dict[str, int | Array]
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
-    Scores and weights are float32, or float64 for float64 inputs. `scale` multiplies q, in q's dtype.
+    Scores and weights are float32, or float64 for float64 inputs. The scale multiplies q, in q's dtype.
     """
-    options = Options(causal, window, groups)
-    out: Array = _arrange_and_attend(_attend, options, q, k, v, pre, post, mask, scale=scale)
+    out: Array = _arrange_and_attend(_attend, options, inputs)
     return out
 
 
-def forward_mode(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, mask: Array | None,
-    options: Options, scale: float,
-) -> Array:  # fmt: skip
+def forward_mode(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute `attention` in operations that JAX differentiates: the forward mode of other implementations."""
-    out: Array = _arrange_and_attend(_attend_plainly, options, q, k, v, pre, post, mask, scale=scale)
+    out: Array = _arrange_and_attend(_attend_plainly, options, inputs)
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="scale")  # trace once if called eagerly
-def _arrange_and_attend(
-    attend: Callable[[Options, Inputs], Array], options: Options, q: Array, k: Array, v: Array,
-    pre: ComposeWeights | None, post: ComposeWeights | None, mask: Array | None, *, scale: float,
-) -> Array:  # fmt: skip
+@functools.partial(jax.jit, static_argnums=(0, 1))  # trace once if called eagerly
+def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Options, inputs: Inputs) -> Array:
     """Arrange the arrays by head, pad the queries to complete blocks, and attend."""
+    q, k, v, pre, post, mask = inputs
     wide = statistics_dtype(q.dtype)
     queries, rows = q.shape[1], _end(segments(q.shape[1], k.shape[1], options))
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(scale, q.dtype), k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(options.scale, q.dtype), k, v))
     pre, post = (tile.arrange(w, len(q), wide) for w in (pre, post))
-    inputs = Inputs(q, k, v, pre, post)
+    arranged = Inputs(q, k, v, pre, post)
     if rows > queries:
-        inputs = _each(lambda side, axis, x: _pad(x, rows - queries, axis + (axis > 0)) if side == "q" else x, inputs)
+
+        def pad(axis: Axis, x: Array) -> Array:
+            return _pad(x, rows - queries, axis.dim + (axis.dim > 0)) if axis.side == "q" else x
+
+        arranged = _map_axes(pad, arranged)
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0], (len(q), *mask.shape[2:]))
         if mask.shape[1] == queries and queries > 1:
             mask = _pad(mask, rows - queries, 1)
-        inputs = inputs._replace(mask=mask)
-    out = attend(options, inputs)
+        arranged = arranged._replace(mask=mask)
+    out = attend(options, arranged)
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
 
 
@@ -173,24 +159,25 @@ def _forward(options: Options, x: Inputs) -> tuple[Float[Array, "H T D"], Float[
 def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: Float[Array, "H T D"]) -> Inputs:
     """Return the gradients of the inputs of one example."""
     wide = log_sum.dtype
-    total = _each(lambda side, axis, a: jnp.zeros(a.shape, wide if side == "k" else a.dtype), x)
+    total = _map_axes(lambda axis, a: jnp.zeros(a.shape, wide if axis.side == "k" else a.dtype), x)
 
     def add_block(block: Block, total: Inputs) -> Inputs:
         rows = block.inputs.q.shape[1]
         log_sums, d_outs = (jax.lax.dynamic_slice_in_dim(a, block.start["q"], rows, 1) for a in (log_sum, d_out))
         part = _backward_block(block, log_sums, d_outs, options)
 
-        def add(side: Side, axis: int, old: Array, new: Array) -> Array:
+        def add(axis: Axis, old: Array, new: Array) -> Array:
+            side, dim = axis
             if not side:
                 return old + new
             if side == "k":
-                new = _sum(new, jax.lax.dynamic_slice_in_dim(old, block.start[side], new.shape[axis], axis))
-            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), block.start[side], axis)
+                new = _sum(new, jax.lax.dynamic_slice_in_dim(old, block.start[side], new.shape[dim], dim))
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), block.start[side], dim)
 
-        return _each(add, total, part)
+        return _map_axes(add, total, part)
 
     total = _fold_blocks(options, x, total, add_block)
-    return _each(lambda side, axis, a, like: a.astype(like.dtype), total, x)
+    return _map_axes(lambda axis, a, like: a.astype(like.dtype), total, x)
 
 
 def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
@@ -241,7 +228,7 @@ def _backward_block(block: Block, log_sum: Array, d_out: Array, options: Options
     return Inputs(dq, dk, dv, d_pre, d_post)
 
 
-@tile.stage
+@tile.no_inline
 def _sum(x: Array, y: Array) -> Array:
     """Add, without fusion into the update that stores the sum: XLA would write the complete updated array."""
     return x + y
@@ -273,13 +260,14 @@ def _cut(x: Inputs, segment: Segment, index: int | Array, options: Options) -> B
     }
     size = {"q": segment.rows, "k": segment.keys}
 
-    def cut(side: Side, axis: int, array: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, start[side], size[side], axis) if side else array
+    def cut(axis: Axis, array: Array) -> Array:
+        side, dim = axis
+        return jax.lax.dynamic_slice_in_dim(array, start[side], size[side], dim) if side else array
 
     mask = x.mask
     if mask is not None:
-        mask = mask if mask.shape[0] == 1 else cut("q", 0, mask)
-        mask = mask if mask.shape[1] == 1 else cut("k", 1, mask)
+        mask = mask if mask.shape[0] == 1 else cut(Axis("q", 0), mask)
+        mask = mask if mask.shape[1] == 1 else cut(Axis("k", 1), mask)
     if options.causal or options.window is not None:
         query = start["q"] + jnp.arange(segment.rows)[:, None]
         key = start["k"] + jnp.arange(segment.keys)[None, :]
@@ -287,20 +275,17 @@ def _cut(x: Inputs, segment: Segment, index: int | Array, options: Options) -> B
         if options.window is not None:
             local &= key > query - options.window
         mask = local if mask is None else mask & local
-    return Block(_each(cut, x), mask, start)
+    return Block(_map_axes(cut, x), mask, start)
 
 
-def _each(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
-    """Return f(side, axis, array, …) of all arrays except the mask; `axis` is the query or key axis of the array."""
+def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
+    """Return f(axis, array, …) of the arrays of each field except the mask, where `axis` is that of `AXES`."""
 
-    def weights(*w: ComposeWeights | None) -> ComposeWeights | None:
-        if w[0] is None:
-            return None
-        fields = zip(("q", "q", "q", "k", "k", "k", ""), zip(*w, strict=True), strict=True)
-        return ComposeWeights(*[None if arrays[0] is None else f(side, -1, *arrays) for side, arrays in fields])
+    def call(path: tuple[Any, ...], *arrays: Array) -> Array:
+        return f(AXES[path[-1].name], *arrays)
 
-    q, k, v, pre, post, _ = zip(x, *others, strict=True)
-    return Inputs(f("q", 1, *q), f("k", 1, *k), f("k", 1, *v), weights(*pre), weights(*post))
+    mapped: Inputs = jax.tree_util.tree_map_with_path(call, *(y._replace(mask=None) for y in (x, *others)))
+    return mapped
 
 
 def _pad(x: Array, count: int, axis: int) -> Array:

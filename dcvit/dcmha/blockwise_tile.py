@@ -34,7 +34,7 @@ class Hidden(NamedTuple):
     k: Float[Array, "G R t s"] | None
 
 
-def stage(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def no_inline(f: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make `f` a function of the compiled program that XLA does not inline, so that its results are stored.
 
     XLA's CPU compiler fuses a cheap loop into each loop that reads its result, and would compute the hidden planes
@@ -67,7 +67,7 @@ def transposed(w: ComposeWeights | None) -> ComposeWeights | None:
     return ComposeWeights(q1=w.q2, q2=w.q1, qg=w.qg, k1=w.k2, k2=w.k1, kg=w.kg, static=static)
 
 
-@stage
+@no_inline
 def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> Hidden:
     """Compute the hidden planes A·w_q1 and A·w_k1 of Eqn 7: R weighted sums over the heads of each group."""
     grouped = _split(a, groups)
@@ -81,7 +81,7 @@ def hidden(a: Float[Array, "H t s"], w: ComposeWeights | None, groups: int) -> H
     return Hidden(None, None) if w is None else Hidden(down(w.q1, 0), down(w.k1, 1))
 
 
-def _mix(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int) -> Float[Array, "H t s"]:
+def _compose(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int) -> Float[Array, "H t s"]:
     """Compute Eqn 7 from the hidden planes of `a`."""
     if w is None:
         return a
@@ -98,15 +98,15 @@ def _mix(a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, gro
     return _sum(terms).reshape(a.shape)
 
 
-@stage
+@no_inline
 def compose_planes(
     a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Bool[Array, "#t #s"] | None, groups: int
 ) -> Float[Array, "H t s"]:
     """Compute Eqn 7 from the planes that `hidden` returns for `a` and `w`; masked scores are minus infinity."""
-    return _apply_mask(_mix(a, planes, w, groups), mask)
+    return _apply_mask(_compose(a, planes, w, groups), mask)
 
 
-@stage
+@no_inline
 def softmax(scores: Float[Array, "H t s"]) -> tuple[Float[Array, "H t s"], Float[Array, "H t"]]:
     """Return the softmax and the log-sum-exp of each row; the softmax of a fully masked row is zero."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
@@ -117,42 +117,42 @@ def softmax(scores: Float[Array, "H t s"]) -> tuple[Float[Array, "H t s"], Float
     return powers * (1 / sums)[..., None], top + jnp.log(sums)
 
 
-@stage
+@no_inline
 def _exponentials(scores: Float[Array, "H t s"], top: Float[Array, "H t"]) -> Float[Array, "H t s"]:
     return jnp.exp(scores - top[..., None])
 
 
-@stage
+@no_inline
 def softmax_from_log_sum(
     a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Array | None, log_sum: Array, groups: int
 ) -> Float[Array, "H t s"]:
-    """Compute the softmax of `mix` from the known log-sum-exp of its rows, in a single loop."""
-    return jnp.exp(_apply_mask(_mix(a, planes, w, groups), mask) - log_sum[..., None])
+    """Compute the softmax of `compose_planes` from the known log-sum-exp of its rows, in a single loop."""
+    return jnp.exp(_apply_mask(_compose(a, planes, w, groups), mask) - log_sum[..., None])
 
 
 def softmax_gradient(
     weights: Float[Array, "H t s"], g: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int
 ) -> Float[Array, "H t s"]:
-    """Return the gradient of the softmax's input, dL = P∘(dP - Σ_s P∘dP), where dP is `mix` of `g`.
+    """Return the gradient of the softmax's input, dL = P∘(dP - Σ_s P∘dP), where dP is `compose_planes` of `g`.
 
     `g` is the gradient of the output of the post-compose, and `w` are the weights of the transposed post-compose.
     """
     return _center(weights, _products(weights, g, planes, w, groups=groups))
 
 
-@stage
+@no_inline
 def _products(
     weights: Float[Array, "H t s"], g: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, groups: int
 ) -> Float[Array, "H t s"]:
-    return weights * _mix(g, planes, w, groups)
+    return weights * _compose(g, planes, w, groups)
 
 
-@stage
+@no_inline
 def _center(weights: Float[Array, "H t s"], products: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
     return products - weights * _over_keys(products)[..., None]
 
 
-@stage
+@no_inline
 def weight_gradients(
     a: Float[Array, "H t s"], g: Float[Array, "H t s"], inner: Hidden, outer: Hidden, w: ComposeWeights, groups: int
 ) -> ComposeWeights:

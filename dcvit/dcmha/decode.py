@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Float
 
 # Products with H×H matrices are cheap, so that float32 operands are never rounded to a narrower type.
 exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -34,19 +35,7 @@ def check_one_query(q: Array) -> None:
         raise UnsupportedError(f"decoding attends from one query, found {q.shape[1]}")
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
 
     Scores and weights are float32, or float64 for float64 inputs.
@@ -54,6 +43,7 @@ def attention(
     Raises:
       UnsupportedError: there are several queries.
     """
+    q, k, v, pre, post, mask = inputs
     check_one_query(q)
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
@@ -62,15 +52,14 @@ def attention(
     key_head_mask = jnp.repeat(jnp.eye(key_heads, dtype=bool), heads // key_heads, axis=1)[:, None]
     block_diagonal_q = jnp.where(key_head_mask, q[:, 0].swapaxes(1, 2)[:, None], 0).reshape(batch, -1, heads)
     flat_k, flat_v = (x.reshape(batch, keys, -1) for x in (k, v))
-    scores = jnp.einsum("bsm,bmh->bsh", flat_k, block_diagonal_q, preferred_element_type=wide) * jnp.asarray(
-        scale, wide
-    )
+    scores = jnp.einsum("bsm,bmh->bsh", flat_k, block_diagonal_q, preferred_element_type=wide)
+    scores = scores * jnp.asarray(options.scale, wide)
     if pre is not None:
-        scores = compose(scores, pre, groups)
-    attended = visible(1, keys, causal=causal, window=window, mask=mask)
+        scores = compose(scores, pre, options.groups)
+    attended = visible(1, keys, causal=options.causal, window=options.window, mask=mask)
     weights = masked_softmax(scores, None if attended is None else attended[:, 0, 0, :, None], axis=1)
     if post is not None:
-        weights = compose(weights, post, groups)
+        weights = compose(weights, post, options.groups)
     out = jnp.einsum("bsh,bsm->bhm", weights.astype(v.dtype), flat_v, preferred_element_type=wide)
     out = jnp.sum(jnp.where(key_head_mask.T, out.reshape(batch, heads, key_heads, head_dim).swapaxes(2, 3), 0), axis=3)
     return out[:, None].astype(q.dtype)

@@ -3,81 +3,62 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Protocol, TypedDict, Unpack
+from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise, cudnn, decode, elementwise, folded, reference
-from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Composition, Inputs, Options
 from dcvit.dcmha.partition import splits_arrays
+from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array
 
 LOG = logging.getLogger(__name__)
 MAX_SCORES_FOR_PLAIN_XLA = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
 
 
-class Options(TypedDict):
-    """Keyword arguments of every implementation."""
-
-    causal: bool
-    window: int | None
-    mask: Array | None
-    groups: int
-    scale: float
+# A function that computes attention, or raises UnsupportedError with a reason.
+Implementation: TypeAlias = Callable[[Inputs, Options], Array]
 
 
-class Implementation(Protocol):
-    """A function that computes attention, or raises UnsupportedError with a reason."""
+def _on_first_use(module: str) -> Implementation:
+    """Return the function `attention` of a module that is imported when it is called.
 
-    def __call__(
-        self, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
-        **options: Unpack[Options],
-    ) -> Array: ...  # fmt: skip
+    Pallas' GPU part adds 0.1 to 0.2 s to `import dcvit.dcmha`, and a platform needs one backend at most.
+    """
 
+    def attention(inputs: Inputs, options: Options) -> Array:
+        out: Array = importlib.import_module(f"dcvit.dcmha.{module}").attention(inputs, options)
+        return out
 
-# Pallas is imported on first use: the GPU part adds 0.1 to 0.2 s to `import dcvit.dcmha`, and a platform needs one
-# backend at most.
-
-
-def _pallas_tpu(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
-) -> Array:
-    from dcvit.dcmha.pallas_tpu import api
-
-    return api.attention(q, k, v, pre, post, **options)
+    return attention
 
 
-def _pallas_tpu_decode(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
-) -> Array:
-    from dcvit.dcmha.pallas_tpu import decode as tpu_decode
-
-    return tpu_decode.attention(q, k, v, pre, post, **options)
+def _folded(inputs: Inputs, options: Options) -> Array:
+    """Compute attention with the composition folded into queries and outputs, around the fastest plain attention."""
+    return fold(attention, inputs, options)
 
 
-def _pallas_gpu(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
-) -> Array:
-    from dcvit.dcmha.pallas_gpu import api
+def fold(attend: Implementation, inputs: Inputs, options: Options) -> Array:
+    """Fold the composition into queries and outputs of the plain attention that `attend` computes.
 
-    return api.attention(q, k, v, pre, post, **options)
-
-
-def _folded(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, **options: Unpack[Options]
-) -> Array:
-    groups = options["groups"]
-    if (reason := folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups)) is not None:
+    Raises:
+      UnsupportedError: the composition cannot be folded.
+    """
+    composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
+    if (reason := composition.why_not_foldable(inputs.k.shape[2])) is not None:
         raise UnsupportedError(reason)
-    q = folded.compose_heads(q, pre, groups=groups, combine=combine_heads)
-    options["groups"] = 1
-    out = attention(q, k, v, None, None, None, **options)
-    return folded.compose_heads(out, post, groups=groups, combine=combine_heads)
+    q = folded.compose_heads(inputs.q, inputs.pre, groups=options.groups, combine=combine_heads)
+    out = attend(inputs._replace(q=q, pre=None, post=None), dataclasses.replace(options, groups=1))
+    return folded.compose_heads(out, inputs.post, groups=options.groups, combine=combine_heads)
 
 
 def combine_heads(x: Array, w: Array) -> Array:
@@ -99,9 +80,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "blockwise": blockwise.attention,
     "decode": decode.attention,
     "cudnn": cudnn.attention,
-    "pallas_tpu": _pallas_tpu,
-    "pallas_tpu_decode": _pallas_tpu_decode,
-    "pallas_gpu": _pallas_gpu,
+    "pallas_tpu": _on_first_use("pallas_tpu.api"),
+    "pallas_tpu_decode": _on_first_use("pallas_tpu.decode"),
+    "pallas_gpu": _on_first_use("pallas_gpu.api"),
 }
 ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 SPLIT_BY_COMPILER = ("cudnn",)  # JAX tells the compiler how to split it over devices, unlike Pallas kernels
@@ -138,45 +119,59 @@ def fused_only() -> Iterator[None]:
         _FUSED_ONLY.reset(token)
 
 
-def attention(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, implementation: str | None,
-    dropout: reference.Dropout | None = None, **options: Unpack[Options],
-) -> Array:  # fmt: skip
+def attention(inputs: Inputs, options: Options, implementation: str | None = None, dropout: object = None) -> Array:
     """Compute attention with the named implementation, or with the first candidate that supports the case.
 
     The implementation and the reasons against those tried before it are logged.
 
+    Args:
+      inputs, options: returned by `dcvit.dcmha.inputs.checked`.
+      implementation: a name from `IMPLEMENTATIONS`, or None.
+      dropout: see `dcvit.dcmha.attention`.
+
     Raises:
-      ValueError: the named implementation does not support the case, or is not fused inside `fused_only`.
+      ValueError: the named implementation does not exist, does not support the case, or is not fused inside
+        `fused_only`; or the dropout is invalid.
     """
-    names = candidates(q, k, pre, post, options["groups"]) if implementation is None else (implementation,)
+    dropout = checked_dropout(dropout)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
+    if inputs.q.size == 0:
+        return jnp.zeros_like(inputs.q)
+    names = candidates(inputs, options) if implementation is None else (implementation,)
     reasons: list[str] = []
     for name in names:
         try:
-            check_platform(name, is_named=implementation is not None)
-            attend: Callable[..., Array] = IMPLEMENTATIONS[name]
-            if dropout is not None:
-                check_dropout(name)
-                attend = functools.partial(attend, dropout=dropout)
-            out = attend(q, k, v, pre, post, **options)
+            out = _attend(name, inputs, options, dropout, is_named=implementation is not None)
         except UnsupportedError as error:
             if implementation is not None:
                 raise ValueError(f"implementation {name} does not support this case: {error}") from error
             reasons.append(f"; not {name}: {error}")
             continue
         note = "".join(reasons) if implementation is None else ", as requested"
-        case = _describe(q, k, pre, post, options["window"])
-        if _FUSED_ONLY.get() and platform() != "cpu" and q.shape[1] > 1 and name not in FUSED:
+        case = _describe(inputs, options)
+        if _FUSED_ONLY.get() and platform() != "cpu" and inputs.q.shape[1] > 1 and name not in FUSED:
             raise ValueError(f"attention is not fused: {name} on {platform()} for {case}{note}")
         LOG.info("attention: %s on %s for %s%s", name, platform(), case, note)
         return out
     raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case
 
 
-def candidates(
-    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, groups: int = 1
-) -> tuple[str, ...]:
+def _attend(name: str, inputs: Inputs, options: Options, dropout: Dropout | None, *, is_named: bool) -> Array:
+    """Compute attention with one implementation, or raise UnsupportedError."""
+    check_platform(name, is_named=is_named)
+    if dropout is None:
+        return IMPLEMENTATIONS[name](inputs, options)
+    if name != "reference":
+        raise UnsupportedError("only reference has dropout")
+    return reference.attention(inputs, options, dropout=dropout)
+
+
+def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple[str, ...]:
     """Return the names of implementations for these shapes on the current platform, fastest first.
+
+    `head_devices` is the number of devices that share the heads. If heads are composed with heads of another device,
+    the compiler splits the reference implementation, which exchanges the least.
 
     A composition that can be folded into plain attention is, because that holds no scores; with small models on CPUs it
     may not be the fastest.
@@ -189,11 +184,14 @@ def candidates(
     `elementwise` been on a GPU: it is preferred there because the compiled program reads and writes the fewest bytes.
     `cudnn` holds no scores in memory.
     """
-    queries, keys = q.shape[1], k.shape[1]
+    queries, keys, key_heads = inputs.q.shape[1], *inputs.k.shape[1:3]
     here = platform()
-    if folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups) is None:
+    composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
+    if composition.foldable(key_heads):
         return ("folded", "reference")  # `folded` does not support dropout
-    plain = pre is None and post is None
+    plain = composition.compose is None
+    if not plain and options.groups % head_devices:
+        return ("reference",)
     if queries > 1 and plain and here == "cpu" and queries * keys < MAX_SCORES_FOR_PLAIN_XLA:
         return ("reference",)
     return (*(ONE_QUERY if queries == 1 else PLAIN if plain else BY_PLATFORM).get(here, ()), "reference")
@@ -229,14 +227,17 @@ def warn_of_missing_mesh(devices: int) -> None:
     )
 
 
-def check_dropout(name: str) -> None:
-    """Raise UnsupportedError if an implementation has no dropout."""
-    if name != "reference":
-        raise UnsupportedError("only reference has dropout")
+def checked_dropout(dropout: object) -> Dropout | None:
+    """Return the dropout, or raise ValueError if it is of another type or its rate is not a fraction."""
+    if not isinstance(dropout, Dropout | None):
+        raise ValueError(f"dropout is a {type(dropout).__name__}, expected dcvit.dcmha.Dropout(key, rate)")
+    if dropout is not None and not 0 <= dropout.rate <= 1:
+        raise ValueError(f"dropout rate {dropout.rate}: expected a number from 0 to 1")
+    return dropout
 
 
-def _describe(q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, window: int | None) -> str:
+def _describe(inputs: Inputs, options: Options) -> str:
     """Return the shapes and branches of a case for the log."""
-    composes = " and ".join(name for name, w in (("pre", pre), ("post", post)) if w is not None) or "plain"
-    suffix = f", window {window}" if window is not None else ""
-    return f"{q.dtype}{list(q.shape)}, {k.shape[1]} keys, {composes}{suffix}"
+    composes = " and ".join(Composition.of_weights(inputs.pre, inputs.post).names) or "plain"
+    suffix = f", window {options.window}" if options.window is not None else ""
+    return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {composes}{suffix}"

@@ -11,29 +11,16 @@ import jax.numpy as jnp
 
 from dcvit.dcmha import reference
 from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.shapes import Array, Float
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
     Scores and weights are float32, or float64 for float64 inputs.
     """
-    return reference.attention(
-        q, k, v, pre, post, causal=causal, window=window, mask=mask, groups=groups, scale=scale, compose=compose
-    )
+    return reference.attention(inputs, options, compose=compose)
 
 
 def compose(a: Float[Array, "B H T S"], w: ComposeWeights, *, groups: int = 1) -> Float[Array, "B H T S"]:

@@ -19,29 +19,11 @@ from typing import TypeAlias
 import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights, query_map
+from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 
 Combine: TypeAlias = Callable[[Array, Array], Array]  # the type of `combine_heads`
-
-
-def why_not_foldable(
-    pre: ComposeWeights | None, post: ComposeWeights | None, *, key_heads: int, groups: int
-) -> str | None:
-    """Return why the composition cannot be folded, or None if it can."""
-    composed = [w for w in (pre, post) if w is not None]
-    if not composed:
-        return "there is no composition"
-    if any(x is not None for w in composed for x in (w.k1, w.k2, w.kg)):
-        return "the composition is key-wise"
-    if groups % key_heads and any(mixes_heads(w) for w in composed):
-        return f"the {groups} groups of heads are not inside the {key_heads} key heads"
-    return None
-
-
-def mixes_heads(w: ComposeWeights) -> bool:
-    """Return whether a compose without key-wise branches has more than gates."""
-    return w.q1 is not None or w.static is not None
 
 
 def compose_heads(
@@ -61,7 +43,7 @@ def compose_heads(
     if w is None:
         return x
     batch, length, heads, _ = x.shape
-    groups = groups if mixes_heads(w) else heads
+    groups = groups if Composition.of_weights(w, None).mixes_heads else heads
     matrix = query_map(w, batch=batch, length=length, heads=heads, groups=groups, dtype=statistics_dtype(x.dtype))
     return (combine or combine_heads)(x, matrix)
 

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Composition, Inputs
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 
@@ -28,6 +30,32 @@ class Cache(NamedTuple):
     v: Float[Array, "B S K*D"]
     pre: ComposeWeights | None = None
     post: ComposeWeights | None = None
+
+
+def cache_of(inputs: Inputs) -> Cache:
+    """Return the keys, values and key-wise weights of the tokens of one call of attention."""
+    k, v = (x.reshape(*x.shape[:2], -1) for x in (inputs.k, inputs.v))
+    return Cache(k, v, key_wise(inputs.pre), key_wise(inputs.post))
+
+
+def empty(composition: Composition, lead: tuple[int, int], heads: int, key_width: int, dtype: DTypeLike) -> Cache:
+    """Return the empty cache of one layer.
+
+    Args:
+      composition: the composition of the layer.
+      lead: number of examples and of slots.
+      heads: H.
+      key_width: K·D.
+      dtype: dtype of all arrays.
+    """
+    shapes = composition.cached(heads)
+    weights = {
+        name: ComposeWeights(**{field: jnp.zeros((*lead, *shape), dtype) for field, shape in shapes.items()})
+        for name in composition.names
+        if shapes
+    }
+    k, v = (jnp.zeros((*lead, key_width), dtype) for _ in range(2))
+    return Cache(k, v, weights.get("pre"), weights.get("post"))
 
 
 def key_wise(weights: ComposeWeights | None) -> ComposeWeights | None:

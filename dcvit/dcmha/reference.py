@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dcvit.dcmha.compose import ComposeWeights, compose
+from dcvit.dcmha.compose import compose
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Bool, Float
 
@@ -76,58 +77,36 @@ class AttentionMatrices(NamedTuple):
     composed_weights: Float[Array, "B H T S"]  # after post-compose: the values are summed by them
 
 
-def attention_matrices(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-    compose: Callable[..., Array] = compose,
-) -> AttentionMatrices:
+def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., Array] = compose) -> AttentionMatrices:
     """Compute all matrices of `dcvit.dcmha.attention`: float32, or float64 for float64 inputs.
 
-    `mask` is True for all keys that a query attends to; see `visible`. `compose` computes Eqn 7.
+    `compose` computes Eqn 7. The values are unused.
     """
+    q, k, _, pre, post, mask = inputs
+    mask = visible(q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask)
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
-    composed = scores if pre is None else compose(scores, pre, groups=groups)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)
+    composed = scores if pre is None else compose(scores, pre, groups=options.groups)
     weights = masked_softmax(composed, mask)
     return AttentionMatrices(
-        scores, composed, weights, weights if post is None else compose(weights, post, groups=groups)
+        scores, composed, weights, weights if post is None else compose(weights, post, groups=options.groups)
     )
 
 
 def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-    dropout: Dropout | None = None,
-    compose: Callable[..., Array] = compose,
+    inputs: Inputs, options: Options, *, dropout: Dropout | None = None, compose: Callable[..., Array] = compose
 ) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
     Scores and weights are float32, or float64 for float64 inputs. `compose` computes Eqn 7.
     """
-    mask = visible(q.shape[1], k.shape[1], causal=causal, window=window, mask=mask)
-    matrices = attention_matrices(q, k, pre, post, mask=mask, groups=groups, scale=scale, compose=compose)
-    weights = matrices.composed_weights
+    weights = attention_matrices(inputs, options, compose).composed_weights
     if dropout is not None:
         weights = _drop(weights, dropout)
-    v = _repeat(v, q.shape[2])
+    v = _repeat(inputs.v, inputs.q.shape[2])
     out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype)
-    return out.astype(q.dtype)
+    return out.astype(inputs.q.dtype)
 
 
 def _repeat(x: Float[Array, "B S K D"], heads: int) -> Float[Array, "B S H D"]:

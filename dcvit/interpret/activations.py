@@ -40,7 +40,7 @@ from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.errors import nearest
 from dcvit.models import Params, lm, vit
-from dcvit.models.attention import Attention, FlatAttention, LayerInputs, LayerOutputs
+from dcvit.models.attention import Attention, LayerInputs
 from dcvit.models.composition import compose_inputs
 from dcvit.models.decoder import DecoderBlock
 from dcvit.models.encoder import Encoder1DBlock
@@ -159,8 +159,8 @@ def _intercept(
     if not numbers:
         return method(*args, **kwargs)
     block = f"block{int(numbers[0]):02d}"
-    if isinstance(module, FlatAttention) and name == "_attend":
-        return _attend(module, args[0], lambda array, x: tap(f"{block}/{array}", x))
+    if isinstance(module, Attention) and name == "attend":
+        return _attend(module, args[0], lambda array, x: tap(f"{block}/{array}", x)), None
     if name != "__call__":
         return method(*args, **kwargs)
     if isinstance(module, Encoder1DBlock | DecoderBlock):
@@ -173,12 +173,12 @@ def _intercept(
     return result
 
 
-def _attend(module: FlatAttention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> LayerOutputs:
-    """Compute self-attention of whole rows with all its matrices, as `FlatAttention._attend` without them."""
+def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], Array]) -> Array:
+    """Compute self-attention of whole rows with all its matrices, as `Attention.attend` without them."""
     x, groups = inputs.q, module.groups if module.compose else 1
     to_compose = compose_inputs(x, x, groups=groups) if module.compose else {}
     q, k, v = module.project(x, x, x, inputs.positions)
-    weights = module._compose_weights(x.shape[-1], to_compose)
+    weights = module.compose_weights(x.shape[-1], to_compose)
     q, k, v = tap("q", q), tap("k", k), tap("v", v)
     by_name = {
         where: ComposeWeights(
@@ -196,7 +196,7 @@ def _attend(module: FlatAttention, inputs: LayerInputs, tap: Callable[[str, Arra
     a = tap("weights", masked_softmax(a, seen))
     a = tap("composed_weights", compose(a, by_name["post"], groups=groups) if "post" in by_name else a)
     heads = jnp.einsum("bhts,bshd->bthd", a.astype(v.dtype), v, preferred_element_type=a.dtype).astype(q.dtype)
-    return LayerOutputs(module.output(tap("heads", heads), x.shape[-1]))
+    return module.output(tap("heads", heads), x.shape[-1])
 
 
 def compose_weights_of(arrays: Mapping[str, Array], layer: int, where: str) -> ComposeWeights | None:

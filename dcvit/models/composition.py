@@ -8,48 +8,33 @@ from typing import NamedTuple
 import flax.linen as nn
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.compose import (
-    ComposeWeights,
-    dynamic_gates,
-    dynamic_projections,
-    gate_init,
-    hidden_init,
-    projection_init,
-    static_init,
-)
+from dcvit.dcmha.compose import ComposeWeights, dynamic_gates, dynamic_projections
+from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.dcmha.partition import splits_heads
 from dcvit.dcmha.shapes import Array, Float
-from dcvit.models.fields import BranchFields
 from dcvit.parallel.mesh import BATCH, constrain
 
 
-class ComposeParams(BranchFields):
-    """The parameters of one composition, θ = {W_q1, W_q2, W_qg, W_k1, W_k2, W_kg, W_b}.
+class ComposeParams(nn.Module):
+    """The parameters of one compose, θ = {W_q1, W_q2, W_qg, W_k1, W_k2, W_kg, W_b}.
 
     Fields:
+      composition: the composition to which the compose belongs.
       num_heads: H.
     """
 
+    composition: Composition
     num_heads: int
 
     @nn.compact
     def __call__(self, width: int) -> dict[str, Array]:
         """Return the parameters that exist, named as in `ComposeWeights`, for inputs of M = `width`."""
-        per_group = self.num_heads // self.groups
-        inner = 2 * self.rank * per_group
-        params: dict[str, Array] = {}
-        for side in [side for side in "qk" if side in self.branches]:
-            if self.projection:
-                one, two = hidden_init(width, inner), projection_init(self.rank, per_group)
-                params[f"{side}1"] = self.param(f"w_{side}1", one, (width, self.groups, inner))
-                params[f"{side}2"] = self.param(f"w_{side}2", two, (self.groups, inner, inner))
-            if self.gate:
-                params[f"{side}g"] = self.param(f"w_{side}g", gate_init(width, per_group), (width, self.num_heads))
-        if self.static:
-            shape = (self.groups, per_group, per_group)
-            params["static"] = self.param("w_b", static_init(per_group), shape)
-        return params
+        parameters = self.composition.parameters(self.num_heads, width)
+        return {
+            name: self.param("w_b" if name == "static" else f"w_{name}", init, shape)
+            for name, (shape, init) in parameters.items()
+        }
 
 
 class ComposeInput(NamedTuple):
@@ -74,47 +59,48 @@ def compose_inputs(x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"], *, g
 
 
 def compose_weights(
+    composition: Composition,
     params: Mapping[str, Mapping[str, Array]],
     inputs: Mapping[str, ComposeInput],
     *,
     num_heads: int,
-    gelu: str,
     dtype: DTypeLike | None,
 ) -> dict[str, ComposeWeights]:
-    """Compute the weights of the compositions of an attention layer; one product reads an input for all of them.
+    """Compute the weights of the composes of an attention layer; one product reads an input for all of them.
 
     Args:
-      params: for each composition, "pre" or "post", the parameters returned by `ComposeParams`.
+      composition: the composition of the layer.
+      params: for each compose, "pre" or "post", the parameters returned by `ComposeParams`.
       inputs: returned by `compose_inputs`.
       num_heads: H.
-      gelu: see `BranchFields.compose_gelu`.
       dtype: dtype of the computation; None means that of the inputs.
 
     Returns:
-      The weights by composition.
+      The weights by compose.
     """
-    weights = {where: {"static": some["static"]} if "static" in some else {} for where, some in params.items()}
+    weights = {name: {"static": some["static"]} if "static" in some else {} for name, some in params.items()}
     for sides, (x, replicated) in inputs.items():
         x, replicated = (copy.astype(dtype or copy.dtype) for copy in (x, replicated))
         if splits_heads():
-            found = _split_weights(params, ComposeInput(x, replicated), sides, num_heads=num_heads, gelu=gelu)
+            both = ComposeInput(x, replicated)
+            found = _split_weights(params, both, sides, num_heads=num_heads, gelu=composition.gelu)
         else:
-            found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=gelu)
-        for where, some in found.items():
-            weights[where] |= some
-    return {where: ComposeWeights(**some) for where, some in weights.items()}
+            found = dynamic_weights(replicated, params, sides=sides, heads=num_heads, gelu=composition.gelu)
+        for name, some in found.items():
+            weights[name] |= some
+    return {name: ComposeWeights(**some) for name, some in weights.items()}
 
 
 def _split_weights(
     params: Mapping[str, Mapping[str, Array]], inputs: ComposeInput, sides: str, *, num_heads: int, gelu: str
 ) -> dict[str, dict[str, Array]]:
-    """Return the dynamic weights of each composition by name, on a mesh that splits heads over devices."""
-    weights: dict[str, dict[str, Array]] = {where: {} for where in params}
+    """Return the dynamic weights of each compose by name, on a mesh that splits heads over devices."""
+    weights: dict[str, dict[str, Array]] = {name: {} for name in params}
 
     def kernels(end: str) -> dict[tuple[str, str], Array]:
-        """The kernels that end so, by composition and side."""
-        names = [(where, side) for side in sides for where in params if f"{side}{end}" in params[where]]
-        return {(where, side): params[where][f"{side}{end}"].astype(inputs.x.dtype) for where, side in names}
+        """The kernels that end so, by compose and side."""
+        names = [(name, side) for side in sides for name in params if f"{side}{end}" in params[name]]
+        return {(name, side): params[name][f"{side}{end}"].astype(inputs.x.dtype) for name, side in names}
 
     if down := kernels("1"):
         up = kernels("2")
@@ -122,10 +108,10 @@ def _split_weights(
         axis = "tensor" if next(iter(up.values())).shape[0] > 1 else None
         x = inputs.replicated
         pairs = dynamic_projections(x, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
-        for (where, side), pair in zip(down, pairs, strict=True):
+        for (name, side), pair in zip(down, pairs, strict=True):
             for i, w in enumerate(pair, start=1):
-                weights[where][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
+                weights[name][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
     if gate := kernels("g"):
-        for (where, side), w in zip(gate, dynamic_gates(inputs.x, list(gate.values())), strict=True):
-            weights[where][f"{side}g"] = constrain(w, BATCH, None, "tensor")
+        for (name, side), w in zip(gate, dynamic_gates(inputs.x, list(gate.values())), strict=True):
+            weights[name][f"{side}g"] = constrain(w, BATCH, None, "tensor")
     return weights

@@ -1,19 +1,33 @@
-"""DCMHA in place of flax's `nn.MultiHeadDotProductAttention`: the same fields, call, parameters and cache."""
+"""DCMHA in place of flax's `nn.MultiHeadDotProductAttention`: the same fields, call, parameters and cache.
+
+`dcvit.models.attention` computes the attention. Here are the parts of flax's interface that the models of this project
+do not use: inputs with any leading axes, masks of numbers or for each head, dropout of the weights, meshes with
+explicit axes, and the cache as a collection of variables.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from dcvit.dcmha import Dropout
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.kv_cache import Cache
+from dcvit.dcmha.reference import attention_matrices
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.models import Params
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
 from dcvit.models.fields import AttentionFields, values_of
+from dcvit.parallel.mesh import divisible_axes, explicit_mesh, with_auto_axes
 
 # Arguments of flax's layers whose default is the only supported value, and the reason.
 UNSUPPORTED = {
@@ -24,6 +38,183 @@ UNSUPPORTED = {
         ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"), "flax has deprecated it"
     ),
 }
+
+
+class Wanted(NamedTuple):
+    """The results that a call of a layer returns besides the output."""
+
+    weights: bool = False
+    cache: bool = False
+
+
+class LayerOutputs(NamedTuple):
+    """Results of one call of a layer; weights and cache are None unless they are asked for."""
+
+    out: Float[Array, "*B T _"]
+    weights: Float[Array, "*B H T S"] | None = None  # the composed weights
+    cache: Cache | None = None  # the given cache with the new tokens, or these alone
+
+
+class FlaxAttention(Attention):
+    """`Attention` for inputs, masks and meshes as flax's layers take them, with dropout and weights: call `results`.
+
+    `LayerInputs` have the leading axes *B of the queries here. Masks are True or not zero where a query attends to a
+    key; they broadcast to (*B, H, T, S), or to (*B, 1, T, S) with a composition, which mixes the heads.
+
+    Fields:
+      dropout_rate: dropout rate of the composed attention weights.
+      broadcast_dropout: all examples and heads lose the weights of the same pairs of tokens.
+      deterministic: no dropout; given here or in the call.
+    """
+
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = True
+    deterministic: bool | None = None
+
+    def results(
+        self,
+        inputs: LayerInputs,
+        wanted: Wanted = Wanted(),  # noqa: B008 - immutable
+        *,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+    ) -> LayerOutputs:
+        """Attend, also to the tokens of a cache. On a mesh with explicit axes, the output is sharded as the queries.
+
+        Args:
+          inputs: arrays of the call. `cache` needs `update`.
+          wanted: further results. The weights are those before dropout.
+          deterministic: no dropout. If there is a dropout rate, exactly one of field and argument is given.
+          dropout_rng: key of the dropout; None means the rng stream "dropout".
+
+        Raises:
+          ValueError: as `Attention`; or the inputs lack an axis or have different leading axes.
+        """
+        check_axes(inputs)
+        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic):
+            dropout_rng = None
+        elif dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        mesh = explicit_mesh(inputs, dropout_rng)
+        call = self._call if mesh is None else functools.partial(self._call_explicitly, mesh)
+        return call(inputs, dropout_rng, wanted)
+
+    def _call_explicitly(
+        self, mesh: AbstractMesh, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted
+    ) -> LayerOutputs:
+        """Return `_call` on a mesh with explicit axes, sharded as the inputs of the queries."""
+        if self.is_initializing():  # parameters exist outside of the automatic axes
+            tokens = LayerInputs(inputs.q, inputs.k, inputs.v)
+            tokens = jax.tree.map(lambda x: jnp.zeros((1, 1, x.shape[-1]), x.dtype), tokens)
+            self._attend(tokens, None, Wanted())
+        variables = {"params": nn.meta.unbox(self.variables["params"])}
+        spec = jax.typeof(inputs.q).sharding.spec
+        width = divisible_axes((self.out_features or inputs.q.shape[-1],), spec[-1:], mesh)
+        examples = P(*spec[:-2])
+        specs = P(*spec[:-1], *width), examples if wanted.weights else None, examples if wanted.cache else None
+        module = self.clone(parent=None)
+
+        def call(
+            variables: Mapping[str, Params], inputs: LayerInputs, dropout_key: Array | None
+        ) -> tuple[Array, Array | None, Cache | None]:
+            results: LayerOutputs = module.apply(variables, inputs, dropout_key, wanted, method="_call")  # type: ignore[assignment]
+            return results.out, results.weights, results.cache
+
+        return LayerOutputs(*with_auto_axes(call, mesh, specs)(variables, inputs, dropout_key))
+
+    def _call(self, inputs: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
+        """Return the results with the leading axes of the inputs."""
+        lead = inputs.q.shape[:-2]
+        flat = flat_inputs(inputs, mask_heads=1 if self.compose or self.heads else self.num_heads)
+        results = self._attend(flat, dropout_key, wanted)
+        return results if len(lead) == 1 else jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
+
+    @nn.compact
+    def _attend(self, x: LayerInputs, dropout_key: Array | None, wanted: Wanted) -> LayerOutputs:
+        """Return the results for inputs B T M, as `Attention.attend`."""
+        prepared = self.prepare(x)
+        inputs, batch, mask = prepared.inputs, len(x.q), prepared.inputs.mask
+        has_per_head_mask = mask is not None and mask.shape[1] > 1
+        inputs, options = checked(
+            heads_as_examples(inputs) if has_per_head_mask else inputs,
+            causal=prepared.causal, window=prepared.window, groups=self.attended_groups(),
+        )  # fmt: skip
+        dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
+        outputs = self.head_outputs(x.q, inputs, options, dropout)
+        if has_per_head_mask:
+            outputs = outputs.reshape(batch, -1, *outputs.shape[1:2], outputs.shape[-1]).swapaxes(1, 2)
+        out, cache = self.output_of(outputs, x.q), prepared.cache if wanted.cache else None
+        if not wanted.weights:
+            return LayerOutputs(out, None, cache)
+        if self.heads is not None:
+            raise ValueError(f"heads={self.heads!r} has no attention weights to return")
+        weights = attention_matrices(inputs, options).composed_weights
+        return LayerOutputs(out, weights.reshape(batch, -1, *weights.shape[2:]), cache)
+
+
+def check_axes(inputs: LayerInputs) -> None:
+    """Raise ValueError if inputs lack an axis, or have other leading axes than the queries."""
+    shapes = [x.shape for x in (inputs.q, inputs.k, inputs.v) if x is not None]
+    if any(len(shape) < 2 or shape[:-2] != shapes[0][:-2] for shape in shapes):
+        raise ValueError(f"expected inputs (*B, T, M) with the same leading axes, found {shapes}")
+
+
+def flat_inputs(inputs: LayerInputs, *, mask_heads: int) -> LayerInputs:
+    """Return the inputs with a single leading axis B, and the mask as booleans with 1 or `mask_heads` heads."""
+    lead, queries = inputs.q.shape[:-2], inputs.q.shape[-2]
+    keys = (inputs.q if inputs.k is None else inputs.k).shape[-2]
+    if inputs.cache is not None and queries == 1:
+        keys = inputs.cache.k.shape[-2]
+
+    merged: dict[int, Array] = {}  # so that an array stays one: queries and keys of the same tokens
+
+    def merge(x: Array) -> Array:
+        if len(lead) != 1 and id(x) not in merged:
+            merged[id(x)] = x.reshape(-1, *x.shape[len(lead) :])
+        return x if len(lead) == 1 else merged[id(x)]
+
+    flat: LayerInputs = jax.tree.map(merge, inputs._replace(mask=None))
+    mask = None if inputs.mask is None else boolean_mask(inputs.mask, (*lead, mask_heads, queries, keys))
+    return flat._replace(mask=mask)
+
+
+def boolean_mask(
+    mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."], expected: tuple[int, ...]
+) -> Bool[Array, "_ _ _ _"]:
+    """Return a mask as flax makes it, of numbers or booleans that broadcast to `expected`, with one leading axis.
+
+    Args:
+      mask: True or not zero where a query attends to a key.
+      expected: shape (*B, H, T, S); with a composition, (*B, 1, T, S).
+
+    Raises:
+      ValueError: the shape does not broadcast.
+    """
+    lead, shape = expected[:-3], (1,) * (len(expected) - mask.ndim) + mask.shape
+    if len(shape) > len(expected) or any(n not in (1, most) for n, most in zip(shape, expected, strict=True)):
+        why = ", because a composition mixes the heads: all share one mask" if expected[-3] == 1 else ""
+        raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {expected}{why}")
+    if mask.dtype != jnp.bool_:
+        mask = mask != 0
+    if all(n == 1 for n in shape[:-3]):
+        return mask.reshape(1, *shape[-3:])
+    if len(lead) == 1:
+        return mask.reshape(shape)
+    return jnp.broadcast_to(mask.reshape(shape), (*lead, *shape[-3:])).reshape(-1, *shape[-3:])
+
+
+def heads_as_examples(inputs: Inputs) -> Inputs:
+    """Return plain attention of one head, with the heads of an example as examples, which have masks of their own."""
+    batch, _, heads, _ = inputs.q.shape
+    assert inputs.mask is not None
+
+    def split(x: Array) -> Array:
+        x = jnp.repeat(x, heads // x.shape[2], axis=2)
+        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], 1, x.shape[3])
+
+    mask = inputs.mask
+    masks = jnp.broadcast_to(mask, (batch, *mask.shape[1:])).reshape(batch * heads, 1, *mask.shape[2:])
+    return Inputs(split(inputs.q), split(inputs.k), split(inputs.v), None, None, masks)
 
 
 class ComposedFields(AttentionFields, kw_only=True):
@@ -79,7 +270,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         fields = values_of(self, AttentionFields)
         if self.normalize_qk:
             fields["qk_norm"] = fields["qk_norm"] or "layernorm"
-        self.attention = Attention(
+        self.attention = FlaxAttention(
             self.num_heads, num_key_heads=self.num_key_heads, qkv_features=self.qkv_features,
             out_features=self.out_features, use_bias=self.use_bias, kernel_init=self.kernel_init,
             out_init=self.out_kernel_init, bias_init=self.bias_init, out_bias_init=self.out_bias_init,
@@ -122,13 +313,12 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
             raise ValueError("give either inputs_kv, or inputs_k and inputs_v")
         if inputs_k is None and inputs_v is not None:
             raise ValueError("inputs_v needs inputs_k; if keys and values have the same inputs, give inputs_k only")
-        inputs = LayerInputs(inputs_q, inputs_k if inputs_kv is None else inputs_kv, inputs_v, mask, None, dropout_rng)
+        inputs = LayerInputs(inputs_q, inputs_k if inputs_kv is None else inputs_kv, inputs_v, mask)
         is_cached = self.decode and self.has_variable("cache", "cached_key")
         if is_cached:
             inputs = self._with_cache(inputs)
-        results = self.attention.attend(
-            inputs, deterministic=deterministic, return_weights=sow_weights, return_cache=self.decode
-        )
+        wanted = Wanted(weights=sow_weights, cache=self.decode)
+        results = self.attention.results(inputs, wanted, deterministic=deterministic, dropout_rng=dropout_rng)
         if results.weights is not None:
             self.sow("intermediates", "attention_weights", results.weights)
         if results.cache is not None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import dcmha
 from dcvit.models.composition import ComposeParams
-from dcvit.models.fields import BranchFields, check_attention, values_of
+from dcvit.models.fields import check_attention
 
 # Arguments of flax's layer whose default is the only supported value, and the reason.
 UNSUPPORTED = {
@@ -31,10 +31,10 @@ MODULES = ("query", "key", "value", "query_ln", "key_ln", "out", "pre", "post") 
 
 
 class ComposeParameters(nnx.Module):
-    """Parameters of one composition, by the names of `dcvit.models.composition.ComposeParams`."""
+    """Parameters of one compose, by the names of `dcvit.models.composition.ComposeParams`."""
 
     def __init__(self, layer: dcmha.DCMHA, width: int, rngs: nnx.Rngs):
-        params = ComposeParams(layer.num_heads, **values_of(layer, BranchFields))
+        params = ComposeParams(layer.composition(), layer.num_heads)
         for name, value in _draw(params, rngs.params(), width).items():
             setattr(self, name, nnx.Param(value))
 
@@ -92,9 +92,8 @@ class DCMHA(nnx.MultiHeadAttention):
         check_attention(self.layer, num_heads)
         if self.layer.compose and self.in_kv_features != in_features:
             raise ValueError(f"a composition needs inputs of one width, found {in_features} and {self.in_kv_features}")
-        for where in ("pre", "post"):
-            if self.layer.compose in (where, "both"):
-                setattr(self, where, ComposeParameters(self.layer, in_features, rngs))
+        for name in self.layer.composition().names:
+            setattr(self, name, ComposeParameters(self.layer, in_features, rngs))
 
     def __call__(
         self,

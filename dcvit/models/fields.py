@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 
 from dcvit.dcmha import derivatives
+from dcvit.dcmha.inputs import Composition
 from dcvit.models.head_settings import VARIANTS
 
 COMPOSE = ("both", "pre", "post", None)
@@ -43,8 +44,8 @@ LARGEST_OF = {
 }  # fmt: skip
 
 
-class BranchFields(nn.Module, kw_only=True):
-    """The branches of a composition (Section 3, Table 9).
+class AttentionFields(nn.Module, kw_only=True):
+    """The composition (Section 3, Table 9) and the normalization of attention.
 
     Fields:
       branches: "qk", "q" or "k": the composition is driven by queries, keys or both.
@@ -56,6 +57,10 @@ class BranchFields(nn.Module, kw_only=True):
         in each group, composition adds almost no operations (`dcvit.dcmha.folded`).
       compose_gelu: the GELU of the dynamic projections: "tanh", its approximation, as in the authors' JAX code, or
         "exact", as in their PyTorch models.
+      compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
+      qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
+      qk_norm_epsilon: epsilon of these norms.
+      implementation: see `dcvit.dcmha.attention`. Implementations for a single query cannot train a model.
     """
 
     branches: str = "qk"
@@ -65,22 +70,18 @@ class BranchFields(nn.Module, kw_only=True):
     rank: int = 2
     groups: int = 1
     compose_gelu: str = "tanh"
-
-
-class AttentionFields(BranchFields, kw_only=True):
-    """The composition and normalization of attention.
-
-    Fields:
-      compose: the attention matrices that are composed: "both", "pre" (scores), "post" (weights) or None.
-      qk_norm: "layernorm" or "rmsnorm" over D on queries and keys (with scale, without bias), or None.
-      qk_norm_epsilon: epsilon of these norms.
-      implementation: see `dcvit.dcmha.attention`. Implementations for a single query cannot train a model.
-    """
-
     compose: str | None = None
     qk_norm: str | None = None
     qk_norm_epsilon: float = 1e-6
     implementation: str | None = None
+
+    @nn.nowrap
+    def composition(self) -> Composition:
+        """Return the composition that the fields describe."""
+        return Composition(
+            self.compose, branches=self.branches, projection=self.projection, gate=self.gate, static=self.static,
+            rank=self.rank, groups=self.groups, gelu=self.compose_gelu,
+        )  # fmt: skip
 
 
 class TransformerFields(AttentionFields, kw_only=True):

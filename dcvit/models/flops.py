@@ -123,7 +123,7 @@ def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) 
 
 
 def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
-    """Return multiply-adds of a layer's compositions, or of its head variant (`dcvit.models.head_variants`).
+    """Return multiply-adds of a layer's composition (`Composition.multiply_adds`), or of its head variant.
 
     moh        T·M·H for the router, T·M for the gates
     moh_topk   T·M·(H + 2), less T·M for a single shared head; T·M for the gates. All heads are computed
@@ -132,7 +132,8 @@ def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
     """
     heads, width = net.num_heads, net.width
     if net.heads is None:
-        return _compositions(net, tokens, pairs)
+        composition, key_heads = net.composition(), net.num_key_heads or heads
+        return composition.multiply_adds(heads, key_heads, width, tokens, pairs) if composition.compose else 0
     if net.heads == "diff":
         return 2 * pairs * heads
     if net.heads == "diff2":
@@ -140,37 +141,3 @@ def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
     shared, _ = shared_and_chosen(net.heads, heads)
     scores = heads + 2 * (shared > 0) - (shared == 1)
     return tokens * width * (scores + 1)
-
-
-def _compositions(net: TransformerFields, tokens: int, pairs: int) -> int:
-    """Return multiply-adds of a layer's 0, 1 or 2 compositions: their dynamic weights, then Eqn 7 on every pair.
-
-      each side of T tokens:    T·(M·G·I + G·I²) for w_1 and w_2,   T·M·H for the gate
-      each of P pairs:          2·R·H (down H→R, up R→H) and H (gate) for each side,   H·J for the static W_b
-
-    With G = 1 the weights are the paper's T·(M·2RH + (2RH)² + M·H). A composition that can be folded into queries and
-    outputs (`dcvit.dcmha.folded`) costs nothing for a pair:
-
-      each of T tokens:         R·H·J and H·J for the J×J matrices (projection and gate), H·J·D to apply them, with
-                                J = 1 if there are only gates
-    """
-    if net.compose is None:
-        return 0
-    heads, rank, per_group = net.num_heads, net.rank, net.num_heads // net.groups
-    inner = 2 * rank * per_group
-    weights = net.projection * net.groups * inner * (net.width + inner) + net.gate * net.width * heads
-    sides, composes = len(net.branches), 2 if net.compose == "both" else 1
-    if foldable(net):
-        per_group = per_group if net.projection or net.static else 1
-        matrix = net.projection * rank + net.gate
-        return composes * tokens * (weights + heads * per_group * (matrix + net.width // heads))
-    each_pair = sides * (net.projection * 2 * rank * heads + net.gate * heads) + net.static * heads * per_group
-    return composes * (tokens * sides * weights + pairs * each_pair)
-
-
-def foldable(net: TransformerFields) -> bool:
-    """Return whether the composition of a model can be folded into queries and outputs (`dcvit.dcmha.folded`)."""
-    key_wise = "k" in net.branches and (net.projection or net.gate)
-    mixes_heads = net.projection or net.static
-    inside = not mixes_heads or net.groups % (net.num_key_heads or net.num_heads) == 0
-    return net.compose is not None and not key_wise and inside

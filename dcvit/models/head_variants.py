@@ -1,7 +1,7 @@
 """Modules of cross-head attention that is no setting of the composition: mixture-of-head and DIFF Transformer.
 
-Each module takes the attention's input, queries, keys and values, and a function that computes attention, and returns
-the outputs of H heads. See `dcvit.models.head_settings` for the names.
+Each module takes the layer's input, the inputs of attention, and a function that computes attention, and returns the
+outputs of H heads. See `dcvit.models.head_settings` for the names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.nn.initializers import Initializer, normal
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Inputs
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.models import Params
@@ -28,7 +29,7 @@ LOSSES = "losses"  # the collection to which modules sow losses
 DIFF_EPSILON = 1e-5  # of the norm of "diff", as released
 
 
-Attend = Callable[..., Array]  # (q, k, v, pre, post) -> outputs of the heads, as `dcvit.dcmha.attention`
+Attend = Callable[[Inputs], Array]  # inputs of attention -> outputs of its heads
 
 
 class HeadVariant(nn.Module):
@@ -75,14 +76,11 @@ class MixtureOfHeads(HeadVariant):
     chosen: int = 0
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], q: Float[Array, "B T H D"], k: Float[Array, "B S K D"],
-        v: Float[Array, "B S K D"], attend: Attend,
-    ) -> Float[Array, "B T H D"]:  # fmt: skip
+    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the weighted outputs of all heads."""
-        heads = attend(q, k, v, None, None)
-        gates = constrain(self._gates(x), BATCH, None, "tensor").astype(heads.dtype)
-        return heads * gates[..., None]
+        outputs = attend(inputs)
+        gates = constrain(self._gates(x), BATCH, None, "tensor").astype(outputs.dtype)
+        return outputs * gates[..., None]
 
     def _gates(self, x: Float[Array, "B T M"]) -> Float[Array, "B T H"]:
         def scores(features: int, name: str) -> Array:
@@ -119,12 +117,10 @@ class Differential(HeadVariant):
     """
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], q: Float[Array, "B T H D"], k: Float[Array, "B S K D"],
-        v: Float[Array, "B S K D"], attend: Attend,
-    ) -> Float[Array, "B T H D"]:  # fmt: skip
+    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the outputs of the pairs, two heads for each. `attend` composes H/2 groups."""
-        pairs, repeats, width = self.num_heads // 2, self.num_heads // k.shape[2], q.shape[-1]
+        k, v = inputs.k, inputs.v
+        pairs, repeats, width = self.num_heads // 2, self.num_heads // k.shape[2], k.shape[-1]
         if repeats > 1:  # neighboring pairs share the values of a pair of key heads
             k = jnp.repeat(k, repeats, axis=2)
             v = jnp.repeat(v.reshape(*v.shape[:2], -1, 2 * width), repeats, axis=2).reshape(k.shape)
@@ -137,10 +133,10 @@ class Differential(HeadVariant):
         # The skip connection of a compose adds the identity.
         static = jnp.stack([jnp.stack([0 * one, one]), jnp.stack([-factor, -factor - one])])
         post = ComposeWeights(static=jnp.broadcast_to(static[None], (pairs, 2, 2)))
-        heads = attend(q, k, v, None, post)
-        paired = heads.reshape(*heads.shape[:2], pairs, 2 * width)
+        outputs = attend(inputs._replace(k=k, v=v, post=post))
+        paired = outputs.reshape(*outputs.shape[:2], pairs, 2 * width)
         paired = in_float32(nn.RMSNorm(epsilon=DIFF_EPSILON, name="norm"), paired)
-        return (paired * jnp.asarray(1 - start, paired.dtype)).astype(heads.dtype).reshape(heads.shape)
+        return (paired * jnp.asarray(1 - start, paired.dtype)).astype(outputs.dtype).reshape(outputs.shape)
 
     def _vector(self, name: str, width: int) -> Float[Array, " D"]:
         vector: Array = self.param(name, normal(0.1), (width,))
@@ -155,15 +151,12 @@ class DifferentialV2(HeadVariant):
     """
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T M"], q: Float[Array, "B T _ D"], k: Float[Array, "B S K D"],
-        v: Float[Array, "B S K D"], attend: Attend,
-    ) -> Float[Array, "B T H D"]:  # fmt: skip
+    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the differences."""
-        heads = attend(q, k, v, None, None)
+        outputs = attend(inputs)
         factor = jax.nn.sigmoid(self.dense(self.num_heads, "lambda")(x).astype(statistics_dtype(x.dtype)))
-        factor = constrain(factor, BATCH, None, "tensor").astype(heads.dtype)
-        return heads[:, :, 0::2] - factor[..., None] * heads[:, :, 1::2]
+        factor = constrain(factor, BATCH, None, "tensor").astype(outputs.dtype)
+        return outputs[:, :, 0::2] - factor[..., None] * outputs[:, :, 1::2]
 
 
 MODULES: dict[str, type[HeadVariant]] = {
@@ -172,32 +165,32 @@ MODULES: dict[str, type[HeadVariant]] = {
 
 
 def make_variant(
-    heads: str, num_heads: int, *, layer: int, kernel_init: Initializer, dtype: DTypeLike | None
+    head_variant: str, num_heads: int, *, layer: int, kernel_init: Initializer, dtype: DTypeLike | None
 ) -> HeadVariant:
     """Return the module of a name in `head_settings.VARIANTS`."""
-    module: Callable[..., HeadVariant] = MODULES[heads]
+    module: Callable[..., HeadVariant] = MODULES[head_variant]
     if module is MixtureOfHeads:
-        shared, chosen = shared_and_chosen(heads, num_heads)
+        shared, chosen = shared_and_chosen(head_variant, num_heads)
         module = functools.partial(module, shared=shared, chosen=chosen)
-    return module(num_heads, layer=layer, kernel_init=kernel_init, dtype=dtype, name=heads)
+    return module(num_heads, layer=layer, kernel_init=kernel_init, dtype=dtype, name=head_variant)
 
 
-def shared_and_chosen(heads: str, num_heads: int) -> tuple[int, int]:
+def shared_and_chosen(head_variant: str, num_heads: int) -> tuple[int, int]:
     """Return h_s and K of a mixture of heads: all are routed and chosen, or of four heads one is shared and two chosen.
 
     The paper's models use 50 to 90 % of their heads; "moh_topk" uses 75 %.
     """
-    return (0, num_heads) if heads == "moh" else (num_heads // 4, num_heads // 2)
+    return (0, num_heads) if head_variant == "moh" else (num_heads // 4, num_heads // 2)
 
 
-def query_heads(heads: str | None, num_heads: int) -> int:
+def query_heads(head_variant: str | None, num_heads: int) -> int:
     """Return the number of heads of the queries."""
-    return 2 * num_heads if heads == "diff2" else num_heads
+    return 2 * num_heads if head_variant == "diff2" else num_heads
 
 
-def groups_of(heads: str | None, num_heads: int) -> int:
+def groups_of(head_variant: str | None, num_heads: int) -> int:
     """Return the number of groups of heads of the compositions of a variant."""
-    return num_heads // 2 if heads == "diff" else 1
+    return num_heads // 2 if head_variant == "diff" else 1
 
 
 def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import normal
 
-from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.kv_cache import Cache
+from dcvit.dcmha.kv_cache import Cache, empty
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
@@ -234,19 +233,8 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
 def _layer_cache(net: LM, batch: int, slots: int) -> Cache:
     """Return the empty cache of one layer."""
-    dtype, key_heads = jnp.dtype(net.dtype_mm), net.num_key_heads or net.num_heads
-
-    def zeros(*per_token: int) -> Array:
-        return jnp.zeros((batch, slots, *per_token), dtype)
-
-    def composed(where: str) -> ComposeWeights | None:
-        if net.compose not in (where, "both") or "k" not in net.branches or not (net.projection or net.gate):
-            return None
-        k1, k2 = (zeros(net.rank, net.num_heads) if net.projection else None for _ in range(2))
-        return ComposeWeights(k1=k1, k2=k2, kg=zeros(net.num_heads) if net.gate else None)
-
-    keys, values = (zeros(key_heads * (net.width // net.num_heads)) for _ in range(2))
-    return Cache(keys, values, composed("pre"), composed("post"))
+    key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
+    return empty(net.composition(), (batch, slots), net.num_heads, key_width, jnp.dtype(net.dtype_mm))
 
 
 def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  # noqa: N802

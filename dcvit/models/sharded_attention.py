@@ -1,4 +1,4 @@
-"""`dcvit.dcmha.attention` on a mesh of devices: each device computes its own examples and, if possible, its own heads.
+"""Attention on a mesh of devices: each device computes its own examples and, if possible, its own heads.
 
 The compiler splits the einsums of the reference implementation by itself. It cannot split blocks and kernels, so these
 run under `jax.shard_map`.
@@ -6,77 +6,105 @@ run under `jax.shard_map`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcvit import dcmha
-from dcvit.dcmha import dispatch, folded
-from dcvit.dcmha.compose import ComposeWeights
-from dcvit.dcmha.shapes import Array, Bool, Float
-from dcvit.parallel.mesh import BATCH, active_mesh, divisible_axes
+from dcvit.dcmha import Dropout, dispatch
+from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.shapes import Array, Float
+from dcvit.parallel.mesh import BATCH, Axis, active_mesh, divisible_axes
+
+
+class Plan(NamedTuple):
+    """Placement of a call on the active mesh.
+
+    Fields:
+      implementation: the implementation that each device, or the compiler, runs; None lets each device choose.
+      is_mapped: the devices compute their parts under `jax.shard_map`; otherwise the compiler splits the arrays.
+      is_folded: the composition is folded before the heads are split; the plan of the plain attention inside follows.
+      key_repeats: number of copies of each key head, so that the devices of "tensor" share them equally.
+      batch, heads: mesh axes of examples and heads.
+      groups: number of groups of heads on each device.
+    """
+
+    implementation: str | None
+    is_mapped: bool = False
+    is_folded: bool = False
+    key_repeats: int = 1
+    batch: Axis = None
+    heads: Axis = None
+    groups: int = 1
 
 
 def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Bool[Array, "#B 1 #T #S"] | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    groups: int = 1,
-    dropout: dcmha.Dropout | None = None,
-    implementation: str | None = None,
+    inputs: Inputs, options: Options, *, implementation: str | None = None, dropout: Dropout | None = None
 ) -> Float[Array, "B T H D"]:
     """Compute `dcvit.dcmha.attention` on the active mesh (`jax.set_mesh`), or directly if there is none.
 
+    The arguments are those of `dcvit.dcmha.dispatch.attention`.
+    """
+    plan = make_plan(inputs, options, implementation=implementation, dropout=dropout)
+    if plan.is_folded:
+        return dispatch.fold(attention, inputs, options)
+    attend = functools.partial(dispatch.attention, implementation=plan.implementation)
+    if not plan.is_mapped:
+        return attend(inputs, options, dropout=dropout)
+    if plan.key_repeats > 1:
+        k, v = (jnp.repeat(x, plan.key_repeats, axis=2) for x in (inputs.k, inputs.v))
+        inputs = inputs._replace(k=k, v=v)
+    local = dataclasses.replace(options, groups=plan.groups)
+    split = split_of(plan, inputs)
+    sharded: Callable[[Inputs], Array] = jax.shard_map(
+        lambda inputs: attend(inputs, local), in_specs=(split,), out_specs=split.q, check_vma=False
+    )
+    return sharded(inputs)
+
+
+def make_plan(inputs: Inputs, options: Options, *, implementation: str | None, dropout: Dropout | None) -> Plan:
+    """Return the plan of a call.
+
     Examples are split over the batch axes, heads over "tensor". A composition that can be folded into queries and
     outputs (`dcvit.dcmha.folded`) is folded before the heads are split. If heads are composed with heads of another
-    device, the compiler splits the reference implementation, which exchanges the least. If another implementation is
-    named, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other names, the
-    compiler splits the examples as their inputs are.
+    device, the compiler splits the implementation that `dcvit.dcmha.dispatch.candidates` names. If another
+    implementation is named, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other
+    names, the compiler splits the examples as their inputs are.
     """
     mesh = active_mesh()
-    attend = functools.partial(dcmha.attention, causal=causal, window=window)
     if mesh is None or implementation == "reference" or dropout is not None:
-        return attend(q, k, v, pre, post, mask=mask, groups=groups, dropout=dropout, implementation=implementation)
-    tensor = mesh.shape.get("tensor", 1)
-    if (
-        tensor > 1
-        and implementation in (None, "folded")
-        and not folded.why_not_foldable(pre, post, key_heads=k.shape[2], groups=groups)
-    ):
-        q = folded.compose_heads(q, pre, groups=groups, combine=dispatch.combine_heads)
-        out = attention(q, k, v, None, None, mask=mask, causal=causal, window=window)
-        return folded.compose_heads(out, post, groups=groups, combine=dispatch.combine_heads)
-    independent = (pre is None and post is None) or groups % tensor == 0  # no composition across devices
-    if tensor > 1 and not independent and implementation is None:
-        return attend(q, k, v, pre, post, mask=mask, groups=groups, implementation="reference")
-    if tensor > 1 and independent and q.shape[2] % tensor == 0 and k.shape[2] % tensor:
-        times = math.lcm(k.shape[2], tensor) // k.shape[2]  # the smallest repetition that the axis divides
-        k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
-    heads = "tensor" if tensor > 1 and independent and q.shape[2] % tensor == 0 else None
-    batch = divisible_axes(q.shape[:1], [BATCH], mesh)[0]
-    local_groups = max(1, groups // tensor) if heads else groups
-
-    head_spec = P(batch, None, heads, None)
-    mask_spec = None if mask is None else P(None if mask.shape[0] == 1 else batch)
-    local = functools.partial(attend, groups=local_groups, implementation=implementation)
-    rank, gate = P(batch, None, None, heads), P(batch, None, heads)
-    specs = (rank, rank, gate, rank, rank, gate, P(heads))  # in the order of the fields of ComposeWeights
-    pre_specs, post_specs = (
-        w and jax.tree.unflatten(jax.tree.structure(w), [s for x, s in zip(w, specs, strict=True) if x is not None])
-        for w in (pre, post)
-    )
-    sharded: Callable[..., Array] = jax.shard_map(
-        lambda q, k, v, pre, post, mask: local(q, k, v, pre, post, mask=mask),
-        in_specs=(*[head_spec] * 3, pre_specs, post_specs, mask_spec), out_specs=head_spec, check_vma=False,
+        return Plan(implementation)
+    tensor, (heads, key_heads) = mesh.shape.get("tensor", 1), (inputs.q.shape[2], inputs.k.shape[2])
+    composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
+    is_independent = composition.compose is None or options.groups % tensor == 0  # no composition across devices
+    if tensor > 1 and implementation in (None, "folded") and composition.foldable(key_heads):
+        return Plan("folded", is_folded=True)
+    if tensor > 1 and implementation is None and not is_independent:
+        return Plan(dispatch.candidates(inputs, options, tensor)[0])
+    batch = divisible_axes(inputs.q.shape[:1], [BATCH], mesh)[0]
+    if tensor == 1 or not is_independent or heads % tensor:
+        return Plan(implementation, is_mapped=True, batch=batch, groups=options.groups)
+    repeats = math.lcm(key_heads, tensor) // key_heads  # the smallest repetition that the axis divides
+    return Plan(
+        implementation, is_mapped=True, key_repeats=repeats, batch=batch, heads="tensor",
+        groups=max(1, options.groups // tensor),
     )  # fmt: skip
-    return sharded(q, k, v, pre, post, mask)
+
+
+def split_of(plan: Plan, inputs: Inputs) -> Inputs:
+    """Return the partition spec of each array of the inputs."""
+    by_head, by_token = P(plan.batch, None, plan.heads, None), P(plan.batch, None, None, plan.heads)
+    specs = {
+        **dict.fromkeys(("q", "k", "v"), by_head),
+        **dict.fromkeys(("q1", "q2", "k1", "k2"), by_token),
+        **dict.fromkeys(("qg", "kg"), P(plan.batch, None, plan.heads)),
+        "static": P(plan.heads),
+        "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else plan.batch),
+    }
+    split: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].name], inputs)
+    return split

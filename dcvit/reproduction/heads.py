@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcvit.models import flops, head_settings, lm
+from dcvit.models import head_settings, lm
 from dcvit.reproduction import arms, costs, seeded
 from dcvit.reproduction.arms import Arm
 from dcvit.reproduction.seeded import Train
@@ -118,4 +118,4 @@ def is_flash(net: lm.LM) -> bool:
     """Return True if any fused plain attention computes the scores and weights of a model."""
     if net.heads is not None:
         return net.heads != "diff"
-    return net.compose is None or flops.foldable(net)
+    return net.compose is None or net.composition().foldable(net.num_key_heads or net.num_heads)

@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import output_and_gradients, random_case, relative_errors, worst
+from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
 
 from dcvit.dcmha import ComposeWeights, attention, blockwise, partition, reference
+from dcvit.dcmha.inputs import Options
 
 CASES = {
     "causal, more keys, groups, shared keys": {
@@ -34,13 +35,13 @@ def _one_device(monkeypatch):
 def run(case, dtype=jnp.float32):
     """Output and gradients of blockwise attention in `dtype`, and those of the reference in float32."""
     args, options = random_case(**{"heads": 4, "batch": 2, "rank": 1, **case})
-    layout = blockwise.Options(options["causal"], options["window"], options["groups"])
+    layout = Options(options["causal"], options["window"])
     segments = blockwise.segments(args[0].shape[1], args[1].shape[1], layout)
     assert sum(segment.blocks for segment in segments) > 2
     narrow = jax.tree.map(lambda x: x.astype(dtype), args)
-    found = output_and_gradients(blockwise.attention, narrow, options)
+    found = output_and_gradients(on_arrays(blockwise.attention), narrow, options)
     assert all(x.dtype == dtype for x in jax.tree.leaves(found))
-    return found, output_and_gradients(reference.attention, args, options)
+    return found, output_and_gradients(on_arrays(reference.attention), args, options)
 
 
 @pytest.fixture

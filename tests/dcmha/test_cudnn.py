@@ -1,11 +1,12 @@
 """Plain attention by cuDNN, lowered for GPUs on a machine without one."""
 
+import dataclasses
 import logging
 
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import random_case
+from attention_cases import on_arrays, random_case
 from jax._src.cudnn import fused_attention_stablehlo
 from test_derivatives import ALL, check_forward_mode, check_second_derivatives
 
@@ -113,11 +114,11 @@ def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_refer
     by_cudnn = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **o: by_cudnn(*a, **o | {"implementation": "xla"}))
 
-    def attention(q, k, v, pre, post, *, causal, window, scale, **_):
-        return cudnn._attention(cudnn.Static(True, window, scale), (q, k, v))
+    def attention(inputs, options):
+        return cudnn._attention(dataclasses.replace(options, causal=True), inputs)
 
-    check_forward_mode(attention, args, options)
-    check_second_derivatives(attention, args, options, 2e-5, names)
+    check_forward_mode(on_arrays(attention), args, options)
+    check_second_derivatives(on_arrays(attention), args, options, 2e-5, names)
 
 
 def test_forward_mode_calls_cudnn_for_the_value_only():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import random_case
+from attention_cases import on_arrays, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_models import param_shapes, random_params
@@ -202,8 +202,6 @@ def test_output_and_gradients_of_one_query_on_a_mesh_equal_those_of_one_device(c
 
 
 def check_on_a_mesh(implementation, args, options):
-    options = {name: value for name, value in options.items() if name != "scale"}
-
     def both(attend, *args):
         out, pull = jax.vjp(lambda *a: attend(*a, **options, implementation=implementation), *args)
         return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
@@ -211,7 +209,7 @@ def check_on_a_mesh(implementation, args, options):
     right = jax.jit(both, static_argnums=0)(dcmha.attention, *args)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), ("data", "fsdp", "tensor"))
     with jax.set_mesh(mesh):
-        found = jax.jit(both, static_argnums=0)(sharded_attention.attention, *args)
+        found = jax.jit(both, static_argnums=0)(on_arrays(sharded_attention.attention), *args)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 

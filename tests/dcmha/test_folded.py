@@ -10,6 +10,7 @@ from test_dispatch import check_on_a_mesh
 
 from dcvit import dcmha
 from dcvit.dcmha import dispatch, folded
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.models.attention import Attention
 
 CASES = {  # every branch that can be folded, and every option of attention
@@ -51,7 +52,7 @@ def test_output_and_gradients_equal_the_reference_in_float64(x64, name):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_chosen_where_it_is_exact(name):
     args, options = case(name, jnp.float32)
-    assert dispatch.candidates(*args[:2], *args[3:], options["groups"])[0] == "folded"
+    assert dispatch.candidates(Inputs(*args), Options(groups=options["groups"]))[0] == "folded"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_it_is_chosen_where_it_is_exact(name):
 )
 def test_a_composition_that_cannot_be_folded_is_refused_with_the_reason(change, reason):
     args, options = random_case(5, heads=4, key_heads=2, **change)
-    assert "folded" not in dispatch.candidates(*args[:2], *args[3:], options["groups"])
+    assert "folded" not in dispatch.candidates(Inputs(*args), Options(groups=options["groups"]))
     with pytest.raises(ValueError, match=f"implementation folded does not support this case: .*{reason}"):
         dcmha.attention(*args, **options, implementation="folded")
 

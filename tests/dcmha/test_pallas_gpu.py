@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import random_case, relative_errors, worst
+from attention_cases import on_arrays, random_case, relative_errors, worst
 from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
@@ -46,8 +46,8 @@ def test_output_and_gradients_equal_the_reference(name, monkeypatch):
         return out, vjp(cotangent.astype(out.dtype))
 
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-    right = jax.jit(both, static_argnums=0)(reference.attention, cotangent, wide)
-    found = jax.jit(both, static_argnums=0)(api.attention, cotangent, args)
+    right = jax.jit(both, static_argnums=0)(on_arrays(reference.attention), cotangent, wide)
+    found = jax.jit(both, static_argnums=0)(on_arrays(api.attention), cotangent, args)
     assert all(x.dtype == dtype for x in jax.tree.leaves(found))
     errors = relative_errors(found, right)
     assert worst(errors) < (3e-5 if dtype == jnp.float32 else 2e-2), errors
@@ -85,7 +85,7 @@ def test_all_kernels_are_lowered_for_cuda(preset, dtype, tokens, window, monkeyp
     options = {"causal": window is not None, "window": window, "mask": None, "groups": 1, "scale": 0.1}
 
     def both(cotangent, *args):
-        out, vjp = jax.vjp(lambda *a: api.attention(*a, **options), *args)
+        out, vjp = jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)
         return out, vjp(cotangent)
 
     text = jax.jit(both).trace(args[0], *args).lower(lowering_platforms=("cuda",)).as_text()
@@ -114,5 +114,5 @@ def test_every_preset_with_dynamic_composition_is_supported():
 def test_unsupported_cases_raise_a_reason_of_one_line(change, message):
     args, options = random_case(**{"queries": 4, **change})
     with pytest.raises(UnsupportedError, match=message) as raised:
-        api.attention(*args, **options)
+        on_arrays(api.attention)(*args, **options)
     assert "\n" not in str(raised.value)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import output_and_gradients, random_case, relative_errors, worst
+from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_races, weights_like
@@ -87,10 +87,10 @@ def run(case, interpret, dtype=jnp.float32, *, rounded=False):
         args, options = random_case(**case, dtype=dtype)
         if options["mask"] is not None:  # the last query attends to no key
             options["mask"] = options["mask"].at[:, :, 3:4].set(False)
-        found = output_and_gradients(api.attention, args, {**options, "interpret": interpret})
+        found = output_and_gradients(on_arrays(api.attention), args, {**options, "interpret": interpret})
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
     assert found[0].dtype == dtype
-    return found, output_and_gradients(reference.attention, wide, options)
+    return found, output_and_gradients(on_arrays(reference.attention), wide, options)
 
 
 def params(names, default):
@@ -189,8 +189,8 @@ def test_matrices_of_several_registers_of_columns_equal_the_reference():
 @pytest.mark.slow
 def test_kernels_are_interpreted_by_default_where_no_tpu_is_present():
     args, options = random_case(8, branches=None)
-    out = jax.jit(lambda *a: api.attention(*a, **options))(*args)
-    np.testing.assert_allclose(out, reference.attention(*args, **options), atol=1e-5)
+    out = jax.jit(lambda *a: on_arrays(api.attention)(*a, **options))(*args)
+    np.testing.assert_allclose(out, on_arrays(reference.attention)(*args, **options), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,12 @@ def test_unsupported_cases_raise_a_reason(dtype, heads, message):
     q = jax.ShapeDtypeStruct((1, 4096, heads, 128), dtype)
     options = dict(causal=True, window=None, mask=None, groups=1, scale=1.0)
     with pytest.raises(UnsupportedError, match=message):
-        jax.eval_shape(lambda q: api.attention(q, q, q, None, None, **options), q)
+        jax.eval_shape(lambda q: on_arrays(api.attention)(q, q, q, None, None, **options), q)
 
 
 def gradient(options):
     """A function of the output's cotangent and the arguments that returns the gradients of all arguments."""
-    return lambda do, *args: jax.vjp(lambda *a: api.attention(*a, **options), *args)[1](do)
+    return lambda do, *args: jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)[1](do)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import api
 
 BLOCK_Q, BLOCK_K = 256, 128
@@ -28,7 +29,7 @@ def stated(monkeypatch, **options):
 
     def gradient(post, q, k, v, do):
         def attend(*x):
-            return api.attention(*x, None, post, mask=None, groups=1, scale=1.0, interpret=False, **options)
+            return api.attention(Inputs(*x, None, post), Options(**options), interpret=False)
 
         return jax.vjp(attend, q, k, v)[1](do)
 

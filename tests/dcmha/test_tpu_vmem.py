@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha import ComposeWeights
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import api, backward_interleaved, tiling
 
 LIMIT = 120 * 2**20
@@ -41,10 +42,10 @@ def declared(monkeypatch, q, k, weights, groups, mask):
         return call
 
     monkeypatch.setattr(pl, "pallas_call", record)
-    options = dict(causal=False, window=None, groups=groups, scale=1.0)
+    options = Options(groups=groups)
 
     def gradient(q, k, v, pre, post, mask, do):
-        return jax.vjp(lambda *x: api.attention(*x, mask=mask, **options), q, k, v, pre, post)[1](do)
+        return jax.vjp(lambda *x: api.attention(Inputs(*x, mask), options), q, k, v, pre, post)[1](do)
 
     with pytest.raises(DeclaredError) as found:
         jax.eval_shape(gradient, q, k, k, weights, weights, mask, q)

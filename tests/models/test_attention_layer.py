@@ -1,4 +1,4 @@
-"""The attention layer in models of others: meshes with any axes, inputs of any rank, flax's masks, dropout, weights."""
+"""The layer in models of others: meshes with any axes, inputs of any rank, masks of flax, dropout and weights."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcvit.models.attention import Attention, LayerInputs
+from dcvit.models.dcmha import DCMHA, FlaxAttention
 from dcvit.models.projections import HeadDense
 
 
@@ -22,6 +23,12 @@ def random_input(*shape, seed=0):
 
 def initialized(layer, *args):
     return jax.jit(layer.init)(jax.random.key(1), *args)
+
+
+def with_weights(layer, params, *args, **options):
+    """The output of a layer and its composed weights."""
+    out, found = layer.apply(params, *args, **options, sow_weights=True, mutable=["intermediates"])
+    return out, found["intermediates"]["attention_weights"][0]
 
 
 def by_heads(path, array, axis):
@@ -67,7 +74,7 @@ MORE_MESHES = [
 @functools.cache
 def on_one_device():
     """Inputs and parameters, with the output and gradients of a layer."""
-    layer, x = Attention(2, compose="both"), random_input(8, 5, 16)
+    layer, x = DCMHA(2), random_input(8, 5, 16)
     params = initialized(layer, x)
     return x, params, output_and_gradients(layer, params, x)
 
@@ -81,7 +88,7 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
     kind, names, spec, split_heads, implementation, current
 ):
     """Also the gradient of the input, and those of the parameters as the parameters."""
-    layer, (x, params, expected) = Attention(2, compose="both", implementation=implementation), on_one_device()
+    layer, (x, params, expected) = DCMHA(2, implementation=implementation), on_one_device()
     mesh = jax.make_mesh((4, 2), names, axis_types=(kind, kind))
     with jax.set_mesh(mesh) if current else contextlib.nullcontext():
         placed, inputs = place(params, x, mesh, spec, split_heads)
@@ -99,7 +106,7 @@ def test_output_on_a_mesh_is_split_as_the_input_and_equals_that_of_one_device(
 @pytest.mark.exhaustive
 def test_gradients_of_the_parameters_alone_on_a_mesh():
     """The gradients that a user computes; the inputs have none, and have two leading axes."""
-    layer, x = Attention(2, compose="both", implementation="blockwise"), random_input(4, 2, 5, 16)
+    layer, x = DCMHA(2, implementation="blockwise"), random_input(4, 2, 5, 16)
     params = initialized(layer, x)
     gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer.apply(params, x)))))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(EXPLICIT, EXPLICIT))
@@ -111,7 +118,7 @@ def test_gradients_of_the_parameters_alone_on_a_mesh():
 
 @pytest.mark.exhaustive
 def test_one_query_on_an_explicit_mesh():
-    layer = Attention(2, compose="both", implementation="decode")
+    layer = DCMHA(2, implementation="decode")
     x, keys = random_input(8, 1, 16), random_input(8, 6, 16, seed=2)
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
         spec = NamedSharding(jax.sharding.get_mesh(), P("data"))
@@ -125,7 +132,7 @@ def test_one_query_on_an_explicit_mesh():
 
 @pytest.mark.exhaustive
 def test_parameters_initialized_on_an_explicit_mesh_are_those_without_a_mesh():
-    layer, x = Attention(2, compose="both"), random_input(8, 5, 16)
+    layer, x = DCMHA(2), random_input(8, 5, 16)
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
         found = jax.jit(layer.init)(jax.random.key(1), jax.device_put(x, P("data")))
     jax.tree.map(
@@ -146,13 +153,11 @@ def test_projections_of_heads_are_those_of_flax():
 
 @pytest.mark.slow
 def test_leading_axes_are_examples():
-    layer, x = Attention(2, compose="both"), random_input(2, 3, 5, 16)
+    layer, x = DCMHA(2), random_input(2, 3, 5, 16)
 
     @jax.jit
     def outputs(params):
-        return layer.apply(params, x, return_weights=True), *(
-            layer.apply(params, y) for y in (x.reshape(6, 5, 16), x[0, 0])
-        )
+        return with_weights(layer, params, x), *(layer.apply(params, y) for y in (x.reshape(6, 5, 16), x[0, 0]))
 
     (out, weights), flat, one = outputs(initialized(layer, x))
     assert weights.shape == (2, 3, 2, 5, 5)
@@ -160,9 +165,8 @@ def test_leading_axes_are_examples():
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16), (2, 3, 5, 16)])
-def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding(shape):
-    layer, x = Attention(2, rotary=4, compose="both"), random_input(*shape)
+def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding():
+    layer, x = Attention(2, rotary=4, compose="both"), random_input(3, 5, 16)
     params = initialized(layer, x)
     np.testing.assert_array_equal(layer.apply(params, x, x), layer.apply(params, x))
     with pytest.raises(ValueError, match="needs queries and keys of the same tokens"):
@@ -170,16 +174,12 @@ def test_the_same_tokens_as_queries_and_keys_have_a_rotary_embedding(shape):
 
 
 @pytest.mark.slow
-def test_positions_broadcast_over_leading_axes():
-    layer, x = Attention(2, rotary=4), random_input(2, 3, 5, 16)
+def test_positions_broadcast_over_examples():
+    layer, x = Attention(2, rotary=4), random_input(3, 5, 16)
     params = initialized(layer, x)
-    rows = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 3, 5)))
-    for positions in (rows, rows[:1], rows[:, :1], rows[0], rows[0, :1], rows[0, 0]):
-        found = layer.apply(params, x, positions=positions)
-        expected = layer.apply(params, x, positions=jnp.broadcast_to(positions, (2, 3, 5)))
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    with pytest.raises(ValueError, match=r"positions of shape \(2, 5\) do not broadcast to \(2, 3, 5\)"):
-        layer.apply(params, x, positions=rows[:, 0])
+    row = jnp.asarray(np.random.default_rng(0).integers(0, 9, (1, 5)))
+    found, expected = (layer.apply(params, x, positions=p) for p in (row, jnp.broadcast_to(row, (3, 5))))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def flax_masks():
@@ -203,7 +203,7 @@ def flax_masks():
 @pytest.mark.slow
 def test_masks_of_flax_mask_what_they_mask_in_flax():
     """Every row has a key, because flax attends to all keys of a row without one."""
-    layer, x = Attention(2), random_input(2, 3, 5, 16)
+    layer, x = DCMHA(2, compose=None), random_input(2, 3, 5, 16)
     params = initialized(layer, x)
     library = nn.MultiHeadDotProductAttention(2)
     for name, mask in flax_masks().items():
@@ -218,14 +218,14 @@ def test_masks_of_flax_mask_what_they_mask_in_flax():
 )
 def test_masks_of_each_head_mask_what_they_mask_in_flax(fields):
     x, more = random_input(2, 3, 5, 16), {name: x for name, x in fields.items() if "dropout" in name}
-    layer, library = Attention(2, **fields), nn.MultiHeadDotProductAttention(2, **more)
+    layer, library = DCMHA(2, compose=None, **fields), nn.MultiHeadDotProductAttention(2, **more)
     params, rngs = initialized(layer.clone(dropout_rate=0.0), x), {"dropout": jax.random.key(2)}
     repeated = jax.tree_util.tree_map_with_path(  # flax has no shared key heads
         lambda path, a: jnp.repeat(a, 2 // a.shape[-2], -2) if path[1].key in ("key", "value") else a, params
     )
     for shape in ((2, 3, 2, 5, 5), (2, 1, 5)):
         mask = jax.random.bernoulli(jax.random.key(3), 0.5, shape).at[..., 0].set(True)
-        found, weights = layer.apply(params, x, mask=mask, deterministic=False, rngs=rngs, return_weights=True)
+        found, weights = with_weights(layer, params, x, mask=mask, deterministic=False, rngs=rngs)
         wide = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
         if "causal" in fields:
             wide &= jnp.tril(jnp.ones((1, 1, 1, 5, 5), bool))
@@ -243,17 +243,16 @@ def test_masks_that_do_not_broadcast_are_refused(shape, lead):
     """A mask for each head is one of them if heads are composed."""
     message = r"mask has shape .*, expected it to broadcast to \(.*1, 5, 5\), because a composition mixes the heads"
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            Attention(2, compose="both").init, jax.random.key(0), jnp.zeros((*lead, 5, 16)), mask=jnp.ones(shape)
-        )
+        jax.eval_shape(DCMHA(2).init, jax.random.key(0), jnp.zeros((*lead, 5, 16)), mask=jnp.ones(shape))
+    init = DCMHA(2, compose=None).init
     with pytest.raises(ValueError, match=r"mask has shape \(7, 5, 5\), expected it to broadcast to \(2, 2, 5, 5\)\s"):
-        jax.eval_shape(Attention(2).init, jax.random.key(0), jnp.zeros((2, 5, 16)), mask=jnp.ones((7, 5, 5)))
+        jax.eval_shape(init, jax.random.key(0), jnp.zeros((2, 5, 16)), mask=jnp.ones((7, 5, 5)))
 
 
 @pytest.mark.exhaustive
 def test_dropout_removes_the_share_of_composed_weights_and_keeps_their_mean():
     """With values of one, an output is the sum of its weights."""
-    layer = Attention(2, compose="both", dropout_rate=0.25, broadcast_dropout=False)
+    layer = DCMHA(2, dropout_rate=0.25, broadcast_dropout=False)
     x = random_input(2, 32, 16)
     params = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(1))
     apply = jax.jit(lambda key: layer.apply(params, x, deterministic=False, rngs={"dropout": key}))
@@ -272,9 +271,9 @@ def test_dropout_removes_the_share_of_composed_weights_and_keeps_their_mean():
 
 @pytest.mark.exhaustive
 def test_returned_weights_are_those_that_multiply_the_values():
-    layer, x = Attention(2, compose="both", causal=True), random_input(2, 5, 16)
+    layer, x = DCMHA(2, causal=True), random_input(2, 5, 16)
     params = initialized(layer, x)
-    out, weights = layer.apply(params, x, return_weights=True)
+    out, weights = with_weights(layer, params, x)
     values = nn.DenseGeneral((2, 8)).apply({"params": params["params"]["value"]}, x)
     heads = jnp.einsum("bhts,bshd->bthd", weights, values)
     expected = nn.DenseGeneral(16, axis=(-2, -1)).apply({"params": params["params"]["out"]}, heads)
@@ -297,4 +296,4 @@ def test_a_composition_of_inputs_of_two_widths_is_refused():
 def test_inputs_with_missing_or_other_leading_axes_are_refused(shapes):
     inputs = LayerInputs(*map(jnp.ones, shapes))
     with pytest.raises(ValueError, match=re.escape(f"with the same leading axes, found {shapes}")):
-        jax.eval_shape(lambda: Attention(4).init(jax.random.key(0), inputs, method="attend"))
+        jax.eval_shape(lambda: FlaxAttention(4).init(jax.random.key(0), inputs, method="results"))

@@ -157,9 +157,9 @@ class TestReach:
     def test_attention_of_each_layer_is_given_its_window(self, pattern, depth, scan, monkeypatch):
         given = []
 
-        def attention(q, k, v, pre, post, *, window, **_):
-            given.append(window)
-            return q
+        def attention(inputs, options, **_):
+            given.append(options.window)
+            return inputs.q
 
         monkeypatch.setattr(sharded_attention, "attention", attention)
         net = lm.LM(VOCAB, width=8, depth=depth, num_heads=2, window_pattern=pattern, window=WINDOW, scan=scan)

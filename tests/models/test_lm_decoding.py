@@ -143,7 +143,7 @@ def test_a_mask_applies_to_decoding():
     params = jax.jit(layer.init)(jax.random.key(1), x)
     mask = np.ones((2, 1, 6, 6), bool)
     mask[1, :, :, 2] = False
-    filled = jax.eval_shape(lambda x: layer.apply(params, LayerInputs(x), return_cache=True, method="attend").cache, x)
+    filled = jax.eval_shape(lambda x: layer.apply(params, LayerInputs(x), method="attend")[1], x)
     cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), filled)
     decode = jax.jit(functools.partial(layer.apply, method="decode"))
     for t in range(6):

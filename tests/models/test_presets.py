@@ -115,7 +115,7 @@ def test_dcflash_is_dcformer_plus_plus_with_a_composition_that_is_folded(preset)
     assert count(net) == count(plain) + net.depth * (composition + norms)
     operations = flops.lm_flops(net, 2048) / flops.lm_flops(net.clone(compose=None), 2048)
     assert 1 < operations < 1.015
-    assert flops.foldable(net)
+    assert net.composition().foldable(net.num_key_heads)
     pair = [n.clone(depth=2) for n in (net, net.clone(compose=None))]
     caches = [jax.eval_shape(functools.partial(lm.init_cache, n, 1, 64)) for n in pair]
     assert jax.tree.map(np.shape, caches[0]) == jax.tree.map(np.shape, caches[1])

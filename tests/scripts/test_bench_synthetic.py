@@ -145,10 +145,10 @@ def test_a_branch_is_ablated_alone(composed):
     def weights(params):
         _, state = net.apply(
             {"params": params}, tokens, mutable=["intermediates"],
-            capture_intermediates=lambda module, method: method == "_compose_weights",
+            capture_intermediates=lambda module, method: method == "compose_weights",
         )  # fmt: skip
         attention = state["intermediates"]["Transformer"]["decoderblock_0"]["MultiHeadDotProductAttention_0"]
-        return attention["_compose_weights"][0]
+        return attention["compose_weights"][0]
 
     a = jax.random.normal(jax.random.key(5), (2, 3, 7, 7))
     whole, composed_by = weights(params), jax.jit(compose)

@@ -28,7 +28,7 @@ from dcvit.training.setup import load_setup
 ROOT = Path(__file__).resolve().parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 MODEL = "jit(update)/transpose(jvp(ViT))/Transformer/encoderblock_0/"
-ATTEND = MODEL + "MultiHeadDotProductAttention_0/MultiHeadDotProductAttention_0._attend/"
+ATTEND = MODEL + "MultiHeadDotProductAttention_0/MultiHeadDotProductAttention_0.attend/"
 
 
 def estimated(cycles):

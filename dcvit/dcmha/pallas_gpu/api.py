@@ -23,38 +23,21 @@ bytes. Instructions of a warp for each head and sweep: for 16 scores a thread, 1
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha import blockwise
-from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_gpu.config import is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
 from dcvit.dcmha.pallas_gpu.rectangle import RectangleInputs, WeightGradients, pad
 from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, check_supported, rectangles
-from dcvit.dcmha.shapes import Array, Bool, Float, not_none
-
-Weights: TypeAlias = ComposeWeights | None
-Inputs: TypeAlias = tuple[Array, Array, Array, Weights, Weights, Array | None]  # q, k, v, pre, post, mask
+from dcvit.dcmha.shapes import Array, Float, not_none
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
     Scores and weights are float32; W·v has operands of q's dtype.
@@ -62,9 +45,10 @@ def attention(
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    check_supported(q, k, v, pre, post, groups=groups)
-    static = Static(causal or window is not None, window, groups, scale, interpret=not is_gpu())
-    return _attention(static, (q, k, v, pre, post, mask))
+    check_supported(*inputs[:5], groups=options.groups)
+    causal = options.causal or options.window is not None
+    static = Static(causal, options.window, options.groups, options.scale, interpret=not is_gpu())
+    return _attention(static, inputs)
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
@@ -102,15 +86,12 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array
         inputs = RectangleInputs(static, rectangle, q, k, pre, post, mask, backward=True)
         dq_part, dk, dv = _rectangle_gradients(inputs, rectangle, (q, k, v), lse, do, (dk, dv), dpre, dpost)
         dq.append(dq_part)
-    return (
-        jnp.concatenate(dq, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype),
-        dpre.result(), dpost.result(), None,
-    )  # fmt: skip
+    all_dq = jnp.concatenate(dq, axis=1).astype(q.dtype)
+    return Inputs(all_dq, dk.astype(k.dtype), dv.astype(v.dtype), dpre.result(), dpost.result())
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
-    options = blockwise.Options(static.causal, static.window, static.groups)
-    return blockwise.forward_mode(*x, options, static.scale)
+    return blockwise.forward_mode(x, Options(static.causal, static.window, static.groups, static.scale))
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)

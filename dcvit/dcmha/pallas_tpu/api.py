@@ -44,33 +44,20 @@ import jax.numpy as jnp
 from dcvit.dcmha import blockwise
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
 from dcvit.dcmha.pallas_tpu.packing import from_query_array, from_token_array, pack, query_array, unpack
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Float
 
 Weights: TypeAlias = ComposeWeights | None
-Inputs: TypeAlias = tuple[Array, Array, Array, Weights, Weights, Array | None]  # q, k, v, pre, post, mask
 Static: TypeAlias = tuple[KernelConfig, Interpret | None]
 Result = TypeVar("Result")
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-    interpret: Interpret | None = None,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
     `interpret` is the argument of `pallas_call`. None compiles the kernels where the program is lowered for TPUs, also
@@ -79,14 +66,16 @@ def attention(
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
+    q, k, v, pre, post, mask = inputs
     tiling.check_device()
     tiling.check_dtypes(q, k, v)
     config = tiling.make_config(
-        q, k, pre, post, causal=causal, window=window, groups=groups, scale=scale, vmem_bytes=tiling.vmem_limit()
-    )
+        q, k, pre, post, causal=options.causal, window=options.window, groups=options.groups, scale=options.scale,
+        vmem_bytes=tiling.vmem_limit(),
+    )  # fmt: skip
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
-    return _attention((config, interpret), (q, k, v, pre, post, mask))
+    return _attention((config, interpret), inputs._replace(mask=mask))
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
@@ -125,7 +114,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static
-    return *by_platform(differentiate, config, (x, *results, cotangent), interpret), None
+    return Inputs(*by_platform(differentiate, config, (x, *results, cotangent), interpret))
 
 
 def _delta(config: KernelConfig, out: Array, cotangent: Array) -> Array:
@@ -141,9 +130,9 @@ def _delta(config: KernelConfig, out: Array, cotangent: Array) -> Array:
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
     (config, _), (q, k, v, pre, post, mask) = static, x
-    options = blockwise.Options(config.causal, config.window, config.groups)
+    options = Options(config.causal, config.window, config.groups, config.scale)
     by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
-    return blockwise.forward_mode(q, k, v, pre, post, by_query, options, config.scale)
+    return blockwise.forward_mode(Inputs(q, k, v, pre, post, by_query), options)
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)

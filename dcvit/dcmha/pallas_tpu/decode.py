@@ -34,12 +34,13 @@ from dcvit.dcmha import decode
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
 from dcvit.dcmha.pallas_tpu.config import Index, Interpret
 from dcvit.dcmha.pallas_tpu.tile import dot
 from dcvit.dcmha.pallas_tpu.tiling import check_device, check_dtypes, vmem_limit
 from dcvit.dcmha.reference import visible
-from dcvit.dcmha.shapes import Array, Bool, Float, Ref
+from dcvit.dcmha.shapes import Array, Float, Ref
 
 BLOCKS = (512, 256, 128)  # keys of a block, in the order in which they are tried
 RESERVED_BYTES = 8 * 2**20  # of VMEM, for values of one block that the compiler keeps
@@ -137,20 +138,7 @@ def make_config(
     raise UnsupportedError(f"the scores of {keys} keys and {heads} heads do not fit into a TPU's VMEM")
 
 
-def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    causal: bool,
-    window: int | None,
-    mask: Bool[Array, "#B 1 #T #S"] | None,
-    groups: int,
-    scale: float,
-    interpret: Interpret | None = None,
-) -> Float[Array, "B T H D"]:
+def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None = None) -> Float[Array, "B T H D"]:
     """Compute attention of one query (T = 1) as `dcvit.dcmha.attention`, which checks the arguments.
 
     `interpret` is the argument of `pallas_call`. None uses the kernel where the program is lowered for TPUs, also on a
@@ -159,11 +147,12 @@ def attention(
     Raises:
       UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
+    q, k, v, pre, post, mask = inputs
     check_device()
     decode.check_one_query(q)
     check_dtypes(q, k, v)
-    config = make_config(q, k, pre, post, groups=groups, scale=float(scale), vmem_bytes=vmem_limit())
-    attended = visible(1, k.shape[1], causal=causal, window=window, mask=mask)
+    config = make_config(q, k, pre, post, groups=options.groups, scale=options.scale, vmem_bytes=vmem_limit())
+    attended = visible(1, k.shape[1], causal=options.causal, window=options.window, mask=mask)
     return _attention((config, interpret), (q, k, v, pre, post, attended))
 
 
@@ -186,9 +175,8 @@ def call_xla(
     mask: Array | None,
 ) -> Array:  # fmt: skip
     """Compute the same attention with `dcvit.dcmha.decode`."""
-    return decode.attention(
-        q, k, v, pre, post, causal=False, window=None, mask=mask, groups=config.groups, scale=config.scale
-    )
+    options = Options(groups=config.groups, scale=config.scale)
+    return decode.attention(Inputs(q, k, v, pre, post, mask), options)
 
 
 _attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], *x))
