@@ -1,9 +1,10 @@
 """Dynamic weights of all composes of a layer, computed as columns of one array for each side.
 
-TPUs store the last axis of an array in multiples of 128 numbers: arrays of a few heads waste memory, and joining them
-copies them. Here, one product reads the inputs for all hidden layers and gates, and the weights of a side are columns
-of one array in the order in which the TPU kernels read them (`dcvit.dcmha.pallas_tpu.packing`): the down projections of
-all composes, their up projections, their gates. The compiler then moves neither weights nor their gradients.
+`dcvit.dcmha.compose.dynamic_projection` and `dynamic_gate` state the same computation (Eqn 5-6) for one compose and one
+side. Here it is arranged for speed: TPUs store the last axis of an array in multiples of 128 numbers, so that arrays of
+a few heads waste memory, and joining them copies them. One product reads the inputs for all hidden layers and gates
+(`active_columns`), and the weights of a side are columns of one array in the order in which the TPU kernels read them
+(`columns_of`, `dcvit.dcmha.pallas_tpu.packing`). The compiler then moves neither weights nor their gradients.
 
 Letters are those of `dcvit.dcmha.compose`; in addition, C is the number of composes.
 """
@@ -11,6 +12,7 @@ Letters are those of `dcvit.dcmha.compose`; in addition, C is the number of comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,45 @@ import numpy as np
 from dcvit.dcmha.compose import RMS_EPSILON
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
+
+
+class Columns(NamedTuple):
+    """Neighboring columns of the weights of one side: a field of `ComposeWeights` of one compose."""
+
+    compose_name: str
+    field: str
+    width: int
+
+    @property
+    def is_gate(self) -> bool:
+        return self.field.endswith("g")
+
+
+def columns_of(params: Mapping[str, Mapping[str, Array]], side: str, heads: int) -> list[Columns]:
+    """Return the columns of a side: the down projections of all composes, their up projections, their gates."""
+    return [
+        Columns(name, f"{side}{end}", heads if end == "g" else some[f"{side}1"][0].size // 2)
+        for end in "12g"
+        for name, some in params.items()
+        if f"{side}{end}" in some
+    ]
+
+
+class ActiveColumns(NamedTuple):
+    """Columns of the hidden layers and of the gates of one side in the activations of all sides."""
+
+    hidden: slice
+    gates: slice
+
+
+def active_columns(params: Mapping[str, Mapping[str, Array]], sides: Sequence[str], heads: int) -> list[ActiveColumns]:
+    """Return the columns of each side: first come the hidden layers of all sides, then the gates of all sides."""
+    widths = [columns_of(params, side, heads) for side in sides]
+    hidden = [sum(c.width for c in columns if not c.is_gate) for columns in widths]
+    gates = [sum(c.width for c in columns if c.is_gate) for columns in widths]
+    ends = np.cumsum([*hidden, *gates]).tolist()
+    slices = [slice(end - width, end) for end, width in zip(ends, (*hidden, *gates), strict=True)]
+    return [ActiveColumns(*pair) for pair in zip(slices[: len(sides)], slices[len(sides) :], strict=True)]
 
 
 def dynamic_weights(
@@ -44,59 +85,52 @@ def dynamic_weights(
     Returns:
       The dynamic weights of each compose by name, as in `ComposeWeights`.
     """
-    found: dict[str, dict[str, Array]] = {where: {} for where in params}
-    names = next(iter(params.values())).keys()
-    sides = "".join(side for side in sides if names & {f"{side}1", f"{side}g"})
-    if not sides:
+    found: dict[str, dict[str, Array]] = {name: {} for name in params}
+    present = [side for side in sides if columns_of(params, side, heads)]
+    if not present:
         return found
 
-    def all_of(end: str, sides: str) -> list[Array]:
+    def kernels(end: str, sides: Sequence[str]) -> list[Array]:
         return [some[side + end].astype(x.dtype) for side in sides for some in params.values() if side + end in some]
 
-    hidden, gates = all_of("1", sides), all_of("g", sides)
+    hidden, gates = kernels("1", present), kernels("g", present)
     first = x @ jnp.concatenate([w.reshape(w.shape[0], -1) for w in (*hidden, *gates)], axis=1)
     active = jnp.tanh(first)
+    layout = active_columns(params, present, heads)
     if hidden:
-        is_hidden = _column(first) < sum(w.shape[1] * w.shape[2] for w in hidden)
+        is_hidden = _column(first) < layout[-1].hidden.stop
         active = jnp.where(is_hidden, jax.nn.gelu(first, approximate=gelu == "tanh"), active)
-    for n, side in enumerate(sides):
-        ends = [end for end in "12g" if side + end in names]
-        widths = [heads if end == "g" else params[where][f"{side}1"][0].size // 2 for end in ends for where in params]
-        packed = _projections(active, all_of("2", side), (n, len(sides)), sum(widths), heads) if hidden else None
-        if packed is None:
-            packed = jax.lax.slice_in_dim(active, n * sum(widths), (n + 1) * sum(widths), axis=2)
-        pieces = iter(jnp.split(packed, np.cumsum(widths)[:-1], axis=2))
-        for end in ends:
-            for where in params:
-                w = next(pieces)
-                found[where][side + end] = w if end == "g" else w.reshape(*x.shape[:2], -1, heads)
+    for side, where in zip(present, layout, strict=True):
+        if hidden:
+            packed = _projections(active, kernels("2", side), where, heads)
+        else:
+            packed = jax.lax.slice_in_dim(active, where.gates.start, where.gates.stop, axis=2)
+        columns = columns_of(params, side, heads)
+        pieces = jnp.split(packed, np.cumsum([c.width for c in columns])[:-1], axis=2)
+        for c, w in zip(columns, pieces, strict=True):
+            found[c.compose_name][c.field] = w if c.is_gate else w.reshape(*x.shape[:2], -1, heads)
     return found
 
 
 def _projections(
-    active: Float[Array, "B N rows"],
-    w_2: Sequence[Float[Array, "G I I"]],
-    side: tuple[int, int],
-    width: int,
-    heads: int,
+    active: Float[Array, "B N rows"], w_2: Sequence[Float[Array, "G I I"]], where: ActiveColumns, heads: int
 ) -> Float[Array, "B N width"]:
     """Apply the second layers of one side, normalize the down projections and keep the gates.
 
     Args:
       active: the hidden layers of all sides, then their gates.
       w_2: the second layer of each compose.
-      side: the number of the side, and of sides.
-      width: the number of columns of the side's weights.
+      where: the columns of the side in `active`.
       heads: the number of heads H.
     """
     groups, inner = w_2[0].shape[:2]
     per_group = heads // groups
     layer = _second_layer(jnp.stack(w_2), inner // (2 * per_group))
-    rows, columns = layer.shape
-    gates, (n, sides) = width - columns, side
-    layer = jnp.pad(layer, ((n * rows, active.shape[2] - (n + 1) * rows), (0, gates)))
+    columns, gates = layer.shape[1], where.gates.stop - where.gates.start
+    width = columns + gates
+    layer = jnp.pad(layer, ((where.hidden.start, active.shape[2] - where.hidden.stop), (0, gates)))
     kept = np.zeros(layer.shape, np.float32)  # the gates pass through the product
-    kept[sides * rows + n * gates + np.arange(gates), columns + np.arange(gates)] = 1
+    kept[np.arange(where.gates.start, where.gates.stop), np.arange(columns, width)] = 1
     both = active @ (layer + kept.astype(layer.dtype) if gates else layer)
     # The mean over the heads of a group, for each down projection of a head, as a product of all columns: a slice would
     # cost TPUs a relayout of its gradient. On TPUs, with 16 bits of the operands.
