@@ -69,42 +69,55 @@ def extend(cache: Cache, new: Cache, before: Int[Array, " B"], count: Int[Array,
     """Return the cache with the first `count` of the T tokens in `new` added, at positions from `before`.
 
     A slot keeps its newest token. Tokens after the first `count` are padding and change nothing.
-
-    Several tokens are written with a scatter, which does not touch other slots. A single token is written by the
-    operation that XLA (of jax 0.10.2) compiles to an update in place. On CPUs, a scatter into bfloat16 converts the
-    complete cache to float32 and back, so that a select is used. TPUs lay out key-wise weights with the slots last, and
-    a scatter would copy them with padding, so that a select is used for these. On CPUs, a scatter of a single float32
-    row is repeated for each reader of the cache, into copies; with a second row, which is dropped, it is not.
     """
     size, steps = cache.k.shape[1], jnp.arange(new.k.shape[1])[None]
     kept = (steps < count[:, None]) & (steps >= count[:, None] - size)
     slot = jnp.where(kept, (before[:, None] + steps) % size, size)  # slot `size` does not exist
 
-    def scatter(slots: Array, tokens: Array) -> Array:
-        rows = jnp.arange(slots.shape[0])[:, None]
-        return slots.at[rows, slot].set(tokens.astype(slots.dtype), mode="drop")
+    def write(slots: Array, tokens: Array, *, key_wise: bool) -> Array:
+        return write_many(slots, tokens, slot) if steps.size > 1 else write_one(slots, tokens, slot, key_wise=key_wise)
+
+    weights, more = (cache.pre, cache.post), (new.pre, new.post)
+    pre, post = jax.tree.map(functools.partial(write, key_wise=True), weights, more)
+    return Cache(write(cache.k, new.k, key_wise=False), write(cache.v, new.v, key_wise=False), pre, post)
+
+
+def write_many(
+    slots: Float[Array, "B S *shape"], tokens: Float[Array, "B T *shape"], slot: Int[Array, "B T"]
+) -> Float[Array, "B S *shape"]:
+    """Write tokens to their slots with a scatter, which does not touch other slots; slot S is dropped."""
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return slots.at[rows, slot].set(tokens.astype(slots.dtype), mode="drop")
+
+
+def write_one(
+    slots: Float[Array, "B S *shape"], token: Float[Array, "B 1 *shape"], slot: Int[Array, "B 1"], *, key_wise: bool
+) -> Float[Array, "B S *shape"]:
+    """Write one token of each example by the operation that XLA (of jax 0.10.2) compiles to an update in place.
+
+    On CPUs, a scatter into bfloat16 converts the complete cache to float32 and back, so that a select is used. TPUs lay
+    out key-wise weights with the slots last, and a scatter would copy them with padding, so that a select is used for
+    these (`key_wise`). On CPUs, a scatter of a single float32 row is repeated for each reader of the cache, into
+    copies; with a second row, which is dropped, it is not.
+    """
+    size = slots.shape[1]
+
+    def scatter(slots: Array, token: Array) -> Array:
+        return write_many(slots, token, slot)
 
     def scatter_two(slots: Array, token: Array) -> Array:
-        rows, dropped = jnp.arange(slots.shape[0])[:, None], jnp.full_like(slot, size)
-        both, columns = jnp.repeat(token, 2, axis=1), jnp.concatenate([slot, dropped], axis=1)
-        return slots.at[rows, columns].set(both.astype(slots.dtype), mode="drop")
+        dropped = jnp.full_like(slot, size)
+        return write_many(slots, jnp.repeat(token, 2, axis=1), jnp.concatenate([slot, dropped], axis=1))
 
     def select(slots: Array, token: Array) -> Array:
         here = (jnp.arange(size)[None] == slot).reshape(-1, size, *[1] * (slots.ndim - 2))
         return jnp.where(here, token.astype(slots.dtype), slots)
 
-    def write(slots: Array, tokens: Array, *, key_wise: bool) -> Array:
-        if steps.size > 1:
-            return scatter(slots, tokens)
-        narrow = slots.dtype.itemsize < 4
-        written: Array = jax.lax.platform_dependent(
-            slots, tokens, cpu=select if narrow else scatter_two, tpu=select if key_wise else scatter, default=scatter
-        )
-        return written
-
-    weights, more = (cache.pre, cache.post), (new.pre, new.post)
-    pre, post = jax.tree.map(functools.partial(write, key_wise=True), weights, more)
-    return Cache(write(cache.k, new.k, key_wise=False), write(cache.v, new.v, key_wise=False), pre, post)
+    on_cpu = select if slots.dtype.itemsize < 4 else scatter_two
+    written: Array = jax.lax.platform_dependent(
+        slots, token, cpu=on_cpu, tpu=select if key_wise else scatter, default=scatter
+    )
+    return written
 
 
 def positions(slots: int, length: Int[Array, " B"]) -> Int[Array, "B S"]:

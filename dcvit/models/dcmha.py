@@ -335,7 +335,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         index = variables["cache_index"]
         start, added, oldest = (jnp.broadcast_to(x, lead) for x in (index, jnp.ones_like(index), jnp.zeros_like(index)))
         k, v = (variables[name].reshape(*lead, slots, -1) for name in ("cached_key", "cached_value"))
-        pre, post = (_with_prefix(variables, f"cached_{where}_") for where in ("pre", "post"))
+        pre, post = (_with_prefix(variables, f"cached_{name}_") for name in ("pre", "post"))
         return inputs._replace(cache=Cache(k, v, pre, post), update=CacheUpdate(start, added, oldest))
 
     def _store(self, cache: Cache, is_cached: bool) -> None:
@@ -343,9 +343,9 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         heads = self.num_key_heads or self.num_heads
         arrays = {"cached_key": cache.k, "cached_value": cache.v}
         arrays = {name: x.reshape(*x.shape[:-1], heads, -1) for name, x in arrays.items()}
-        for where, weights in (("pre", cache.pre), ("post", cache.post)):
+        for compose_name, weights in (("pre", cache.pre), ("post", cache.post)):
             fields = {} if weights is None else weights._asdict()
-            arrays |= {f"cached_{where}_{name}": x for name, x in fields.items() if x is not None}
+            arrays |= {f"cached_{compose_name}_{name}": x for name, x in fields.items() if x is not None}
         for name, x in arrays.items():
             self.put_variable("cache", name, x if is_cached else jnp.zeros_like(x))
         index = self.get_variable("cache", "cache_index") + 1 if is_cached else jnp.zeros((), jnp.int32)
