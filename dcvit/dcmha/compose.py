@@ -57,24 +57,8 @@ def dynamic_projection(
     Returns:
       The down projection, RMS-normed over the heads of each group, and the up projection.
     """
-    return dynamic_projections(x, [w_1], [w_2], heads=heads, gelu=gelu)[0]
-
-
-def dynamic_projections(
-    x: Float[Array, "B N M"],
-    w_1: Sequence[Float[Array, "M G I"]],
-    w_2: Sequence[Float[Array, "G I I"]],
-    *,
-    heads: int,
-    gelu: str = "tanh",
-) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
-    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
-
-    Groups and pairs have axes of their own, so that the compiler can split the heads of groups over devices. On one
-    device, `dcvit.dcmha.packed_weights` is faster.
-    """
-    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
-    return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mgi->bngi", x, w_1), approximate=gelu == "tanh")
+    return _down_and_up(hidden, w_2, heads)
 
 
 def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], heads: int) -> tuple[Array, Array]:
@@ -94,7 +78,24 @@ def _down_and_up(hidden: Float[Array, "B N G I"], w_2: Float[Array, "G I I"], he
 
 def dynamic_gate(x: Float[Array, "B N M"], w_g: Float[Array, "M H"]) -> Float[Array, "B N H"]:
     """Compute the dynamic gate weights tanh(x·W_g) of Eqn 6."""
-    return dynamic_gates(x, [w_g])[0]
+    return jnp.tanh(jnp.einsum("bnm,mh->bnh", x, w_g))
+
+
+def dynamic_projections(
+    x: Float[Array, "B N M"],
+    w_1: Sequence[Float[Array, "M G I"]],
+    w_2: Sequence[Float[Array, "G I I"]],
+    *,
+    heads: int,
+    gelu: str = "tanh",
+) -> list[tuple[Float[Array, "B N R H"], Float[Array, "B N R H"]]]:
+    """Compute `dynamic_projection` for each pair of `w_1` and `w_2` with a single product that reads `x`.
+
+    Groups and pairs have axes of their own, so that the compiler can split the heads of groups over devices. Where it
+    does not, `dcvit.dcmha.packed_weights` computes the same faster.
+    """
+    hidden = jax.nn.gelu(jnp.einsum("bnm,mcgi->bncgi", x, jnp.stack(w_1, axis=1)), approximate=gelu == "tanh")
+    return [_down_and_up(hidden[:, :, c], second, heads) for c, second in enumerate(w_2)]
 
 
 def dynamic_gates(x: Float[Array, "B N M"], w_g: Sequence[Float[Array, "M H"]]) -> list[Float[Array, "B N H"]]:
