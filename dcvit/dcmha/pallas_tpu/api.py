@@ -47,9 +47,10 @@ from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import backward_interleaved, forward_interleaved, tiling
 from dcvit.dcmha.pallas_tpu.backward import backward
+from dcvit.dcmha.pallas_tpu.call import Blocked
 from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
-from dcvit.dcmha.pallas_tpu.packing import from_query_array, from_token_array, pack, query_array, unpack
+from dcvit.dcmha.pallas_tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
 from dcvit.dcmha.shapes import Array, Float
 
 Weights: TypeAlias = ComposeWeights | None
@@ -93,7 +94,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     return out, jax.lax.optimization_barrier(lse)
 
 
-def _packed(config: KernelConfig, x: Inputs) -> dict[str, Array]:
+def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
     """Return the inputs of the kernels, the mask in the dtype in which they read it."""
     q, k, v, pre, post, mask = x
     return pack(config, q, k, v, pre, post, None if mask is None else mask.astype(jnp.bfloat16))
@@ -105,9 +106,11 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
     ) -> tuple[Array, Array, Array, Weights, Weights]:
         x, out, lse, cotangent = arguments
         q, k, v, pre, post, _ = x
-        inputs = _packed(config, x) | {"do": query_array(config, cotangent.astype(q.dtype)), "lse": lse}
+        inputs = _packed(config, x)
+        inputs |= {"do": query_array(config, cotangent.astype(q.dtype)), "lse": with_columns(config, lse)}
         if config.post is None and config.blocks_k > 1:
-            inputs["delta"] = _delta(config, query_array(config, out), inputs["do"])
+            delta = _delta(config, query_array(config, out), inputs["do"])
+            inputs["delta"] = with_columns(config, delta)
         grads = (backward_interleaved.gradients if config.interleave > 1 else backward)(config, inputs, interpret)
         dq = from_query_array(config, grads["dq"], q)
         dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
@@ -117,13 +120,13 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
     return Inputs(*by_platform(differentiate, config, (x, *results, cotangent), interpret))
 
 
-def _delta(config: KernelConfig, out: Array, cotangent: Array) -> Array:
+def _delta(config: KernelConfig, out: Blocked, cotangent: Blocked) -> Array:
     """Return Σ_s P·dP = O·dO of each row, as `dcvit.dcmha.pallas_tpu.backward.delta` does, without a post-compose.
 
     The arguments have a column for each query. XLA needs many more cycles for the sum over the dimensions of a head
     than for its product with a matrix of ones.
     """
-    product = out.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    product = jnp.asarray(out.array).astype(jnp.float32) * jnp.asarray(cotangent.array).astype(jnp.float32)
     ones = jnp.repeat(jnp.eye(config.heads, dtype=jnp.float32), config.head_dim, axis=1)
     return jnp.einsum("hc,bct->bht", ones, product, precision=jax.lax.Precision.HIGH)
 

@@ -12,7 +12,6 @@ other matrix products and the vector operations of its neighbors:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -25,49 +24,18 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.numerics import LOG2_E, cdiv, round_up
 from dcvit.dcmha.pallas_tpu import backward_stages as on_block
 from dcvit.dcmha.pallas_tpu import interleaved, mixing, mixing_gradients
-from dcvit.dcmha.pallas_tpu.backward_stages import StageRefs
-from dcvit.dcmha.pallas_tpu.config import (
-    LANES,
-    SUBLANES,
-    ComposeLayout,
-    Index,
-    Interpret,
-    KernelConfig,
-    Which,
-    block_specs,
-)
+from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, ComposeName, Index, Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.stages import Task, operand_scratch, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import broadcast_rows, dot, total
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.shapes import Array, Ref
 
 TOKENS = ("q", "k", "v", "do", "wq", "wk")  # inputs with an axis of tokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientRefs(StageRefs):
-    """References of the kernel. Blocks have eight examples, buffers one; those of absent branches are None."""
-
-    do: Ref  # gradient of the output
-    lse: Ref  # log-sum-exp of each row
-    dq: Ref
-    dk: Ref
-    dv: Ref
-    dwq: Ref | None = None
-    dwk: Ref | None = None
-    dstatic_pre: Ref | None = None
-    dstatic_post: Ref | None = None
-    do_tile: Ref
-    wq_next: Ref | None = None  # `wq_rows` of the next example
-    wk_next: Ref | None = None  # `wk_cur` of the next and of the previous example
-    wk_prev: Ref | None = None
-    dwq_rows: Ref | None = None  # gradients of the weights of the previous example, (columns, tokens)
-    dwk_rows: Ref | None = None
-
-
-def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+def kernel(config: KernelConfig, refs: Refs) -> None:
     """Compute all gradients of the examples of a block."""
-    refs = GradientRefs(**dict(zip(names, arguments, strict=True)))
     last = config.interleave - 1
     initialize(config, refs)
     run_all(prepare_next(config, refs, 0))
@@ -77,17 +45,17 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
     run_all(key_gradients(config, refs, last))
 
 
-def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
+def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
     """Process the stages of example `e`, the end of the previous example and the beginning of the next one.
 
     The first example has no previous one; what is computed for it is overwritten later.
     """
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.interleave - 1)
-    mask = refs.mask
+    mask = refs.get("mask")
     if mask is not None and mask.shape[0] > 1:
         mask = mask.at[pl.ds(e, 1)]
     advance_weights(refs)
-    broadcast_rows(refs.lse.at[pl.ds(e, 1)], refs.m, config.heads, config.block_q)
+    broadcast_rows(refs["lse"].at[pl.ds(e, 1)], refs["m"], config.heads, config.block_q)
     run_stage(
         config,
         functools.partial(on_block.score_products, config, refs),
@@ -96,15 +64,15 @@ def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
             *output_products(config, refs, e),
             *query_gradients(config, refs, previous),
             *weight_gradients(config, refs, previous),
-            *build(config, refs, "post", refs.wk_cur),
-            *build(config, refs, "post", refs.wk_cur, back=True),
+            *build(config, refs, "post", refs.get("wk_cur")),
+            *build(config, refs, "post", refs.get("wk_cur"), back=True),
         ],
     )
     run_stage(
         config,
         functools.partial(on_block.post_products, config, refs),
         functools.partial(on_block.post_vectors, config, refs),
-        [*key_gradients(config, refs, previous), *build(config, refs, "pre", refs.wk_cur, back=True)],
+        [*key_gradients(config, refs, previous), *build(config, refs, "pre", refs.get("wk_cur"), back=True)],
         functools.partial(on_block.post_sums, config, refs),
     )
     on_block.finish_delta(config, refs)
@@ -117,52 +85,54 @@ def differentiate(config: KernelConfig, refs: GradientRefs, e: Index) -> None:
     )
 
 
-def initialize(config: KernelConfig, refs: GradientRefs) -> None:
+def initialize(config: KernelConfig, refs: Refs) -> None:
     """Write the parts of the buffers that are the same for all examples."""
     for name in TOKENS:
-        if getattr(refs, name) is not None:
-            interleaved.clear_rest(getattr(refs, f"{name}_tile"), getattr(refs, name).shape[0])
-    if refs.diagonal is not None:
-        mixing.write_diagonal(config, refs.diagonal)
+        if name in refs:
+            interleaved.clear_rest(refs[f"{name}_tile"], refs[name].shape[0])
+    if "diagonal" in refs:
+        mixing.write_diagonal(config, refs["diagonal"])
 
 
-def advance_weights(refs: GradientRefs) -> None:
+def advance_weights(refs: Refs) -> None:
     """Make the weights of the next example those of the current one, and these those of the previous one."""
-    if refs.wk_cur is not None:
-        not_none(refs.wk_prev)[...] = refs.wk_cur[...]
-        refs.wk_cur[...] = not_none(refs.wk_next)[...]
-    if refs.wq_rows is not None:
-        refs.wq_rows[...] = not_none(refs.wq_next)[...]
+    if "wk_cur" in refs:
+        refs["wk_prev"][...] = refs["wk_cur"][...]
+        refs["wk_cur"][...] = refs["wk_next"][...]
+    if "wq_rows" in refs:
+        refs["wq_rows"][...] = refs["wq_next"][...]
 
 
-def prepare_next(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of reading example `e`, and of computing its scores and its matrix of the pre-compose."""
-    q, k = not_none(refs.q_tile), not_none(refs.k_tile)
+    q, k = refs["q_tile"], refs["k_tile"]
 
     def tokens() -> None:
-        interleaved.read(config, refs.q, e, q)
-        interleaved.read(config, refs.k, e, k)
+        interleaved.read(config, refs["q"], e, q)
+        interleaved.read(config, refs["k"], e, k)
 
     def scores(h: int) -> None:
-        refs.x_next[h] = score_product(config, k, q, h)
+        refs["x_next"][h] = score_product(config, k, q, h)
 
     def weights() -> None:
-        for source, tile in ((refs.wq, refs.wq_tile), (refs.wk, refs.wk_tile)):
-            if source is not None:
-                interleaved.read(config, source, e, not_none(tile))
-        rows_of(config, refs.wq_tile, refs.wq_next, refs.wk_tile, refs.wk_next)
+        for name in ("wq", "wk"):
+            if name in refs:
+                interleaved.read(config, refs[name], e, refs[f"{name}_tile"])
+        rows_of(config, refs.get("wq_tile"), refs.get("wq_next"), refs.get("wk_tile"), refs.get("wk_next"))
 
-    first = [tokens, weights, *build(config, refs, "pre", refs.wk_next)]
+    first = [tokens, weights, *build(config, refs, "pre", refs.get("wk_next"))]
     return [*first, *(functools.partial(scores, h) for h in range(config.heads))]
 
 
 def build(
-    config: KernelConfig, refs: GradientRefs, which: Which, rows: Ref | None, *, back: bool = False
+    config: KernelConfig, refs: Refs, compose_name: ComposeName, rows: Ref | None, *, back: bool = False
 ) -> list[Task]:
     """Return the work of building one mixing matrix of all blocks from key-wise weights, if there is one."""
-    out = getattr(refs, f"mix_{which}_back" if back else f"mix_{which}")
-    static = refs.static_pre if which == "pre" else refs.static_post
-    return [] if out is None else [lambda: mixing.build(config, which, rows, static, out, transposed=back)]
+    out, static = (
+        refs.get(f"mix_{compose_name}_back" if back else f"mix_{compose_name}"),
+        refs.get(f"static_{compose_name}"),
+    )
+    return [] if out is None else [lambda: mixing.build(config, compose_name, rows, static, out, transposed=back)]
 
 
 def score_product(config: KernelConfig, keys: Ref, queries: Ref, h: int) -> Array:
@@ -172,37 +142,37 @@ def score_product(config: KernelConfig, keys: Ref, queries: Ref, h: int) -> Arra
     )
 
 
-def output_products(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing the gradients of the composed weights."""
-    v, do = not_none(refs.v_tile), not_none(refs.do_tile)
+    v, do = refs["v_tile"], refs["do_tile"]
 
     def tokens() -> None:
-        interleaved.read(config, refs.v, e, v)
-        interleaved.read(config, refs.do, e, do)
+        interleaved.read(config, refs["v"], e, v)
+        interleaved.read(config, refs["do"], e, do)
 
     def product(h: int) -> None:
-        refs.y[h] = score_product(config, v, do, h)
+        refs["y"][h] = score_product(config, v, do, h)
 
     return [tokens, *(functools.partial(product, h) for h in range(config.heads))]
 
 
-def query_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def query_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dqᵀ = kᵀ·dAᵀ."""
-    k = not_none(refs.k_tile)
-    read = functools.partial(interleaved.read, config, refs.k, e, k)
-    return [read, *token_gradients(config, refs.dq, k, refs.da, 0, score_factor(config), e)]
+    k = refs["k_tile"]
+    read = functools.partial(interleaved.read, config, refs["k"], e, k)
+    return [read, *token_gradients(config, refs["dq"], k, refs["da"], 0, score_factor(config), e)]
 
 
-def key_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dkᵀ = qᵀ·dA."""
-    q = not_none(refs.q_tile)
-    read = functools.partial(interleaved.read, config, refs.q, e, q)
-    return [read, *token_gradients(config, refs.dk, q, refs.da, 1, score_factor(config), e)]
+    q = refs["q_tile"]
+    read = functools.partial(interleaved.read, config, refs["q"], e, q)
+    return [read, *token_gradients(config, refs["dk"], q, refs["da"], 1, score_factor(config), e)]
 
 
-def value_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def value_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dvᵀ = dOᵀ·W."""
-    return token_gradients(config, refs.dv, not_none(refs.do_tile), refs.w, 1, 1.0, e)
+    return token_gradients(config, refs["dv"], refs["do_tile"], refs["w"], 1, 1.0, e)
 
 
 def score_factor(config: KernelConfig) -> float:
@@ -253,68 +223,57 @@ def token_gradients(
     return [functools.partial(part, first) for first in range(0, heads, together)]
 
 
-def weight_gradients(config: KernelConfig, refs: GradientRefs, e: Index) -> list[Task]:
+def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of writing the gradients of the weights of example `e`."""
 
     def query_wise() -> None:
-        rows = not_none(refs.dwq_rows)
-        for c in range(not_none(refs.gq).shape[0]):
-            rows[c : c + 1] = jnp.sum(not_none(refs.gq)[c], axis=0, keepdims=True)
-        interleaved.write(config, not_none(refs.dwq), e, slice(0, rows.shape[0]), rows[...].T)
+        rows = refs["dwq_rows"]
+        for c in range(refs["gq"].shape[0]):
+            rows[c : c + 1] = jnp.sum(refs["gq"][c], axis=0, keepdims=True)
+        interleaved.write(config, refs["dwq"], e, slice(0, rows.shape[0]), rows[...].T)
 
     def matrix(layout: ComposeLayout, packed: Ref, static: Ref | None, tile: int) -> None:
         mixing_gradients.matrix_gradients(
-            config, layout, packed, refs.wk_prev, refs.dwk_rows, static, tile, add_static=tile > 0
+            config, layout, packed, refs.get("wk_prev"), refs.get("dwk_rows"), static, tile, add_static=tile > 0
         )
 
     def key_wise() -> None:
-        rows = not_none(refs.dwk_rows)
-        interleaved.write(config, not_none(refs.dwk), e, slice(0, rows.shape[0]), rows[...].T)
+        rows = refs["dwk_rows"]
+        interleaved.write(config, refs["dwk"], e, slice(0, rows.shape[0]), rows[...].T)
 
     work: list[Task] = []
-    if refs.dwq is not None:
+    if "dwq" in refs:
         work.append(query_wise)
-    composes = (config.pre, refs.dmix_pre, refs.dstatic_pre), (config.post, refs.dmix_post, refs.dstatic_post)
-    for layout, packed, static in composes:
-        if layout is not None and packed is not None:
-            some = None if static is None else static.at[e]
+    for name, layout in (("pre", config.pre), ("post", config.post)):
+        if layout is not None and f"dmix_{name}" in refs:
+            static = refs[f"dstatic_{name}"].at[e] if f"dstatic_{name}" in refs else None
             tiles = range(cdiv(config.block_k, LANES))
-            work += [functools.partial(matrix, layout, packed, some, tile) for tile in tiles]
-    return [*work, key_wise] if refs.dwk is not None else work
+            work += [functools.partial(matrix, layout, refs[f"dmix_{name}"], static, tile) for tile in tiles]
+    return [*work, key_wise] if "dwk" in refs else work
 
 
-def gradients(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> dict[str, Array]:
+def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name, as `dcvit.dcmha.pallas_tpu.backward.backward`."""
-    inputs = {name: interleaved.view(x) if name in TOKENS else x for name, x in inputs.items()}
-    rest = block_specs(config, {name: x for name, x in inputs.items() if name not in TOKENS}, lambda: 0, lambda: 0)
-    specs = {name: interleaved.block_spec(x) if name in TOKENS else rest[name] for name, x in inputs.items()}
-    columns: dict[str, int] = {name: inputs[name].shape[2] * LANES for name in ("wq", "wk") if name in inputs}
-    blocks, scratch = inputs["q"].shape[1], scratch_shapes(config, columns)
-    shapes, out_specs = {}, {}
-    for name in TOKENS:
-        if name in inputs and name != "do":
-            shapes[f"d{name}"] = jax.ShapeDtypeStruct(inputs[name].shape, jnp.float32)
-            out_specs[f"d{name}"] = specs[name]
+    weights: tuple[str, ...] = ("wq", "wk")
+    columns = {name: inputs[name].array.shape[2] * LANES for name in weights if name in inputs}
+    blocks = inputs["q"].array.shape[1]
+    outputs = {f"d{name}": inputs[name].like(jnp.float32) for name in TOKENS if name in inputs and name != "do"}
     for name in ("static_pre", "static_post"):
         if name in inputs:
             block = (config.interleave, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
-            shapes[f"d{name}"] = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
-            out_specs[f"d{name}"] = pl.BlockSpec(block, lambda b: (b, 0, 0, 0))
-    results = pl.pallas_call(
-        functools.partial(kernel, config, (*inputs, *shapes, *scratch)),
-        grid=(blocks,),
-        in_specs=list(specs.values()),
-        out_specs=list(out_specs.values()),
-        out_shape=list(shapes.values()),
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=config.vmem_bytes),
-        interpret=interpret,
+            array = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
+            outputs[f"d{name}"] = Blocked(array, block, "B...")
+    call = KernelCall(
         name="dcmha_gradients",
-    )(*inputs.values())
-    return {
-        name: mixing_gradients.static_gradients(config, x) if "static" in name else interleaved.unview(x)
-        for name, x in zip(shapes, results, strict=True)
-    }
+        grid=(blocks,),
+        index_maps=interleaved.INDEX_MAPS,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch(config, columns),
+        vmem_bytes=config.vmem_bytes,
+    )
+    found = call.run(functools.partial(kernel, config), interpret)
+    return {name: mixing_gradients.static_gradients(config, x) if "static" in name else x for name, x in found.items()}
 
 
 def vmem_bytes(config: KernelConfig) -> int:
@@ -328,28 +287,40 @@ def vmem_bytes(config: KernelConfig) -> int:
     mixed = [layout for layout in (config.pre, config.post) if layout is not None and layout.has_static]
     words += len(mixed) * config.heads * cdiv(config.heads, SUBLANES) * SUBLANES * LANES
     total = 2 * config.interleave * words * 4
-    for x in scratch_shapes(config, columns).values():
+    for x in scratch(config, columns).values():
         itemsize = np.dtype(x.dtype).itemsize
         rows = round_up(x.shape[-2], SUBLANES * 4 // itemsize)  # complete registers
         total += math.prod((*x.shape[:-2], rows, x.shape[-1])) * itemsize
     return total
 
 
-def scratch_shapes(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.MemoryRef]:
+def scratch(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.MemoryRef]:
     """Return the VMEM buffers by name. `columns` are those of the weights in HBM, by name."""
     heads, keys, queries, operand = config.heads, config.block_k, config.block_q, config.operand_dtype
     wide, narrow = heads * config.head_dim, config.key_heads * config.head_dim
-    found = {name: pltpu.VMEM((heads, keys, queries), jnp.float32) for name in ("x_next", "x", "y", "p", "dp", "dl")}
-    found |= {name: operand_scratch(config) for name in ("w", "da")}
-    found |= {name: pltpu.VMEM((heads, SUBLANES, queries), jnp.float32) for name in ("m", "d")}
-    found |= {"mixed": ring(config), "mixed_back": ring(config)}
+    plane, row = (pltpu.VMEM((heads, rows, queries), jnp.float32) for rows in (keys, SUBLANES))
+    found = {
+        "x_next": plane,  # scores before the first stage
+        "x": plane,  # scores after it
+        "y": plane,  # gradient of the composed weights
+        "p": plane,  # attention weights before the post-compose
+        "dp": plane,  # their gradient
+        "dl": plane,  # gradient of the logits
+        "w": operand_scratch(config),  # attention weights after the post-compose
+        "da": operand_scratch(config),  # gradient of the scores
+        "m": row,  # log-sum-exp of each query, broadcast over sublanes
+        "d": row,  # sums of P·dP in each sublane, later delta
+        "mixed": ring(config),  # key-wise parts of the blocks in work
+        "mixed_back": ring(config),  # key-wise parts of transposed composes
+    }
     found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
     found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
     if "wq" in columns:
         size = columns["wq"]
         found["wq_tile"] = interleaved.tile(queries, size, jnp.float32)
-        found["wq_rows"] = found["wq_next"] = pltpu.VMEM((1, queries // LANES, size, LANES), jnp.float32)
-        found["dwq_rows"] = pltpu.VMEM((size, queries), jnp.float32)
+        found["wq_rows"] = pltpu.VMEM((1, queries // LANES, size, LANES), jnp.float32)  # of the current example
+        found["wq_next"] = found["wq_rows"]
+        found["dwq_rows"] = pltpu.VMEM((size, queries), jnp.float32)  # gradients of the previous example
         found["gq"] = pltpu.VMEM((packed_columns(config, "q"), SUBLANES, queries), jnp.float32)
     if "wk" in columns:
         size, tokens = columns["wk"], round_up(keys, LANES)

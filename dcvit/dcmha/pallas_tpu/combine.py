@@ -9,21 +9,21 @@ row of a register, broadcast over the dimensions of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import folded
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Interpret, Rows
-from dcvit.dcmha.shapes import Array, Float, Ref
+from dcvit.dcmha.shapes import Array, Float
 
 BLOCK = 2 * LANES  # tokens of a step of the grid
 CHUNK = 2 * SUBLANES  # dimensions of a head that are processed at once: the rows of a register of bfloat16
@@ -50,6 +50,9 @@ class Static(NamedTuple):
         return slice(j * self.per_group + n, j * self.per_group + n + 1)
 
 
+Kernel: TypeAlias = Callable[[Static, Refs], None]
+
+
 def combine_heads(
     x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"], *, interpret: Interpret = False
 ) -> Float[Array, "B T H D"]:
@@ -72,14 +75,15 @@ def combine_heads(
 
 def _forward(static: Static, inputs: Inputs) -> tuple[Array, tuple[()]]:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
-    (out,) = _call(_combine_kernel, static, (w, x), (x,))
-    return _tokens(out, inputs[0]), ()
+    found = _call("dcmha_combine", static, {"w": w, "x": x}, {"out": x}, _combine_kernel)
+    return _tokens(found["out"], inputs[0]), ()
 
 
 def _backward(static: Static, inputs: Inputs, _: tuple[Array, tuple[()]], d_out: Array) -> Inputs:
     x, w = _columns(inputs[0]), _columns(inputs[1], static.groups)
-    d_x, d_w = _call(_gradient_kernel, static, (w, x, _columns(d_out)), (x, w))
-    return _tokens(d_x, inputs[0]), _tokens(d_w, inputs[1])
+    arrays = {"w": w, "x": x, "d_out": _columns(d_out)}
+    found = _call("dcmha_combine_gradients", static, arrays, {"d_x": x, "d_w": w}, _gradient_kernel)
+    return _tokens(found["d_x"], inputs[0]), _tokens(found["d_w"], inputs[1])
 
 
 def _forward_mode(static: Static, inputs: Inputs) -> Array:
@@ -101,28 +105,27 @@ def _tokens(x: Float[Array, "B ... columns"], like: Float[Array, "B T ..."]) -> 
     return jnp.moveaxis(x[..., :length].reshape(batch, *rest, length), -1, 1)
 
 
+def _blocked(x: Array | jax.ShapeDtypeStruct) -> Blocked:
+    """Declare blocks of tokens of an array with a column for each token."""
+    return Blocked(x, (1, *x.shape[1:-1], BLOCK), f"B{'.' * (x.ndim - 2)}T")
+
+
 def _call(
-    kernel: Callable[..., None], static: Static, inputs: Sequence[Array], outputs: Sequence[Array]
-) -> Sequence[Array]:
+    name: str, static: Static, inputs: Mapping[str, Array], outputs: Mapping[str, Array], kernel: Kernel
+) -> dict[str, Array]:
     """Call a kernel for each block of tokens; the outputs have the shapes and dtypes of `outputs`."""
-
-    def specs(arrays: Sequence[Array]) -> list[pl.BlockSpec]:
-        return [pl.BlockSpec((1, *x.shape[1:-1], BLOCK), lambda b, t, n=x.ndim: (b, *[0] * (n - 2), t)) for x in arrays]
-
-    batch, *_, columns = inputs[0].shape
-    found: Sequence[Array] = pl.pallas_call(
-        functools.partial(kernel, static),
+    batch, *_, columns = inputs["x"].shape
+    call = KernelCall(
+        name=name,
         grid=(batch, cdiv(columns, BLOCK)),
-        in_specs=specs(inputs),
-        out_specs=specs(outputs),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=tiling.vmem_limit()
-        ),
-        interpret=static.interpret,
-        name="dcmha_combine" if kernel is _combine_kernel else "dcmha_combine_gradients",
-    )(*inputs)
-    return found
+        index_maps={"B": lambda b, t: b, "T": lambda b, t: t},
+        inputs={key: _blocked(x) for key, x in inputs.items()},
+        outputs={key: _blocked(x) for key, x in outputs.items()},
+        scratch={},
+        vmem_bytes=tiling.vmem_limit(),
+        parallel_axes=2,
+    )
+    return call.run(functools.partial(kernel, static), static.interpret)
 
 
 def _over_groups(static: Static, of_group: Callable[[Array, Rows], None]) -> None:
@@ -139,39 +142,39 @@ def _sum(terms: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, terms)
 
 
-def _combine_kernel(static: Static, w_ref: Ref, x_ref: Ref, out_ref: Ref) -> None:
+def _combine_kernel(static: Static, refs: Refs) -> None:
     heads = range(static.per_group)
 
     def of_group(group: Array, lanes: Rows) -> None:
-        w = [[w_ref[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
         for chunk in range(static.head_dim // CHUNK):
-            x = [x_ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
+            x = [refs["x"][0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
             for n in heads:
                 y = _sum([w[j][n] * x[j] for j in heads])
-                out_ref[0, static.rows(group, n, chunk), lanes] = y.astype(out_ref.dtype)
+                refs["out"][0, static.rows(group, n, chunk), lanes] = y.astype(refs["out"].dtype)
 
     _over_groups(static, of_group)
 
 
-def _gradient_kernel(static: Static, w_ref: Ref, x_ref: Ref, d_out_ref: Ref, d_x_ref: Ref, d_w_ref: Ref) -> None:
+def _gradient_kernel(static: Static, refs: Refs) -> None:
     heads = range(static.per_group)
 
     def of_group(group: Array, lanes: Rows) -> None:
-        w = [[w_ref[0, group, static.row(j, n), lanes] for n in heads] for j in heads]
+        w = [[refs["w"][0, group, static.row(j, n), lanes] for n in heads] for j in heads]
         d_w = [[jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in heads] for _ in heads]
         for chunk in range(static.head_dim // CHUNK):
             x, d_out = (
                 [ref[0, static.rows(group, j, chunk), lanes].astype(jnp.float32) for j in heads]
-                for ref in (x_ref, d_out_ref)
+                for ref in (refs["x"], refs["d_out"])
             )
             for j in heads:
                 d_x = _sum([w[j][n] * d_out[n] for n in heads])
-                d_x_ref[0, static.rows(group, j, chunk), lanes] = d_x.astype(d_x_ref.dtype)
+                refs["d_x"][0, static.rows(group, j, chunk), lanes] = d_x.astype(refs["d_x"].dtype)
                 for n in heads:
                     product = (x[j] * d_out[n]).reshape(CHUNK // SUBLANES, SUBLANES, LANES)
                     d_w[j][n] += jnp.sum(product, axis=0)
         for j in heads:
             for n in heads:
-                d_w_ref[0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
+                refs["d_w"][0, group, static.row(j, n), lanes] = jnp.sum(d_w[j][n], axis=0, keepdims=True)
 
     _over_groups(static, of_group)

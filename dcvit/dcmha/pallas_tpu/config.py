@@ -13,20 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 
 from dcvit.dcmha.numerics import cdiv
 from dcvit.dcmha.shapes import Array
 
 LANES = 128  # columns of a vector register
 SUBLANES = 8  # rows of a vector register of 32-bit numbers
-MATRICES = ("mix_pre", "mix_post", "mix_pre_back", "mix_post_back")  # see `dcvit.dcmha.pallas_tpu.matrices`
 
 Index: TypeAlias = int | Array  # a block number: static, or traced inside a kernel
 Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
-Which: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
-IndexMap: TypeAlias = Callable[..., Index]  # from the grid indices without the first one, the example, to a block
+ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
+IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
 
 
 class BranchOffsets(NamedTuple):
@@ -227,63 +225,3 @@ def conditions(steps: int, *times: int) -> dict[str, str]:
       times: in how many of them the condition of each `pl.when` holds, in the kernel's order.
     """
     return {"steps": str(steps), "conditions": " ".join(map(str, times))}
-
-
-def key_shape(config: KernelConfig, batch: int, wide: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Return the type of an array with a row for each key in HBM: (B, S, K·D), padded to complete blocks."""
-    return jax.ShapeDtypeStruct((batch, config.blocks_k * config.block_k, wide), dtype)
-
-
-def key_spec(config: KernelConfig, wide: int, index: IndexMap) -> pl.BlockSpec:
-    """Return the block specification of such an array; `index` is the index map of its blocks."""
-    return pl.BlockSpec((1, config.block_k, wide), lambda b, *n: (b, index(*n), 0))
-
-
-def query_shape(config: KernelConfig, batch: int, wide: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Return the type of an array with a column for each query in HBM: (B, H·D, T), padded to complete blocks."""
-    return jax.ShapeDtypeStruct((batch, wide, config.blocks_q * config.block_q), dtype)
-
-
-def query_spec(config: KernelConfig, wide: int, index: IndexMap) -> pl.BlockSpec:
-    """Return the block specification of such an array; `index` is the index map of its blocks."""
-    return pl.BlockSpec((1, wide, config.block_q), lambda b, *n: (b, 0, index(*n)))
-
-
-def block_specs(
-    config: KernelConfig,
-    inputs: dict[str, Array],
-    query_block: IndexMap,
-    key_block: IndexMap,
-    **key_block_of: IndexMap,
-) -> dict[str, pl.BlockSpec]:
-    """Return the block specification of each input by name.
-
-    Args:
-      config: the sizes of blocks.
-      inputs: arrays from `dcvit.dcmha.pallas_tpu.packing.pack`, by name.
-      query_block: index map of inputs with a query axis.
-      key_block: index map of inputs with a key axis.
-      key_block_of: index maps that replace `key_block` for the inputs of these names.
-    """
-
-    def spec(name: str, x: Array) -> pl.BlockSpec:
-        keys = key_block_of.get(name, key_block)
-        if name in ("q", "do"):
-            return query_spec(config, x.shape[1], query_block)
-        if name in ("k", "v", "wk"):
-            return key_spec(config, x.shape[2], keys)
-        if name in MATRICES:
-            return pl.BlockSpec((1, x.shape[1] // config.blocks_k, *x.shape[2:]), lambda b, *n: (b, keys(*n), 0, 0))
-        if name == "wq":
-            block = (1, config.block_q // LANES, *x.shape[2:])
-            return pl.BlockSpec(block, lambda b, *n: (b, query_block(*n), 0, 0))
-        if name in ("lse", "delta"):
-            block = (config.interleave, x.shape[1], config.block_q)
-            return pl.BlockSpec(block, lambda b, *n: (b, 0, query_block(*n)))
-        if name == "mask":
-            per_example = int(x.shape[0] > 1)
-            block = (config.interleave if per_example else 1, config.block_k, config.block_q)
-            return pl.BlockSpec(block, lambda b, *n: (b * per_example, keys(*n), query_block(*n)))
-        return pl.BlockSpec(memory_space=pltpu.SMEM)
-
-    return {name: spec(name, x) for name, x in inputs.items()}

@@ -19,7 +19,6 @@ The gradient is that of `dcvit.dcmha.decode`, which also computes the forward pa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -36,7 +35,8 @@ from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import MASKED_SCORE, cdiv
-from dcvit.dcmha.pallas_tpu.config import Index, Interpret
+from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.pallas_tpu.config import ComposeName, Index, Interpret
 from dcvit.dcmha.pallas_tpu.tile import dot
 from dcvit.dcmha.pallas_tpu.tiling import check_device, check_dtypes, vmem_limit
 from dcvit.dcmha.reference import visible
@@ -73,46 +73,6 @@ class DecodeConfig(NamedTuple):
         """Return the row and the lanes of a query head in queries and outputs of shape (H/K)×(K·D)."""
         key_head, row = divmod(head, self.heads_per_key_head)
         return row, slice(key_head * self.head_dim, (key_head + 1) * self.head_dim)
-
-
-class ComposeRefs(NamedTuple):
-    """References to the weights of one compose; a reference is None where the branch is absent."""
-
-    query_map: Ref | None = None  # the query-wise part, (1, H, H); None without this compose
-    k1: Ref | None = None  # key-wise weights, (1, R·H, keys of a block)
-    k2: Ref | None = None
-    kg: Ref | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeRefs:
-    """References of the decode kernel by name."""
-
-    q: Ref
-    k: Ref
-    v: Ref
-    o: Ref
-    x: Ref  # scores, later weights of all keys, (blocks, H, keys of a block)
-    separate_q: Ref  # queries as H×(K·D) in float32
-    matrix_q: Ref  # the same in the dtype of the matrix product
-    acc: Ref  # weights·v, H×(K·D)
-    mask: Ref | None = None
-    pre_map: Ref | None = None
-    pre_k1: Ref | None = None
-    pre_k2: Ref | None = None
-    pre_kg: Ref | None = None
-    post_map: Ref | None = None
-    post_k1: Ref | None = None
-    post_k2: Ref | None = None
-    post_kg: Ref | None = None
-
-    @property
-    def pre(self) -> ComposeRefs:
-        return ComposeRefs(self.pre_map, self.pre_k1, self.pre_k2, self.pre_kg)
-
-    @property
-    def post(self) -> ComposeRefs:
-        return ComposeRefs(self.post_map, self.post_k1, self.post_k2, self.post_kg)
 
 
 def make_config(
@@ -182,18 +142,18 @@ def call_xla(
 _attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], *x))
 
 
-def compose(config: DecodeConfig, a: Array, refs: ComposeRefs) -> Array:
+def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Array:
     """Return the composition of `a`, H×keys."""
-    if refs.query_map is None:
+    if f"{name}_map" not in refs:
         return a
-    out = dot(refs.query_map[0], a, (1, 0))
-    if refs.k1 is not None and refs.k2 is not None:
-        down, up = refs.k1[0].astype(jnp.float32), refs.k2[0].astype(jnp.float32)
+    out = dot(refs[f"{name}_map"][0], a, (1, 0))
+    if f"{name}_k1" in refs:
+        down, up = (refs[f"{name}_{field}"][0].astype(jnp.float32) for field in ("k1", "k2"))
         for start in range(0, down.shape[0], config.heads):
             rank = slice(start, start + config.heads)
             out = out + sum_over_groups(config, a * down[rank]) * up[rank]
-    if refs.kg is not None:
-        out = out + a * refs.kg[0].astype(jnp.float32)
+    if f"{name}_kg" in refs:
+        out = out + a * refs[f"{name}_kg"][0].astype(jnp.float32)
     return out
 
 
@@ -214,42 +174,42 @@ def zero_padding(config: DecodeConfig, j: Index, x: Array, axis: int) -> Array:
     return jnp.where(key < config.keys, x, jnp.zeros_like(x))
 
 
-def kernel(config: DecodeConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+def kernel(config: DecodeConfig, refs: Refs) -> None:
     """Process one key block at grid index (b, phase, j): scores in phase 0, output in phase 1."""
-    refs = DecodeRefs(**dict(zip(names, arguments, strict=True)))
     phase, j = pl.program_id(1), pl.program_id(2)
+    x, block_diagonal_q, matrix_q, acc = (refs[name] for name in ("x", "block_diagonal_q", "matrix_q", "acc"))
 
     @pl.when((phase == 0) & (j == 0))
     def _() -> None:
-        refs.separate_q[...] = jnp.zeros(refs.separate_q.shape, jnp.float32)
+        block_diagonal_q[...] = jnp.zeros(block_diagonal_q.shape, jnp.float32)
         for head in range(config.heads):
             row, lanes = config.position(head)
-            refs.separate_q[head : head + 1, lanes] = refs.q[0, row : row + 1, lanes]
-        refs.matrix_q[...] = refs.separate_q[...].astype(refs.matrix_q.dtype)
+            block_diagonal_q[head : head + 1, lanes] = refs["q"][0, row : row + 1, lanes]
+        matrix_q[...] = block_diagonal_q[...].astype(matrix_q.dtype)
 
     @pl.when(phase == 0)
     def _() -> None:
-        a = dot(refs.matrix_q[...], refs.k[0], (1, 1)) * config.scale
-        a = compose(config, a, refs.pre)
-        mask = jnp.ones((1, config.block), jnp.float32) if refs.mask is None else refs.mask[0]
-        refs.x[j] = jnp.where(zero_padding(config, j, mask, 1) > 0, a, MASKED_SCORE)
+        a = dot(matrix_q[...], refs["k"][0], (1, 1)) * config.scale
+        a = compose(config, a, refs, "pre")
+        mask = refs["mask"][0] if "mask" in refs else jnp.ones((1, config.block), jnp.float32)
+        x[j] = jnp.where(zero_padding(config, j, mask, 1) > 0, a, MASKED_SCORE)
 
     @pl.when((phase == 1) & (j == 0))
     def _() -> None:
-        softmax(refs.x)
-        refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+        softmax(x)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
     @pl.when(phase == 1)
     def _() -> None:
-        w = zero_padding(config, j, compose(config, refs.x[j], refs.post), 1)
-        v = zero_padding(config, j, refs.v[0], 0)
-        refs.acc[...] += dot(w.astype(v.dtype), v, (1, 0))
+        w = zero_padding(config, j, compose(config, x[j], refs, "post"), 1)
+        v = zero_padding(config, j, refs["v"][0], 0)
+        acc[...] += dot(w.astype(v.dtype), v, (1, 0))
 
     @pl.when((phase == 1) & (j == config.blocks - 1))
     def _() -> None:
         for head in range(config.heads):
             row, lanes = config.position(head)
-            refs.o[0, row : row + 1, lanes] = refs.acc[head : head + 1, lanes]
+            refs["o"][0, row : row + 1, lanes] = acc[head : head + 1, lanes]
 
 
 def softmax(x: Ref) -> None:
@@ -276,53 +236,36 @@ def softmax(x: Ref) -> None:
     jax.lax.fori_loop(0, blocks, divide, None)
 
 
-class KernelInputs:
-    """Inputs of the kernel and their block specifications by name."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self.config = config
-        self.arrays: dict[str, Array] = {}
-        self.specs: dict[str, pl.BlockSpec] = {}
-
-    def add_whole(self, name: str, x: Array) -> None:
-        """Add an input of which each step reads everything that belongs to its example."""
-        self.arrays[name], self.specs[name] = x, pl.BlockSpec((1, *x.shape[1:]), lambda b, p, j: (b, 0, 0))
-
-    def add_blocks(self, name: str, phase: int, x: Array, key_axis: int) -> None:
-        """Add an input that is read in blocks of keys along `key_axis` in one phase, and not in the other one."""
-        shape = [1, *x.shape[1:]]
-        shape[key_axis] = self.config.block
-        shared = x.shape[0] == 1  # by all examples
-        last = self.config.blocks - 1
-
-        def index(b: Index, p: Index, j: Index) -> tuple[Index, Index, Index]:
-            block = jnp.where(p == 0, j, last) if phase == 0 else jnp.where(p == 0, 0, j)
-            return (0 if shared else b, *((block, 0) if key_axis == 1 else (0, block)))
-
-        self.arrays[name], self.specs[name] = x, pl.BlockSpec(tuple(shape), index)
+def whole(x: Array) -> Blocked:
+    """Declare an input of which each step reads everything that belongs to its example."""
+    return Blocked(x, (1, *x.shape[1:]), "B..")
 
 
 def kernel_inputs(
     config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
     mask: Array | None,
-) -> KernelInputs:  # fmt: skip
-    """Arrange the arguments of attention as inputs of the kernel."""
+) -> dict[str, Blocked]:  # fmt: skip
+    """Arrange the arguments of attention as inputs of the kernel.
+
+    The letters of axes of keys are K for inputs that phase 0 reads, and V for those that phase 1 reads.
+    """
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
-    inputs = KernelInputs(config)
     rows = q.reshape(batch, config.key_heads, shared, config.head_dim).swapaxes(1, 2).reshape(batch, shared, flat)
-    inputs.add_whole("q", rows.astype(jnp.float32))
-    inputs.add_blocks("k", 0, k.reshape(batch, config.keys, flat), 1)
-    inputs.add_blocks("v", 1, v.reshape(batch, config.keys, flat), 1)
+    inputs = {"q": whole(rows.astype(jnp.float32))}
+    inputs["k"] = Blocked(k.reshape(batch, config.keys, flat), (1, config.block, flat), "BK.")
+    inputs["v"] = Blocked(v.reshape(batch, config.keys, flat), (1, config.block, flat), "BV.")
     if mask is not None:
-        inputs.add_blocks("mask", 0, mask[:, 0].astype(jnp.float32), 2)
-    for phase, (name, w) in enumerate((("pre", pre), ("post", post))):
+        x = mask[:, 0].astype(jnp.float32)
+        inputs["mask"] = Blocked(x, (1, x.shape[1], config.block), "B.K" if len(x) > 1 else "..K")
+    for letter, name, w in (("K", "pre", pre), ("V", "post", post)):
         if w is None:
             continue
         query_map = decode.map_of_heads(w, batch, config.heads, config.groups, jnp.float32)
-        inputs.add_whole(f"{name}_map", query_map.swapaxes(1, 2))
-        for field, x in (("k1", w.k1), ("k2", w.k2), ("kg", w.kg)):
-            if x is not None:
-                inputs.add_blocks(f"{name}_{field}", phase, x.reshape(batch, config.keys, -1).swapaxes(1, 2), 2)
+        inputs[f"{name}_map"] = whole(query_map.swapaxes(1, 2))
+        for field, weights in (("k1", w.k1), ("k2", w.k2), ("kg", w.kg)):
+            if weights is not None:
+                x = weights.reshape(batch, config.keys, -1).swapaxes(1, 2)
+                inputs[f"{name}_{field}"] = Blocked(x, (1, x.shape[1], config.block), f"B.{letter}")
     return inputs
 
 
@@ -332,25 +275,25 @@ def call_kernel(
 ) -> Array:  # fmt: skip
     """Run the kernel; shapes are those of `attention`."""
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
-    inputs = kernel_inputs(config, q, k, v, pre, post, mask)
-    scratch = {
-        "x": pltpu.VMEM((config.blocks, config.heads, config.block), jnp.float32),
-        "separate_q": pltpu.VMEM((config.heads, flat), jnp.float32),
-        "matrix_q": pltpu.VMEM((config.heads, flat), q.dtype),
-        "acc": pltpu.VMEM((config.heads, flat), jnp.float32),
-    }
-    out: Array = pl.pallas_call(
-        functools.partial(kernel, config, (*inputs.arrays, "o", *scratch)),
-        grid=(batch, 2, config.blocks),
-        in_specs=list(inputs.specs.values()),
-        out_specs=pl.BlockSpec((1, shared, flat), lambda b, p, j: (b, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, shared, flat), jnp.float32),
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
-        ),
-        interpret=interpret,
+    last = config.blocks - 1
+    call = KernelCall(
         name="dcmha_decode",
-    )(*inputs.arrays.values())
+        grid=(batch, 2, config.blocks),
+        index_maps={  # keys are read in one phase
+            "B": lambda b, *_: b,
+            "K": lambda b, phase, j: jnp.where(phase == 0, j, last),
+            "V": lambda b, phase, j: jnp.where(phase == 0, 0, j),
+        },
+        inputs=kernel_inputs(config, q, k, v, pre, post, mask),
+        outputs={"o": Blocked(jax.ShapeDtypeStruct((batch, shared, flat), jnp.float32), (1, shared, flat), "B..")},
+        scratch={
+            "x": pltpu.VMEM((config.blocks, config.heads, config.block), jnp.float32),  # scores, later weights
+            "block_diagonal_q": pltpu.VMEM((config.heads, flat), jnp.float32),  # zero outside a head's own key head
+            "matrix_q": pltpu.VMEM((config.heads, flat), q.dtype),  # the same in the dtype of the matrix product
+            "acc": pltpu.VMEM((config.heads, flat), jnp.float32),  # weights·v
+        },
+        vmem_bytes=config.vmem_bytes,
+    )
+    out = call.run(functools.partial(kernel, config), interpret)["o"]
     out = out.reshape(batch, shared, config.key_heads, config.head_dim).swapaxes(1, 2)
     return out.reshape(q.shape).astype(q.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -13,17 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.pallas_tpu import mixing
-from dcvit.dcmha.pallas_tpu.config import (
-    Index,
-    Interpret,
-    KernelConfig,
-    Rows,
-    block_specs,
-    conditions,
-    query_shape,
-    query_spec,
-)
+from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.pallas_tpu.config import Index, IndexMap, Interpret, KernelConfig, Rows, conditions
 from dcvit.dcmha.pallas_tpu.matrices import with_matrices
+from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.strips import (
     Strip,
     broadcast_scratch,
@@ -35,7 +27,6 @@ from dcvit.dcmha.pallas_tpu.strips import (
 )
 from dcvit.dcmha.pallas_tpu.tile import (
     StoredPlanes,
-    TileRefs,
     dot,
     join,
     logits,
@@ -48,36 +39,23 @@ from dcvit.dcmha.pallas_tpu.tile import (
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardRefs(TileRefs):
-    """References of the forward kernel."""
-
-    o: Ref  # output: composed weights times values
-    lse: Ref  # output: log-sum-exp of each row, in units of log 2
-    x: Ref  # scores of one or of all key blocks, (slots, H, Bk, Bq)
-    w: Ref  # composed attention weights of a tile, (H, Bk, Bq)
-    m: Ref  # running maximum of each sublane, (H, 8, Bq); later the log-sum-exp
-    sums: Ref  # running sum of each sublane, (H, 8, Bq)
-    acc: Ref | None = None  # output as it accumulates over key blocks, transposed; None for a single key block
-
-
-def initialize_statistics(refs: ForwardRefs) -> None:
+def initialize_statistics(refs: Refs) -> None:
     """Reset the running maximum and sum at the first key block of a query block."""
-    refs.m[...] = jnp.full(refs.m.shape, MASKED_SCORE, jnp.float32)
-    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    refs["m"][...] = jnp.full(refs["m"].shape, MASKED_SCORE, jnp.float32)
+    refs["sums"][...] = jnp.zeros(refs["sums"].shape, jnp.float32)
 
 
-def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, slot: Index, *, count: bool) -> None:
-    """Write the composed and masked scores of a tile to `refs.x`; `count` adds them to the running statistics."""
-    scores(config, refs.k, refs.q, refs.x.at[slot])
+def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, slot: Index, *, count: bool) -> None:
+    """Write the composed and masked scores of a tile to `x`; `count` adds them to the running statistics."""
+    scores(config, refs["k"], refs["q"], refs["x"].at[slot])
     step_keys = config.strip * config.strips_per_step
 
     def planes(strip: Strip, queries: slice) -> StoredPlanes:
-        return StoredPlanes(lambda h: split(refs.x[slot, h, strip.rows, queries]), config.heads)
+        return StoredPlanes(lambda h: split(refs["x"][slot, h, strip.rows, queries]), config.heads)
 
     def product(strip: Strip, out: Ref) -> None:
         key_wise_product(
-            config, refs, refs.mix_pre, stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0]
+            config, refs, refs.get("mix_pre"), stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0]
         )
 
     def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
@@ -86,9 +64,9 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
             a: Sequence[Array] = planes(strip, queries)
             if not config.mix_keys:  # static weights read all heads for each one, which replaces its scores
                 a = list(a)
-            out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.mask, queries))
+            out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.get("mask"), queries))
             for h, x in enumerate(out):
-                refs.x[slot, h, strip.rows, queries] = join(x)
+                refs["x"][slot, h, strip.rows, queries] = join(x)
 
     def count_previous_step(step: Array) -> None:
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
@@ -99,36 +77,36 @@ def compute_scores(config: KernelConfig, refs: ForwardRefs, i: Index, j: Index, 
         update_statistics(config, refs, slot, slice(config.block_k - step_keys, config.block_k), True)
 
 
-def update_statistics(config: KernelConfig, refs: ForwardRefs, slot: Index, rows: Rows, valid: Array | bool) -> None:
+def update_statistics(config: KernelConfig, refs: Refs, slot: Index, rows: Rows, valid: Array | bool) -> None:
     """Add scores to the running maximum and sum of each sublane if `valid`."""
     for h in range(config.heads):
-        x = split(refs.x[slot, h, rows, :])
-        before, sums = refs.m[h], refs.sums[h]
+        x = split(refs["x"][slot, h, rows, :])
+        before, sums = refs["m"][h], refs["sums"][h]
         m = jnp.maximum(before, jnp.max(x, axis=0))
-        refs.m[h] = jnp.where(valid, m, before)
-        refs.sums[h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
+        refs["m"][h] = jnp.where(valid, m, before)
+        refs["sums"][h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
 
 
-def finish_statistics(config: KernelConfig, refs: ForwardRefs) -> None:
-    """Reduce the eight sublanes and store the log-sum-exp in `refs.m` and `refs.lse`; 0 for a fully masked query."""
+def finish_statistics(config: KernelConfig, refs: Refs) -> None:
+    """Reduce the eight sublanes and store the log-sum-exp in `m` and `lse`; 0 for a fully masked query."""
     for h in range(config.heads):
-        m = jnp.max(refs.m[h], axis=0, keepdims=True)
-        sums = jnp.sum(refs.sums[h] * jnp.exp2(refs.m[h] - m), axis=0, keepdims=True)
+        m = jnp.max(refs["m"][h], axis=0, keepdims=True)
+        sums = jnp.sum(refs["sums"][h] * jnp.exp2(refs["m"][h] - m), axis=0, keepdims=True)
         lse = jnp.where(m > MASKED_SCORE / 2, m + jnp.log2(sums), 0.0)
-        refs.lse[0, h : h + 1, :] = lse
-        refs.m[h] = jnp.broadcast_to(lse, (8, config.block_q))
+        refs["lse"][0, h : h + 1, :] = lse
+        refs["m"][h] = jnp.broadcast_to(lse, (8, config.block_q))
 
 
-def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None:
-    """Add the weights times the values of a tile to `refs.acc`, or write them to `refs.o` if there is no other tile."""
+def compute_output(config: KernelConfig, refs: Refs, slot: Index) -> None:
+    """Add the weights times the values of a tile to `acc`, or write them to `o` if there is no other tile."""
 
     def weights(strip: Strip, h: int, queries: slice) -> Array:
-        return jnp.exp2(split(refs.x[slot, h, strip.rows, queries]) - refs.m[h, :, queries][None])
+        return jnp.exp2(split(refs["x"][slot, h, strip.rows, queries]) - refs["m"][h, :, queries][None])
 
     def product(strip: Strip, out: Ref) -> None:
         for h in range(config.heads):
             out[1, strip_rows(config, h), :] = join(weights(strip, h, slice(0, config.block_q)))
-        key_wise_product(config, refs, refs.mix_post, out[1].astype(config.operand_dtype), strip, out.at[0])
+        key_wise_product(config, refs, refs.get("mix_post"), out[1].astype(config.operand_dtype), strip, out.at[0])
 
     def computed(strip: Strip, buffers: Sequence[Ref | None], queries: slice) -> Sequence[Array]:
         if config.mix_keys:
@@ -140,28 +118,27 @@ def compute_output(config: KernelConfig, refs: ForwardRefs, slot: Index) -> None
             post = strip_compose(config, refs, "post", buffers[0], queries)
             p = computed(strip, buffers, queries)
             for h, x in enumerate(p if post is None else post.compose(p)[0]):
-                refs.w[h, strip.rows, queries] = join(x).astype(refs.w.dtype)
+                refs["w"][h, strip.rows, queries] = join(x).astype(refs["w"].dtype)
 
     over_strips(config, refs, ("post",), compose_weights, product)
-    v = refs.v[
+    v = refs["v"][
         0, : config.block_k
     ].T  # values are far smaller than weights, which the matrix unit reads without a transposition
-    out = [dot(v[config.key_lanes(h)], refs.w[h], (1, 0)) for h in range(config.heads)]
-    if refs.acc is None:
-        refs.o[0] = jnp.concatenate([x.astype(refs.o.dtype) for x in out], axis=0)
+    out = [dot(v[config.key_lanes(h)], refs["w"][h], (1, 0)) for h in range(config.heads)]
+    if "acc" not in refs:
+        refs["o"][0] = jnp.concatenate([x.astype(refs["o"].dtype) for x in out], axis=0)
     else:
         for h in range(config.heads):
-            refs.acc[config.query_lanes(h)] += out[h]
+            refs["acc"][config.query_lanes(h)] += out[h]
 
 
-def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+def kernel(config: KernelConfig, refs: Refs) -> None:
     """Process one key block: statistics in phase 0, output in phase 1; grid index (b, i, phase, step)."""
-    refs = ForwardRefs(**dict(zip(names, arguments, strict=True)))
-    if refs.diagonal is not None:
-        mixing.write_diagonal(config, refs.diagonal)
+    if "diagonal" in refs:
+        mixing.write_diagonal(config, refs["diagonal"])
     i, phase, step = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
     j = config.first_key_block(i) + step
-    slots, steps = refs.x.shape[0], config.max_key_blocks
+    slots, steps = refs["x"].shape[0], config.max_key_blocks
     slot = step if slots > 1 else 0
     if steps == 1:
         initialize_statistics(refs)
@@ -170,7 +147,7 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
         compute_output(config, refs, slot)
         return
     attended = j <= config.last_key_block(i)
-    acc = not_none(refs.acc)
+    acc = refs["acc"]
 
     @pl.when((phase == 0) & (step == 0))
     def _() -> None:
@@ -193,68 +170,68 @@ def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> Non
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:
-        refs.o[0] = acc[...].astype(refs.o.dtype)
+        refs["o"][0] = acc[...].astype(refs["o"].dtype)
 
 
-def forward(config: KernelConfig, inputs: dict[str, Array], interpret: Interpret) -> tuple[Array, Array]:
+def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
-    batch, padded = len(inputs["q"]), config.blocks_q * config.block_q
     inputs = with_matrices(config, inputs, ("mix_pre", "mix_post"), interpret)
-    steps = config.max_key_blocks
-    slots = steps if keeps_scores(config) else 1
+    letters = {"k": "K", "mix_pre": "K", "v": "V", "mix_post": "V"}
+    inputs = {name: x._replace(axes=x.axes.replace("S", letters.get(name, "S"))) for name, x in inputs.items()}
+    batch, blocks, steps, tiles = len(inputs["q"].array), config.blocks_q, config.max_key_blocks, config.attended_tiles
     phases = 1 if steps == 1 else 2
+    lse = jax.ShapeDtypeStruct((batch, config.heads, blocks * config.block_q), jnp.float32)
+    call = KernelCall(
+        name="dcmha_forward",
+        grid=(batch, blocks, phases, steps),
+        index_maps=index_maps(config),
+        inputs=inputs,
+        outputs={"o": inputs["q"].like(config.dtype), "lse": with_columns(config, lse)},
+        scratch=scratch(config),
+        vmem_bytes=config.vmem_bytes,
+        metadata=conditions(blocks * phases * steps, blocks, tiles, blocks, tiles, blocks) if steps > 1 else None,
+    )
+    results = call.run(functools.partial(kernel, config), interpret)
+    return results["o"], results["lse"]
 
-    def key_block(i: Index, phase: Index, step: Index) -> Index:
+
+def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
+    """Return the index maps of the grid (b, i, phase, step): K of keys and V of values, which one phase reads alone."""
+    keeps, phases = keeps_all_scores(config), 1 if config.max_key_blocks == 1 else 2
+
+    def key_block(b: Index, i: Index, phase: Index, step: Index) -> Index:
         return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
 
-    def block_of_k(i: Index, phase: Index, step: Index) -> Index:
-        block = key_block(i, phase, step)
-        if slots == 1:
+    def block_of_k(b: Index, i: Index, phase: Index, step: Index) -> Index:
+        block = key_block(b, i, phase, step)
+        if not keeps or phases == 1:
             return block
         return jnp.where(phase == 0, block, config.last_key_block(i))  # with kept scores, phase 1 does not read keys
 
-    def block_of_v(i: Index, phase: Index, step: Index) -> Index:
-        block = key_block(i, phase, step)
+    def block_of_v(b: Index, i: Index, phase: Index, step: Index) -> Index:
+        block = key_block(b, i, phase, step)
         return block if phases == 1 else jnp.where(phase == 1, block, config.first_key_block(i))
 
-    specs = block_specs(config, inputs, lambda i, phase, step: i, key_block,
-                        k=block_of_k, v=block_of_v, mix_pre=block_of_k, mix_post=block_of_v)  # fmt: skip
-    block_q, block_k, wide = config.block_q, config.block_k, config.heads * config.head_dim
-    scratch = {
-        "x": pltpu.VMEM((slots, config.heads, block_k, block_q), jnp.float32),
-        "w": pltpu.VMEM((config.heads, block_k, block_q), config.operand_dtype),
-        "m": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
-        "sums": pltpu.VMEM((config.heads, 8, block_q), jnp.float32),
+    return {"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block, "K": block_of_k, "V": block_of_v}
+
+
+def scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
+    """Return the buffers in VMEM by name."""
+    heads, block_q, block_k = config.heads, config.block_q, config.block_k
+    slots = config.max_key_blocks if keeps_all_scores(config) else 1
+    found = {
+        "x": pltpu.VMEM((slots, heads, block_k, block_q), jnp.float32),  # scores of one or of all key blocks
+        "w": pltpu.VMEM((heads, block_k, block_q), config.operand_dtype),  # composed attention weights of a tile
+        "m": pltpu.VMEM((heads, 8, block_q), jnp.float32),  # maximum of each sublane; later the log-sum-exp
+        "sums": pltpu.VMEM((heads, 8, block_q), jnp.float32),  # sum of each sublane
     }
-    scratch |= broadcast_scratch(config) | mixed_scratch(config)
-    if steps > 1:
-        scratch["acc"] = pltpu.VMEM((wide, block_q), jnp.float32)
-    blocks, tiles = config.blocks_q, config.attended_tiles
-    metadata = conditions(blocks * phases * steps, blocks, tiles, blocks, tiles, blocks) if steps > 1 else None
-    out, lse = pl.pallas_call(
-        functools.partial(kernel, config, (*inputs, "o", "lse", *scratch)),
-        grid=(batch, config.blocks_q, phases, steps),
-        in_specs=list(specs.values()),
-        out_specs=[
-            query_spec(config, wide, lambda i, p, s: i),
-            pl.BlockSpec((1, config.heads, block_q), lambda b, i, p, s: (b, 0, i)),
-        ],
-        out_shape=[
-            query_shape(config, batch, wide, config.dtype),
-            jax.ShapeDtypeStruct((batch, config.heads, padded), jnp.float32),
-        ],
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
-        ),
-        interpret=interpret,
-        name="dcmha_forward",
-        metadata=metadata,
-    )(*inputs.values())
-    return out, lse
+    found |= broadcast_scratch(config) | mixed_scratch(config)
+    if config.max_key_blocks > 1:
+        found["acc"] = pltpu.VMEM((heads * config.head_dim, block_q), jnp.float32)  # output of the key blocks so far
+    return found
 
 
-def keeps_scores(config: KernelConfig) -> bool:
+def keeps_all_scores(config: KernelConfig) -> bool:
     """Return True if the scores of a query block fit into two thirds of VMEM, so that they are computed only once."""
     plane = config.heads * config.block_k * config.block_q * 4
     return config.max_key_blocks * plane <= config.vmem_bytes * 2 // 3

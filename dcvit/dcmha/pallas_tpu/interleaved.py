@@ -14,10 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, IndexMap, KernelConfig
 from dcvit.dcmha.shapes import Array, Ref
 
 TILE_ROWS = 16  # rows of a register of bfloat16
+# The grid runs over blocks of examples; a block has all queries (T) and keys (S).
+INDEX_MAPS: dict[str, IndexMap] = {"B": lambda b: b, "T": lambda b: 0, "S": lambda b: 0}
 
 
 def view(x: Array) -> Array:
@@ -30,11 +32,6 @@ def unview(x: Array) -> Array:
     """Return the array of which `x` is the `view`."""
     tokens, blocks, registers = x.shape[:3]
     return x.swapaxes(2, 3).reshape(tokens, blocks * SUBLANES, registers * LANES)
-
-
-def block_spec(x: Array) -> pl.BlockSpec:
-    """Return the specification of blocks of eight examples of a `view`; the grid runs over them."""
-    return pl.BlockSpec((x.shape[0], 1, *x.shape[2:]), lambda b: (0, b, 0, 0, 0))
 
 
 def tile(rows: int, columns: int, dtype: DTypeLike) -> pl.MemoryRef:

@@ -7,51 +7,34 @@ for each key and matrix, if H·keys is a complete register.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.pallas_tpu import mixing
-from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig, Which, key_spec
+from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
+from dcvit.dcmha.pallas_tpu.config import ComposeName, Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, transpose_key_weights
-from dcvit.dcmha.shapes import Array, Ref, not_none
+
+MATRICES = ("mix_pre", "mix_post", "mix_pre_back", "mix_post_back")  # of each compose, and of its transpose
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatrixRefs:
-    """References of the kernel; those of absent weights and composes are None."""
-
-    wk: Ref | None = None  # key-wise weights, (1, Bk, columns)
-    static_pre: Ref | None = None
-    static_post: Ref | None = None
-    mix_pre: Ref | None = None
-    mix_post: Ref | None = None
-    mix_pre_back: Ref | None = None
-    mix_post_back: Ref | None = None
-    wk_cur: Ref | None = None  # key-wise weights, (columns + 8, keys)
-
-
-def kernel(config: KernelConfig, names: tuple[str, ...], *arguments: Ref) -> None:
+def kernel(config: KernelConfig, refs: Refs) -> None:
     """Compute the matrices of a block of keys; grid index (b, j)."""
-    refs = MatrixRefs(**dict(zip(names, arguments, strict=True)))
-    if refs.wk is not None:
-        transpose_key_weights(refs.wk, not_none(refs.wk_cur))
-    composes: tuple[Which, ...] = ("pre", "post")
-    for which in composes:
+    if "wk" in refs:
+        transpose_key_weights(refs["wk"], refs["wk_cur"])
+    composes: tuple[ComposeName, ...] = ("pre", "post")
+    for compose_name in composes:
         for suffix in ("", "_back"):
-            out = getattr(refs, f"mix_{which}{suffix}")
-            if out is not None:
-                static = refs.static_pre if which == "pre" else refs.static_post
-                mixing.build(config, which, refs.wk_cur, static, out.at[0], transposed=bool(suffix))
+            if f"mix_{compose_name}{suffix}" in refs:
+                static, out = refs.get(f"static_{compose_name}"), refs[f"mix_{compose_name}{suffix}"].at[0]
+                mixing.build(config, compose_name, refs.get("wk_cur"), static, out, transposed=bool(suffix))
 
 
 def with_matrices(
-    config: KernelConfig, inputs: dict[str, Array], names: Sequence[str], interpret: Interpret
-) -> dict[str, Array]:
+    config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
+) -> dict[str, Blocked]:
     """Return the inputs of a kernel with some matrices, (B, S/keys, H, H·keys), instead of key-wise and static weights.
 
     Args:
@@ -67,31 +50,23 @@ def with_matrices(
 
 
 def matrices(
-    config: KernelConfig, inputs: dict[str, Array], names: Sequence[str], interpret: Interpret
-) -> dict[str, Array]:
+    config: KernelConfig, inputs: dict[str, Blocked], names: Sequence[str], interpret: Interpret
+) -> dict[str, Blocked]:
     """Return the matrices of all composes that mix heads, by name."""
-    layouts, batch = {"pre": config.pre, "post": config.post}, len(inputs["q"])
+    layouts, batch = {"pre": config.pre, "post": config.post}, len(inputs["q"].array)
     names = [name for name in names if (layout := layouts[name.split("_")[1]]) is not None and layout.mixes]
     inputs = {name: inputs[name] for name in ("wk", "static_pre", "static_post") if name in inputs}
-    specs = {name: pl.BlockSpec(memory_space=pltpu.SMEM) for name in inputs}
-    scratch = {}
-    if "wk" in inputs:
-        columns = inputs["wk"].shape[2]
-        specs["wk"] = key_spec(config, columns, lambda j: j)
-        scratch["wk_cur"] = key_rows_scratch(columns)
     block = mixing.rows_shape(config)
     shape = (batch, config.blocks_k * block.shape[0], *block.shape[1:])
-    results = pl.pallas_call(
-        functools.partial(kernel, config, (*inputs, *names, *scratch)),
-        grid=(batch, config.blocks_k),
-        in_specs=list(specs.values()),
-        out_specs=[pl.BlockSpec((1, *block.shape), lambda b, j: (b, j, 0, 0))] * len(names),
-        out_shape=[jax.ShapeDtypeStruct(shape, block.dtype)] * len(names),
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=config.vmem_bytes
-        ),
-        interpret=interpret,
+    out = Blocked(jax.ShapeDtypeStruct(shape, block.dtype), (1, *block.shape), "BS..")
+    call = KernelCall(
         name="dcmha_gradient_matrices" if any(name.endswith("_back") for name in names) else "dcmha_matrices",
-    )(*inputs.values())
-    return dict(zip(names, results, strict=True))
+        grid=(batch, config.blocks_k),
+        index_maps={"B": lambda b, j: b, "S": lambda b, j: j},
+        inputs=inputs,
+        outputs=dict.fromkeys(names, out),
+        scratch={"wk_cur": key_rows_scratch(inputs["wk"].array.shape[2])} if "wk" in inputs else {},
+        vmem_bytes=config.vmem_bytes,
+    )
+    results = call.run(functools.partial(kernel, config), interpret)
+    return {name: out._replace(array=x) for name, x in results.items()}

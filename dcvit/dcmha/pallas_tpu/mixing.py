@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv, round_up
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, Index, KernelConfig, Which
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, ComposeName, Index, KernelConfig
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
@@ -55,20 +55,26 @@ def write_diagonal(config: KernelConfig, out: Ref) -> None:
 
 
 def build(
-    config: KernelConfig, which: Which, wk: Ref | None, static: Ref | None, out: Ref, *, transposed: bool = False
+    config: KernelConfig,
+    compose_name: ComposeName,
+    wk: Ref | None,
+    static: Ref | None,
+    out: Ref,
+    *,
+    transposed: bool = False,
 ) -> None:
     """Write the matrices of one compose.
 
     Args:
       config: the layout of the weights.
-      which: the compose.
+      compose_name: the compose.
       wk: key-wise weights without the factor of the pre-compose, (columns + 8, keys), keys in complete registers.
       static: W_b with that factor, (H, H/G), in SMEM.
       out: the result, (blocks, heads, heads·keys), both of the last in complete registers; rounded weights are written
         twice, to both halves of a 32-bit word.
       transposed: build the matrices of the transposed compose.
     """
-    layout = not_none(config.pre if which == "pre" else config.post)
+    layout = not_none(config.pre if compose_name == "pre" else config.post)
     keys, heads = config.mix_keys, config.heads
     per_register, blocks = LANES // keys, out.shape[0]
     for first in range(0, heads, SUBLANES):

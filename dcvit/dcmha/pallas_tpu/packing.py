@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.numerics import LOG2_E, cdiv
+from dcvit.dcmha.pallas_tpu import interleaved
+from dcvit.dcmha.pallas_tpu.call import Blocked
 from dcvit.dcmha.pallas_tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig, KeyRun
 from dcvit.dcmha.pallas_tpu.weights import Side, corrected, scaled, words
 from dcvit.dcmha.shapes import Array
@@ -67,24 +69,36 @@ def compose_layouts(
     return layout(0, pre), layout(1, post)
 
 
-def token_array(config: KernelConfig, x: Array, block: int) -> Array:
-    """Return tokens (B N H D) as the kernels read them: (B, T, H·D) padded to blocks, or interleaved (T, B, H·D)."""
+def key_array(config: KernelConfig, x: Array) -> Blocked:
+    """Return keys or values (B S K D) as the kernels read them: (B, S, K·D) padded to blocks, or interleaved."""
     x = x.reshape(*x.shape[:2], -1)
     if config.interleave > 1:
         return interleave(x.astype(config.token_dtype))
-    return jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % block), (0, 0)))
+    return with_rows(
+        config, jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % config.block_k), (0, 0)))
+    )
 
 
-def query_array(config: KernelConfig, x: Array) -> Array:
+def with_rows(config: KernelConfig, x: Array) -> Blocked:
+    """Declare the blocks of an array with a row for each key, (B, S, columns)."""
+    return Blocked(x, (1, config.block_k, x.shape[2]), "BS.")
+
+
+def with_columns(config: KernelConfig, x: Array | jax.ShapeDtypeStruct) -> Blocked:
+    """Declare the blocks of an array with a column for each query, (B, rows, T)."""
+    return Blocked(x, (config.interleave, x.shape[1], config.block_q), "B.T")
+
+
+def query_array(config: KernelConfig, x: Array) -> Blocked:
     """Return queries, or what has their shape (B T H D), as the kernels read them.
 
     A kernel of one example reads and writes them with a column for each query, (B, H·D, T) padded to blocks, because
     queries lie along the lanes of its tiles.
     """
     if config.interleave > 1:
-        return token_array(config, x, config.block_q)
+        return interleave(x.reshape(*x.shape[:2], -1).astype(config.token_dtype))
     x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q)))
+    return with_columns(config, jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q))))
 
 
 def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
@@ -95,44 +109,57 @@ def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
     return jnp.transpose(x[:, :, :length].reshape(batch, *rest, length), (0, 3, 1, 2)).astype(like.dtype)
 
 
-def interleave(x: Array) -> Array:
-    """Swap the axes of examples and tokens, which changes no layout.
+def interleave(x: Array) -> Blocked:
+    """Return (B, N, columns) as blocks of interleaved examples, see `dcvit.dcmha.pallas_tpu.interleaved`.
 
-    The barrier, also after a kernel, keeps XLA from moving the swap into a product, for which it would copy.
+    Swapping the axes of examples and tokens changes no layout. The barrier, also after a kernel, keeps XLA from moving
+    the swap into a product, for which it would copy.
     """
     held: Array = jax.lax.optimization_barrier(x)
-    return held.swapaxes(0, 1)
+    view = interleaved.view(held.swapaxes(0, 1))
+    return Blocked(view, (len(view), 1, *view.shape[2:]), ".B...")
+
+
+def deinterleave(x: Array) -> Array:
+    """Return interleaved examples that a kernel has written as (B, N, columns)."""
+    held: Array = jax.lax.optimization_barrier(interleaved.unview(x).swapaxes(0, 1))
+    return held
 
 
 def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     """Return tokens that a kernel has written in the shape and dtype of `like`, (B N H D)."""
     if config.interleave > 1:
-        x = jax.lax.optimization_barrier(x.swapaxes(0, 1))
+        x = deinterleave(x)
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
 
 def pack(
     config: KernelConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
     mask: Array | None,
-) -> dict[str, Array]:  # fmt: skip
-    """Return the kernels' inputs by name: tokens, and one array of weights for each side."""
+) -> dict[str, Blocked]:  # fmt: skip
+    """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights and the mask.
+
+    The letters of their axes are B for examples, or blocks of interleaved ones, T for queries and S for keys.
+    """
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
     inputs = {"q": query_array(config, q)}
-    inputs |= {name: token_array(config, x, config.block_k) for name, x in (("k", k), ("v", v))}
+    inputs |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
     wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
     inputs |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
     for name, w in (("pre", pre), ("post", post)):
         if w is not None and w.static is not None:
             x = w.static.astype(jnp.float32).reshape(config.heads, -1)
-            inputs[f"static_{name}"] = x * (config.scale * LOG2_E) if name == "pre" else x
+            inputs[f"static_{name}"] = Blocked(x * (config.scale * LOG2_E) if name == "pre" else x)
     if mask is not None:
-        inputs["mask"] = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
+        mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
+        examples, axes = (config.interleave, "BST") if len(mask) > 1 else (1, ".ST")
+        inputs["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
     return inputs
 
 
 def _pack_side(
     config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None, side: Side, length: int
-) -> Array | None:
+) -> Blocked | None:
     """Return the weights of one side of both composes, or None if there are none.
 
     Kernels convert the weights of interleaved examples, and key-wise weights that become matrices; see
@@ -150,12 +177,13 @@ def _pack_side(
     if config.interleave > 1:
         return interleave(x)
     if side == "k" and config.mix_keys:
-        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing)))
+        return with_rows(config, jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing))))
     x = scaled(config, x, side)
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
     if side == "q":
-        return x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
-    return words(config, x) if config.rounded else x
+        x = x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
+        return Blocked(x, (1, config.block_q // LANES, *x.shape[2:]), "BT..")
+    return with_rows(config, words(config, x) if config.rounded else x)
 
 
 def common_dtype(some: Sequence[Array]) -> DTypeLike:
@@ -180,7 +208,7 @@ def unpack(
             continue
         by_token = grads[f"dw{side}"]
         if config.interleave > 1:
-            by_token = jax.lax.optimization_barrier(by_token.swapaxes(0, 1))
+            by_token = deinterleave(by_token)
         elif side == "q":
             by_token = by_token.swapaxes(1, 2)
         dtype = common_dtype([x for *_, x in packed_order(pre, post, side)])

@@ -16,10 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.pallas_tpu import mixing
-from dcvit.dcmha.pallas_tpu.config import LANES, KernelConfig, Which
+from dcvit.dcmha.pallas_tpu.call import Refs
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeName, KernelConfig
 from dcvit.dcmha.pallas_tpu.strips import Strip, stack, visible
-from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, StripCompose, TileRefs, dot, join, split
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.pallas_tpu.tile import StoredPlanes, StripCompose, dot, join, split
+from dcvit.dcmha.shapes import Array, Ref
 
 Task: TypeAlias = Callable[[], None]
 OnBlock: TypeAlias = Callable[[int], None]
@@ -115,19 +116,19 @@ def save(config: KernelConfig, some: Sequence[Array], out: Ref, b: int, queries:
 
 
 def key_wise_product(
-    config: KernelConfig, refs: TileRefs, matrices: Ref | None, some: Sequence[Array], out: Ref, b: int, queries: slice
+    config: KernelConfig, refs: Refs, matrices: Ref | None, some: Sequence[Array], out: Ref, b: int, queries: slice
 ) -> None:
     """Write the key-wise part of a compose of `some` planes to a ring, if there is one."""
     if matrices is not None:
-        matrix = mixing.block(config, matrices, not_none(refs.diagonal), b)
+        matrix = mixing.block(config, matrices, refs["diagonal"], b)
         out[slot(b), :, queries] = dot(matrix, stack(config, some), (1, 0))
 
 
 def query_compose(
-    config: KernelConfig, refs: TileRefs, which: Which, wq: Ref | None, queries: slice
+    config: KernelConfig, refs: Refs, compose_name: ComposeName, wq: Ref | None, queries: slice
 ) -> StripCompose | None:
     """Return the query-wise branch and the skip connection of a compose for some queries; None without a compose."""
-    layout = config.pre if which == "pre" else config.post
+    layout = config.pre if compose_name == "pre" else config.post
     if layout is None:
         return None
     n = queries.start // LANES

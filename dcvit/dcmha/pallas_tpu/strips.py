@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.pallas_tpu import mixing
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig, Rows, Which
-from dcvit.dcmha.pallas_tpu.tile import TileRefs, dot, join, split
+from dcvit.dcmha.pallas_tpu.call import Refs
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, ComposeName, Index, KernelConfig, Rows
+from dcvit.dcmha.pallas_tpu.tile import dot, join, split
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
@@ -46,8 +47,8 @@ def broadcast_columns(
 
 def over_strips(
     config: KernelConfig,
-    refs: TileRefs,
-    composes: Sequence[Which],
+    refs: Refs,
+    composes: Sequence[ComposeName],
     body: Body,
     product: Callable[[Strip, Ref], None],
     overlapped: Callable[[Array], None] | None = None,
@@ -63,10 +64,10 @@ def over_strips(
     number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
     """
     if config.mix_keys:
-        over_mixed_strips(config, not_none(refs.mixed), body, product, overlapped)
+        over_mixed_strips(config, refs["mixed"], body, product, overlapped)
         return
     unroll = config.strips_per_step
-    layouts = {"pre": (config.pre, refs.broadcast_pre), "post": (config.post, refs.broadcast_post)}
+    layouts = {"pre": (config.pre, refs.get("broadcast_pre")), "post": (config.post, refs.get("broadcast_post"))}
 
     def step(i: Array, _: None) -> None:
         strips = strips_of(config, i)
@@ -76,7 +77,7 @@ def over_strips(
             buffers.append([None if ref is None else ref.at[n] for ref in refs_of_step])
         for some, outs in zip(strips, buffers, strict=True):
             for name, out in zip(composes, outs, strict=True):
-                broadcast_columns(config, layouts[name][0], refs.wk, some.rows, out)
+                broadcast_columns(config, layouts[name][0], refs.get("wk"), some.rows, out)
         if overlapped:
             overlapped(i)
         for some, outs in zip(strips, buffers, strict=True):
@@ -135,12 +136,12 @@ def over_mixed_strips(
 
 
 def key_wise_product(
-    config: KernelConfig, refs: TileRefs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref
+    config: KernelConfig, refs: Refs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref
 ) -> None:
     """Write the product of the matrices of a strip with the `stack` of all heads to `out`, if there are matrices."""
     if matrices is not None:
         number = jnp.minimum(strip.number, matrices.shape[1] - 1)
-        matrix = mixing.block(config, matrices.at[0], not_none(refs.diagonal), number)
+        matrix = mixing.block(config, matrices.at[0], refs["diagonal"], number)
         out[...] = dot(matrix, operand, (1, 0))
 
 

@@ -11,7 +11,6 @@ a strip has the shape (keys/8, 8, Bq). Loops over heads, ranks and groups are un
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, KernelConfig, Rows, Which
+from dcvit.dcmha.pallas_tpu.call import Refs
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, ComposeName, KernelConfig, Rows
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
@@ -29,38 +29,6 @@ class HiddenPlanes(NamedTuple):
 
     query: list[list[Array]]
     key: list[list[Array]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TileRefs:
-    """References that the kernels share: inputs, buffers of key-wise weights broadcast over lanes, and matrices.
-
-    A reference is None where the attention has no such weight or mask.
-    """
-
-    q: Ref
-    k: Ref
-    v: Ref
-    wq: Ref | None = None
-    wk: Ref | None = None
-    static_pre: Ref | None = None
-    static_post: Ref | None = None
-    mask: Ref | None = None
-    broadcast_pre: Ref | None = None
-    broadcast_post: Ref | None = None
-    mix_pre: Ref | None = None  # matrices of key-wise branches, see `dcvit.dcmha.pallas_tpu.mixing`
-    mix_post: Ref | None = None
-    mix_pre_back: Ref | None = None  # their transposes
-    mix_post_back: Ref | None = None
-    diagonal: Ref | None = None  # bits of their diagonals
-    mixed: Ref | None = None  # planes of the strips in work, see `dcvit.dcmha.pallas_tpu.strips.mixed_scratch`
-    q_tile: Ref | None = None  # tokens of one example, see `dcvit.dcmha.pallas_tpu.interleaved`
-    k_tile: Ref | None = None
-    v_tile: Ref | None = None
-    wq_tile: Ref | None = None
-    wk_tile: Ref | None = None
-    wq_rows: Ref | None = None  # weights of one example, see `dcvit.dcmha.pallas_tpu.weights`
-    wk_cur: Ref | None = None
 
 
 def total(terms: Sequence[Array]) -> Array:
@@ -199,20 +167,20 @@ class StripCompose:
 
 
 def strip_compose(
-    config: KernelConfig, refs: TileRefs, which: Which, buffer: Ref | None, queries: slice
+    config: KernelConfig, refs: Refs, compose_name: ComposeName, buffer: Ref | None, queries: slice
 ) -> StripCompose | None:
-    """Return the compose `which` on one strip for some queries, or None if the attention does not have it.
+    """Return the compose of this name on one strip for some queries, or None if the attention does not have it.
 
     `buffer` has the key-wise weights, broadcast over lanes, or what the matrix unit has mixed.
     """
-    if which == "pre":
-        layout, static_ref = config.pre, refs.static_pre
+    if compose_name == "pre":
+        layout, static_ref = config.pre, refs.get("static_pre")
     else:
-        layout, static_ref = config.post, refs.static_post
+        layout, static_ref = config.post, refs.get("static_post")
     if layout is None:
         return None
     registers = slice(queries.start // LANES, queries.stop // LANES)
-    rows = None if refs.wq is None else refs.wq.at[:, registers]
+    rows = refs["wq"].at[:, registers] if "wq" in refs else None
     if config.mix_keys:
         mixed = not_none(buffer).at[:, :, queries] if layout.mixes else None
         return StripCompose(config, layout.query_only(), rows, mixed=mixed)
