@@ -64,7 +64,7 @@ def set_tile(monkeypatch, tile, mixed):
     """Replace the choice of blocks by `tile`, and say if the matrix unit mixes heads."""
     if tile is None:
         return
-    changes = {"mix_keys": tiling.STRIP} if mixed else {}
+    changes = {"family": "matrix"} if mixed else {}
     replace_config(monkeypatch, **dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False)), **changes)
 
 
@@ -150,7 +150,16 @@ def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batc
     config = tiling.make_config(
         q, q, None, None, causal=False, window=None, groups=1, scale=1.0, vmem_bytes=120 * 2**20
     )
-    assert config.interleave == examples
+    assert config.examples == examples
+
+
+@pytest.mark.parametrize(("batch", "family"), [(8, "interleaved"), (6, "vector")])
+def test_the_family_of_kernels_is_logged(caplog, batch, family):
+    q = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
+    options = dict(causal=False, window=None, mask=None, groups=1, scale=1.0)
+    with caplog.at_level("INFO", logger=api.LOG.name):
+        jax.eval_shape(lambda q: api.attention(q, q, q, None, None, **options), q)
+    assert f"{family} TPU kernels" in caplog.text
 
 
 def test_race_detection_finds_two_cores_that_write_one_block(monkeypatch):

@@ -76,7 +76,7 @@ def test_the_estimate_is_at_least_what_is_declared(
     configs = []
     jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
     (config,) = configs
-    assert config.interleave == 8
+    assert config.family == "interleaved"
     estimate = backward_interleaved.vmem_bytes(config)
     assert estimate + tiling.COMPILER_BYTES <= LIMIT
     assert 0.95 * estimate < declared(monkeypatch, q, k, weights, groups, mask) <= estimate
@@ -105,7 +105,7 @@ def test_the_estimate_of_several_tiles_is_at_least_what_is_declared(
     configs = []
     jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
     (config,) = configs
-    assert config.mix_keys
+    assert config.family == "matrix"
     estimate = tiling.backward_vmem_bytes(config) - tiling.COMPILER_BYTES
     assert 0.8 * estimate < declared(monkeypatch, q, k, weights, 1, None) <= estimate
 
@@ -114,7 +114,7 @@ def test_shapes_whose_matrices_do_not_fit_are_mixed_by_vector_units(monkeypatch)
     q = jnp.zeros((1, 512, 4, 64), jnp.bfloat16)
     weights = ComposeWeights(kg=jnp.zeros((1, 512, 4), jnp.bfloat16))
     options = dict(causal=False, window=None, groups=1, scale=1.0, vmem_bytes=LIMIT)
-    choose = lambda: tiling.make_config(q, q, weights, weights, **options).mix_keys  # noqa: E731
-    assert choose() == tiling.STRIP
-    monkeypatch.setattr(tiling, "backward_vmem_bytes", lambda config: LIMIT + 1 if config.mix_keys else LIMIT)
-    assert choose() == 0
+    choose = lambda: tiling.make_config(q, q, weights, weights, **options).family  # noqa: E731
+    assert choose() == "matrix"
+    monkeypatch.setattr(tiling, "backward_vmem_bytes", lambda config: LIMIT + 1 if config.family == "matrix" else LIMIT)
+    assert choose() == "vector"

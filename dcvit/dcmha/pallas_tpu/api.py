@@ -35,6 +35,7 @@ docs/performance_notes.md explains the numbers of bundles (about cycles) that sc
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
@@ -52,6 +53,8 @@ from dcvit.dcmha.pallas_tpu.config import Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward import forward
 from dcvit.dcmha.pallas_tpu.packing import from_query_array, from_token_array, pack, query_array, unpack, with_columns
 from dcvit.dcmha.shapes import Array, Float
+
+LOG = logging.getLogger(__name__)
 
 Weights: TypeAlias = ComposeWeights | None
 Static: TypeAlias = tuple[KernelConfig, Interpret | None]
@@ -74,6 +77,7 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
         q, k, pre, post, causal=options.causal, window=options.window, groups=options.groups, scale=options.scale,
         vmem_bytes=tiling.vmem_limit(),
     )  # fmt: skip
+    LOG.info("attention: %s", config.summary)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
     return _attention((config, interpret), inputs._replace(mask=mask))
@@ -83,7 +87,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
     def attend(config: KernelConfig, x: Inputs, interpret: Interpret) -> tuple[Array, Array]:
-        run = forward_interleaved.forward if config.interleave > 1 else forward
+        run = forward_interleaved.forward if config.family == "interleaved" else forward
         out, lse = run(config, _packed(config, x), interpret)
         return from_query_array(config, out, x[0]), lse
 
@@ -111,7 +115,9 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         if config.post is None and config.blocks_k > 1:
             delta = _delta(config, query_array(config, out), inputs["do"])
             inputs["delta"] = with_columns(config, delta)
-        grads = (backward_interleaved.gradients if config.interleave > 1 else backward)(config, inputs, interpret)
+        grads = (backward_interleaved.gradients if config.family == "interleaved" else backward)(
+            config, inputs, interpret
+        )
         dq = from_query_array(config, grads["dq"], q)
         dk, dv = (from_token_array(config, grads[name], x) for name, x in (("dk", k), ("dv", v)))
         return dq, dk, dv, *unpack(config, grads, pre, post)

@@ -62,7 +62,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
     def key_block(b: Index, i: Index, step: Index) -> Index:
         return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
 
-    if config.mix_keys:
+    if config.family == "matrix":
         inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
     blocks, steps = config.blocks_q, config.max_key_blocks
     out = inputs["lse"].like(jnp.float32)
@@ -100,7 +100,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
         metadata=None if config.is_single_tile else gradient_conditions(config, outputs),
     )
     found = call.run(functools.partial(gradient_kernel, config), interpret)
-    if config.mix_keys:
+    if config.family == "matrix":
         found |= {name: mixing_gradients.static_gradients(config, x) for name, x in found.items() if "static" in name}
     return found
 
@@ -124,7 +124,9 @@ def gradient_outputs(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[s
         found["dwk"] = inputs["wk"].like(jnp.float32)
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and layout.has_static:
-            number = config.heads * (cdiv(config.heads, SUBLANES) if config.mix_keys else config.heads // config.groups)
+            number = config.heads * (
+                cdiv(config.heads, SUBLANES) if config.family == "matrix" else config.heads // config.groups
+            )
             block = (number, SUBLANES, LANES)
             found[f"dstatic_{name}"] = Blocked(jax.ShapeDtypeStruct((batch, *block), jnp.float32), (1, *block), "B...")
     return found
@@ -165,15 +167,15 @@ def gradient_scratch(
         n = packed_columns(config, "q")
         scratch["gq"] = pltpu.VMEM((n, 8, config.block_q), jnp.float32)  # gradients of query-wise weights of a tile
         scratch["gq_acc"] = pltpu.VMEM((config.blocks_q, n, config.block_q), jnp.float32)  # of all queries
-    if "dwk" in outputs and config.mix_keys:
+    if "dwk" in outputs and config.family == "matrix":
         columns = inputs["wk"].array.shape[2]
         scratch["wk_cur"] = key_rows_scratch(columns)
         scratch["dwk_rows"] = pltpu.VMEM((columns, LANES), jnp.float32)  # gradients of key-wise weights
     elif "dwk" in outputs:
         scratch["gk"] = pltpu.VMEM((config.block_k, packed_columns(config, "k")), jnp.float32)
-    for name in ("pre", "post") if config.mix_keys else ():
+    for name in ("pre", "post") if config.family == "matrix" else ():
         if f"mix_{name}" in inputs:  # gradients of matrices, see `dcvit.dcmha.pallas_tpu.mixing_gradients.diagonals`
-            scratch[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.mix_keys + 1)
+            scratch[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.strip + 1)
     for name in ("pre", "post"):
         if f"dstatic_{name}" in outputs:  # not yet summed over a register
             scratch[f"gstatic_{name}"] = pltpu.VMEM(outputs[f"dstatic_{name}"].array.shape[1:], jnp.float32)

@@ -36,10 +36,10 @@ TOKENS = ("q", "k", "v", "do", "wq", "wk")  # inputs with an axis of tokens
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
     """Compute all gradients of the examples of a block."""
-    last = config.interleave - 1
+    last = config.examples - 1
     initialize(config, refs)
     run_all(prepare_next(config, refs, 0))
-    jax.lax.fori_loop(0, config.interleave, lambda e, _: differentiate(config, refs, e), None)
+    jax.lax.fori_loop(0, config.examples, lambda e, _: differentiate(config, refs, e), None)
     advance_weights(refs)
     run_all([*query_gradients(config, refs, last), *weight_gradients(config, refs, last)])
     run_all(key_gradients(config, refs, last))
@@ -50,7 +50,7 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
 
     The first example has no previous one; what is computed for it is overwritten later.
     """
-    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.interleave - 1)
+    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
     mask = refs.get("mask")
     if mask is not None and mask.shape[0] > 1:
         mask = mask.at[pl.ds(e, 1)]
@@ -260,7 +260,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
     outputs = {f"d{name}": inputs[name].like(jnp.float32) for name in TOKENS if name in inputs and name != "do"}
     for name in ("static_pre", "static_post"):
         if name in inputs:
-            block = (config.interleave, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
+            block = (config.examples, config.heads * cdiv(config.heads, SUBLANES), SUBLANES, LANES)
             array = jax.ShapeDtypeStruct((blocks * block[0], *block[1:]), jnp.float32)
             outputs[f"d{name}"] = Blocked(array, block, "B...")
     call = KernelCall(
@@ -286,7 +286,7 @@ def vmem_bytes(config: KernelConfig) -> int:
     words += rows * config.block_q  # log-sum-exp and a mask of bfloat16
     mixed = [layout for layout in (config.pre, config.post) if layout is not None and layout.has_static]
     words += len(mixed) * config.heads * cdiv(config.heads, SUBLANES) * SUBLANES * LANES
-    total = 2 * config.interleave * words * 4
+    total = 2 * config.examples * words * 4
     for x in scratch(config, columns).values():
         itemsize = np.dtype(x.dtype).itemsize
         rows = round_up(x.shape[-2], SUBLANES * 4 // itemsize)  # complete registers
@@ -343,7 +343,7 @@ def compose_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
             found[f"{name}_hidden"] = pltpu.VMEM((planes[-1], config.block_k, config.block_q), jnp.float32)
         if layout.mixes:
             found[f"mix_{name}"] = found[f"mix_{name}_back"] = mixing.scratch(config)
-            found[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.mix_keys)
+            found[f"dmix_{name}"] = mixing_gradients.scratch(config, config.block_k // config.strip)
             found["diagonal"] = mixing.diagonal_scratch()
     if max(planes):
         found["g_hidden"] = pltpu.VMEM((max(planes), config.block_k, config.block_q), jnp.float32)

@@ -173,7 +173,7 @@ def pre_strip(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[
     """Compute the gradients of the logits (to `y`) and of the scores of a strip from P, dP and delta."""
     for queries in queries_together(config):
         pre = strip_compose(config, refs, "pre", buffers[0], queries)
-        if config.mix_keys:
+        if config.family == "matrix":
             dl: Sequence[Array] = planes(config, refs["y"], strip, queries)
         else:
             dl = list(logit_gradients(config, refs, strip, queries))
@@ -271,7 +271,7 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
                 refs["p"][h, strip.rows, queries] = join(x)
 
     def layout(compose: ComposeLayout) -> ComposeLayout:  # of the weights whose gradients are sums of products
-        return compose.query_only() if config.mix_keys else compose
+        return compose.query_only() if config.family == "matrix" else compose
 
     over_strips(config, refs, ("pre",), attend, product)
     on_strip, products = (functools.partial(f, config, refs) for f in (post_strip, post_products))

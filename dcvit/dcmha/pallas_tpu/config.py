@@ -24,6 +24,11 @@ Index: TypeAlias = int | Array  # a block number: static, or traced inside a ker
 Rows: TypeAlias = slice | pl.Slice  # some rows of a reference
 Interpret: TypeAlias = bool | pltpu.InterpretParams  # the argument `interpret` of `pallas_call`
 ComposeName: TypeAlias = Literal["pre", "post"]  # the compose before, or the one after the softmax
+# Kernels of one of three families compute attention. In all of them, vector units add the query-wise branch.
+# "interleaved": blocks of eight interleaved examples, each of which is one tile; the matrix unit mixes heads.
+# "matrix": blocks of one example in several tiles; the matrix unit mixes heads.
+# "vector": blocks of one example; vector units compute the key-wise branch and the static projection too.
+Family: TypeAlias = Literal["interleaved", "matrix", "vector"]
 IndexMap: TypeAlias = Callable[..., Index]  # from the indices of a grid to that of a block
 
 
@@ -92,6 +97,7 @@ class ComposeLayout(NamedTuple):
 class KernelConfig(NamedTuple):
     """All static properties of one attention call: sizes before and after padding, blocks, and compose layouts."""
 
+    family: Family
     heads: int
     key_heads: int
     head_dim: int
@@ -102,7 +108,7 @@ class KernelConfig(NamedTuple):
     block_q: int
     block_k: int
     queries_per_pass: int  # the backward pass processes so many queries at once
-    strip: int  # keys of a strip
+    strip: int  # keys that vector operations process at once, and whose heads one matrix product mixes
     strips_per_step: int  # strips that one step of a loop processes
     causal: bool
     window: int | None
@@ -112,8 +118,6 @@ class KernelConfig(NamedTuple):
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
-    interleave: int  # examples of a block; their tokens are interleaved, if it is more than one
-    mix_keys: int  # keys of a block whose heads one matrix product mixes; 0 if vector units mix them
     compiled: bool  # for a TPU; interpreters support neither loads with a stride nor the packing of halves of words
 
     @property
@@ -125,7 +129,17 @@ class KernelConfig(NamedTuple):
     @property
     def token_dtype(self) -> np.dtype[Any]:
         """Dtype of arrays of tokens in HBM; a row of interleaved tokens can be read in 32 bits only."""
-        return np.dtype(np.float32) if self.interleave > 1 else self.dtype
+        return np.dtype(np.float32) if self.family == "interleaved" else self.dtype
+
+    @property
+    def examples(self) -> int:
+        """Number of examples of a block."""
+        return SUBLANES if self.family == "interleaved" else 1
+
+    @property
+    def summary(self) -> str:
+        """The choice of kernels, for the log."""
+        return f"{self.family} TPU kernels with tiles of {self.block_q} queries and {self.block_k} keys"
 
     @property
     def is_single_tile(self) -> bool:
@@ -201,7 +215,7 @@ def hidden_planes(config: KernelConfig, layout: ComposeLayout | None) -> int:
     """Return the number of hidden planes that the vector units compute for a compose."""
     if layout is None:
         return 0
-    return (layout.query_only() if config.mix_keys else layout).hidden_planes(config.groups)
+    return (layout if config.family == "vector" else layout.query_only()).hidden_planes(config.groups)
 
 
 def _minimum(a: Index, b: int) -> Index:

@@ -62,7 +62,7 @@ def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, slot: I
         for queries in queries_together(config):
             pre = strip_compose(config, refs, "pre", buffers[0], queries)
             a: Sequence[Array] = planes(strip, queries)
-            if not config.mix_keys:  # static weights read all heads for each one, which replaces its scores
+            if config.family == "vector":  # static weights read all heads for each one, which replaces its scores
                 a = list(a)
             out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.get("mask"), queries))
             for h, x in enumerate(out):
@@ -109,7 +109,7 @@ def compute_output(config: KernelConfig, refs: Refs, slot: Index) -> None:
         key_wise_product(config, refs, refs.get("mix_post"), out[1].astype(config.operand_dtype), strip, out.at[0])
 
     def computed(strip: Strip, buffers: Sequence[Ref | None], queries: slice) -> Sequence[Array]:
-        if config.mix_keys:
+        if config.family == "matrix":
             return StoredPlanes(lambda h: not_none(buffers[1])[:, strip_rows(config, h), queries], config.heads)
         return [weights(strip, h, queries) for h in range(config.heads)]
 

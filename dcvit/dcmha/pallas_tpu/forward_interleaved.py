@@ -57,13 +57,13 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
     if "diagonal" in refs:
         mixing.write_diagonal(config, refs["diagonal"])
     run_all(score_tasks(config, refs, 0))
-    jax.lax.fori_loop(0, config.interleave, lambda e, _: attend(config, refs, e), None)
-    run_all(output_tasks(config, refs, config.interleave - 1))
+    jax.lax.fori_loop(0, config.examples, lambda e, _: attend(config, refs, e), None)
+    run_all(output_tasks(config, refs, config.examples - 1))
 
 
 def attend(config: KernelConfig, refs: Refs, e: Index) -> None:
     """Compute the attention weights of example `e`, the output of the previous one and the scores of the next one."""
-    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.interleave - 1)
+    previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
     work: list[Task] = [functools.partial(prepare_post, config, refs), *output_tasks(config, refs, previous)]
     run_stage(
         config,
@@ -197,7 +197,7 @@ def output_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as interleaved tokens, and each row's log-sum-exp, (B H T) in units of log 2."""
     blocks = inputs["q"].array.shape[1]
-    lse = jax.ShapeDtypeStruct((blocks * config.interleave, config.heads, config.block_q), jnp.float32)
+    lse = jax.ShapeDtypeStruct((blocks * config.examples, config.heads, config.block_q), jnp.float32)
     call = KernelCall(
         name="dcmha_forward",
         grid=(blocks,),

@@ -43,7 +43,7 @@ def with_matrices(
       names: some of `MATRICES`.
       interpret: the argument of `pallas_call`.
     """
-    if not config.mix_keys:
+    if config.family != "matrix":
         return inputs
     kept = {name: x for name, x in inputs.items() if name != "wk" and not name.startswith("static")}
     return kept | matrices(config, inputs, names, interpret)

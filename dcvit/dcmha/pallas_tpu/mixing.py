@@ -2,7 +2,7 @@
 
 For one key, the key-wise branch and the static projection map the H heads of a score to H others with the matrix
 N[n, h] = Σ_r w_k2[r, n]·w_k1[r, h] + δ_nh·w_kg[h] + W_b[h, n], zero between groups (Eqn 7 without the query-wise branch
-and the skip connection). A block of `mix_keys` keys makes them one product for the matrix unit: a matrix of diagonals,
+and the skip connection). A strip of keys makes them one product for the matrix unit: a matrix of diagonals,
 with N[n, h] of key s at row (n, s) and column (h, s), times the planes of all heads, stacked to (heads·keys, Bq). A
 block of 16 keys of 8 heads, or of 8 keys of 16 heads, has 128 columns; one of 8 keys of 32 heads has 256. The vector
 units add the skip connection, in float32, so that a product of bfloat16 rounds only the corrections to a score.
@@ -26,13 +26,13 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 
 def rows_shape(config: KernelConfig) -> jax.ShapeDtypeStruct:
     """Return the type of the matrices of one compose for a block of keys of a tile, see `build`."""
-    shape = (config.block_k // config.mix_keys, round_up(config.heads, SUBLANES), width(config))
+    shape = (config.block_k // config.strip, round_up(config.heads, SUBLANES), width(config))
     return jax.ShapeDtypeStruct(shape, jnp.int32 if config.rounded else jnp.float32)
 
 
 def width(config: KernelConfig) -> int:
     """Return the columns of a matrix, in complete registers."""
-    return round_up(config.heads * config.mix_keys, LANES)
+    return round_up(config.heads * config.strip, LANES)
 
 
 def scratch(config: KernelConfig) -> pl.MemoryRef:
@@ -49,8 +49,8 @@ def diagonal_scratch() -> pl.MemoryRef:
 
 def write_diagonal(config: KernelConfig, out: Ref) -> None:
     """Write the bits of the diagonals of matrices of bfloat16, in which a word has two rows."""
-    row, lane = _iota(0), _iota(1) % config.mix_keys
-    lower, upper = (jnp.where(lane == (2 * row + n) % config.mix_keys, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
+    row, lane = _iota(0), _iota(1) % config.strip
+    lower, upper = (jnp.where(lane == (2 * row + n) % config.strip, m, 0) for n, m in ((0, 0xFFFF), (1, -65536)))
     out[...] = lower | upper
 
 
@@ -75,7 +75,7 @@ def build(
       transposed: build the matrices of the transposed compose.
     """
     layout = not_none(config.pre if compose_name == "pre" else config.post)
-    keys, heads = config.mix_keys, config.heads
+    keys, heads = config.strip, config.heads
     per_register, blocks = LANES // keys, out.shape[0]
     for first in range(0, heads, SUBLANES):
         for start in range(cdiv(blocks, per_register)):
@@ -89,12 +89,12 @@ def build(
 
 
 def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
-    """Return registers whose block c of `mix_keys` lanes, in register r, is block r of register c of `some`.
+    """Return registers whose block c of `strip` lanes, in register r, is block r of register c of `some`.
 
     Missing registers are zeros. Registers of 16 blocks are swapped in pairs whose numbers differ in one bit, which
     takes a quarter of the operations; those of 8 blocks one by one, which the compiler schedules in fewer bundles.
     """
-    keys, count = config.mix_keys, LANES // config.mix_keys
+    keys, count = config.strip, LANES // config.strip
     block, zeros = jax.lax.div(_iota(1), keys), jnp.zeros((SUBLANES, LANES), jnp.float32)
     if keys > SUBLANES:
         found = []
@@ -158,7 +158,7 @@ def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
 
     `diagonal` is the result of `write_diagonal`.
     """
-    keys, heads = config.mix_keys, config.heads
+    keys, heads = config.strip, config.heads
     registers = [slice(start, start + LANES) for start in range(0, rows.shape[2], LANES)]
     parts = []
     if config.rounded:

@@ -34,7 +34,7 @@ def scratch(config: KernelConfig, blocks: int) -> pl.MemoryRef:
 
 def diagonals(config: KernelConfig, product: Array, out: Ref, *, add: bool = False) -> None:
     """Write the diagonals of the squares of a product, (heads·Bs, heads·Bs), to the registers `out`, or add them."""
-    keys, missing = config.mix_keys, -product.shape[1] % LANES
+    keys, missing = config.strip, -product.shape[1] % LANES
     sublane, lane = positions()
     if missing:
         product = jnp.concatenate([product, jnp.zeros((len(product), missing), jnp.float32)], axis=1)
@@ -63,7 +63,7 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
 
     Elements whose heads are in different groups are zero.
     """
-    keys, per_group, (sublane, lane) = config.mix_keys, config.heads // config.groups, positions()
+    keys, per_group, (sublane, lane) = config.strip, config.heads // config.groups, positions()
     per_tile = LANES // keys
     blocks = range(tile * per_tile, min((tile + 1) * per_tile, packed.shape[0]))
     group = jax.lax.div(half * SUBLANES + ((sublane - lane) & (SUBLANES - 1)), per_group)

@@ -72,7 +72,7 @@ def compose_layouts(
 def key_array(config: KernelConfig, x: Array) -> Blocked:
     """Return keys or values (B S K D) as the kernels read them: (B, S, K·D) padded to blocks, or interleaved."""
     x = x.reshape(*x.shape[:2], -1)
-    if config.interleave > 1:
+    if config.family == "interleaved":
         return interleave(x.astype(config.token_dtype))
     return with_rows(
         config, jnp.pad(x.astype(config.operand_dtype), ((0, 0), (0, -x.shape[1] % config.block_k), (0, 0)))
@@ -86,7 +86,7 @@ def with_rows(config: KernelConfig, x: Array) -> Blocked:
 
 def with_columns(config: KernelConfig, x: Array | jax.ShapeDtypeStruct) -> Blocked:
     """Declare the blocks of an array with a column for each query, (B, rows, T)."""
-    return Blocked(x, (config.interleave, x.shape[1], config.block_q), "B.T")
+    return Blocked(x, (config.examples, x.shape[1], config.block_q), "B.T")
 
 
 def query_array(config: KernelConfig, x: Array) -> Blocked:
@@ -95,7 +95,7 @@ def query_array(config: KernelConfig, x: Array) -> Blocked:
     A kernel of one example reads and writes them with a column for each query, (B, H·D, T) padded to blocks, because
     queries lie along the lanes of its tiles.
     """
-    if config.interleave > 1:
+    if config.family == "interleaved":
         return interleave(x.reshape(*x.shape[:2], -1).astype(config.token_dtype))
     x = jnp.transpose(x.astype(config.operand_dtype), (0, 2, 3, 1)).reshape(x.shape[0], -1, x.shape[1])
     return with_columns(config, jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % config.block_q))))
@@ -103,7 +103,7 @@ def query_array(config: KernelConfig, x: Array) -> Blocked:
 
 def from_query_array(config: KernelConfig, x: Array, like: Array) -> Array:
     """Return what a kernel has written for queries in the shape and dtype of `like`, (B T H D)."""
-    if config.interleave > 1:
+    if config.family == "interleaved":
         return from_token_array(config, x, like)
     batch, length, *rest = like.shape
     return jnp.transpose(x[:, :, :length].reshape(batch, *rest, length), (0, 3, 1, 2)).astype(like.dtype)
@@ -128,7 +128,7 @@ def deinterleave(x: Array) -> Array:
 
 def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     """Return tokens that a kernel has written in the shape and dtype of `like`, (B N H D)."""
-    if config.interleave > 1:
+    if config.family == "interleaved":
         x = deinterleave(x)
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
@@ -152,7 +152,7 @@ def pack(
             inputs[f"static_{name}"] = Blocked(x * (config.scale * LOG2_E) if name == "pre" else x)
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
-        examples, axes = (config.interleave, "BST") if len(mask) > 1 else (1, ".ST")
+        examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
         inputs["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
     return inputs
 
@@ -170,13 +170,13 @@ def _pack_side(
         return None
     dtype = common_dtype(columns)
     missing = -sum(x.shape[2] for x in columns) % LANES
-    if config.interleave > 1:
+    if config.family == "interleaved":
         columns.append(jnp.zeros((*columns[-1].shape[:2], missing), dtype))
     # Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
     x = jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
-    if config.interleave > 1:
+    if config.family == "interleaved":
         return interleave(x)
-    if side == "k" and config.mix_keys:
+    if side == "k" and config.family == "matrix":
         return with_rows(config, jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing))))
     x = scaled(config, x, side)
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
@@ -207,7 +207,7 @@ def unpack(
         if f"dw{side}" not in grads:
             continue
         by_token = grads[f"dw{side}"]
-        if config.interleave > 1:
+        if config.family == "interleaved":
             by_token = deinterleave(by_token)
         elif side == "q":
             by_token = by_token.swapaxes(1, 2)

@@ -1,6 +1,6 @@
 """Stages of the TPU kernels that keep all scores of an example in VMEM, and their operations on a block of keys.
 
-A stage visits the blocks of `mix_keys` keys. The matrix product that mixes the heads of a block
+A stage visits the blocks of `strip` keys. The matrix product that mixes the heads of a block
 (`dcvit.dcmha.pallas_tpu.mixing`) is issued some blocks ahead of the vector operations that need it, so that both units
 work at the same time. Other matrix products, of this or a neighboring example, are spread over the blocks of a stage.
 Blocks are unrolled: all addresses are static, and the compiler sees that the buffers of two blocks are different.
@@ -48,7 +48,7 @@ def run_stage(
       work: operations that are independent of the vector operations, and spread over the blocks.
       sums: called as sums(b, n) after each group of n blocks from b.
     """
-    blocks = config.block_k // config.mix_keys
+    blocks = config.block_k // config.strip
     done, spread = 0, max(blocks - AHEAD, 1)
     for b in range(-AHEAD, blocks):
         if b + AHEAD < blocks:
@@ -65,7 +65,7 @@ def run_stage(
 
 def ring(config: KernelConfig) -> pl.MemoryRef:
     """Return a buffer for the planes of all heads of the blocks in work, (slots, heads·keys, Bq)."""
-    shape = (AHEAD + 1, config.heads * config.mix_keys, config.block_q)
+    shape = (AHEAD + 1, config.heads * config.strip, config.block_q)
     found: pl.MemoryRef = pltpu.VMEM(shape, jnp.float32)
     return found
 
@@ -77,7 +77,7 @@ def slot(b: int) -> int:
 
 def keys_of(config: KernelConfig, b: int, count: int = 1) -> slice:
     """Return the keys of `count` blocks."""
-    return slice(b * config.mix_keys, (b + count) * config.mix_keys)
+    return slice(b * config.strip, (b + count) * config.strip)
 
 
 def queries_of(config: KernelConfig) -> list[slice]:
@@ -147,4 +147,4 @@ def add_mixed(
 def visible_keys(config: KernelConfig, mask: Ref | None, b: int, queries: slice) -> Array | None:
     """Return which keys of a block some queries attend to, see `visible`."""
     keys = keys_of(config, b)
-    return visible(config, 0, 0, Strip(keys.start, config.mix_keys, keys.stop > config.keys), mask, queries)
+    return visible(config, 0, 0, Strip(keys.start, config.strip, keys.stop > config.keys), mask, queries)

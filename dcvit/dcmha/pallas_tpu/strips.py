@@ -63,7 +63,7 @@ def over_strips(
     assumes that a buffer selected by a traced index aliases the one that is being read.) `overlapped`, which gets the
     number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
     """
-    if config.mix_keys:
+    if config.family == "matrix":
         over_mixed_strips(config, refs["mixed"], body, product, overlapped)
         return
     unroll = config.strips_per_step
@@ -158,13 +158,13 @@ def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
             (config.strips_per_step, len(layout.key_columns(rounded=config.rounded)), config.strip, LANES), dtype
         )
         for name, layout in (("pre", config.pre), ("post", config.post))
-        if layout is not None and layout.key_runs and not config.mix_keys
+        if layout is not None and layout.key_runs and config.family == "vector"
     }  # fmt: skip
 
 
 def mixed_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
     """Return the buffers of `over_mixed_strips` by name: two planes of all heads for each strip of two steps."""
-    if not config.mix_keys:
+    if config.family != "matrix":
         return {}
     shape = (2, config.strips_per_step, 2, config.heads * config.strip, config.block_q)
     return {"mixed": pltpu.VMEM(shape, jnp.float32), "diagonal": mixing.diagonal_scratch()}

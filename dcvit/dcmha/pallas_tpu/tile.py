@@ -181,7 +181,7 @@ def strip_compose(
         return None
     registers = slice(queries.start // LANES, queries.stop // LANES)
     rows = refs["wq"].at[:, registers] if "wq" in refs else None
-    if config.mix_keys:
+    if config.family != "vector":
         mixed = not_none(buffer).at[:, :, queries] if layout.mixes else None
         return StripCompose(config, layout.query_only(), rows, mixed=mixed)
     return StripCompose(config, layout, rows, buffer, static_ref)
@@ -197,7 +197,7 @@ def queries_together(config: KernelConfig) -> list[slice]:
 
     Words of broadcast key-wise weights are unpacked for all queries at once.
     """
-    size = LANES if config.mix_keys else config.block_q
+    size = LANES if config.family != "vector" else config.block_q
     return [slice(start, start + size) for start in range(0, config.block_q, size)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -76,28 +76,6 @@ def strips_per_step(heads: int, keys: int) -> int:
     return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
 
 
-def mix_keys(heads: int) -> int:
-    """Return the keys of a block whose heads one matrix product mixes; 0 if there are too many heads.
-
-    The matrix has heads·keys rows, at most 128, of complete registers.
-    """
-    if heads <= LANES // (2 * STRIP):
-        return 2 * STRIP
-    return STRIP if heads <= LANES // STRIP and heads % 2 == 0 else 0
-
-
-def mixed_by_matrices(config: KernelConfig) -> KernelConfig:
-    """Return the configuration whose key-wise branches the matrix unit computes, if kernels with several tiles can.
-
-    One iteration of their loops computes two steps. The matrix of a strip has at most 256 columns.
-    """
-    found = config._replace(mix_keys=config.strip, strips_per_step=max(config.strips_per_step, 2))
-    mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
-    pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
-    fits = config.heads % 2 == 0 and config.heads * config.strip <= 2 * LANES
-    return found if mixes and pairs and fits and not config.is_single_tile else config
-
-
 def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
     """Return the bytes of buffers in VMEM."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in buffers)
@@ -114,10 +92,10 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     hidden = [hidden_planes(config, layout) for layout in layouts] or [0]
     queries = round_up(min(config.queries_per_pass, config.queries), config.block_q)
     tokens = 3 * config.block_q * wide + 4 * config.block_k * narrow
-    windows = tokens * max(itemsize, 2 if config.mix_keys else 3)
+    windows = tokens * max(itemsize, 2 if config.family == "matrix" else 3)
     windows += 2 * rows * config.block_q * 4 + config.block_k * (columns + 256) * 4
     broadcast = columns * 2 * config.strip * LANES * (2 if config.rounded else 4)
-    if config.mix_keys:
+    if config.family == "matrix":
         mixes = sum(layout.mixes for layout in layouts)
         matrices = math.prod(mixing.rows_shape(config).shape) * 4
         windows += 2 * mixes * matrices
@@ -138,47 +116,99 @@ def make_config(
     q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *,
     causal: bool, window: int | None, groups: int, scale: float, vmem_bytes: int,
 ) -> KernelConfig:  # fmt: skip
-    """Return the configuration with the largest blocks that fit into `vmem_bytes`, with matrices if any such fits.
-
-    A tile holds all scores of an example if they fit, and otherwise at most 256 queries by 128 keys. If the gradients
-    of all queries do not fit into VMEM, the backward pass processes the queries in several passes.
+    """Return the first of the `candidates` that fits into `vmem_bytes`.
 
     Raises:
-      UnsupportedError: no block size fits.
+      UnsupportedError: none fits.
     """
     batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
     layout_pre, layout_post = compose_layouts(pre, post, float(scale))
-    unroll = strips_per_step(heads, keys)
-    blocks = [(256, 128), (128, 128), (128, 64)]
-    if queries <= 256 and keys <= 512:
-        blocks.insert(0, (round_up(queries, LANES), round_up(keys, STRIP * unroll)))
-    found = []
-    for block_q, block_k in blocks:
-        block_q, block_k = min(block_q, round_up(queries, LANES)), min(block_k, round_up(keys, 4 * STRIP))
-        together = unroll if block_k % (STRIP * unroll) == 0 else min(unroll, 2)
-        for queries_per_pass in (queries, *(n for n in (4096, 2048, 1024, 512) if n <= queries)):
-            config = KernelConfig(
-                heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0, queries=queries,
-                keys=keys, block_q=block_q, block_k=block_k, queries_per_pass=queries_per_pass, strip=STRIP,
-                strips_per_step=together, causal=causal, window=window, scale=float(scale), pre=layout_pre,
-                post=layout_post, vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, interleave=1,
-                mix_keys=0, compiled=True,
-            )  # fmt: skip
-            found.append(config)
-    for config in (*map(mixed_by_matrices, found), *found):
-        if backward_vmem_bytes(config) <= vmem_bytes:
-            return interleaved(config, batch)
+    sizes = KernelConfig(
+        family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0,
+        queries=queries, keys=keys, block_q=LANES, block_k=STRIP, queries_per_pass=queries, strip=STRIP,
+        strips_per_step=1, causal=causal, window=window, scale=float(scale), pre=layout_pre, post=layout_post,
+        vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, compiled=True,
+    )  # fmt: skip
+    for config in candidates(sizes, batch):
+        if fits(config):
+            return config
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
 
 
-def interleaved(config: KernelConfig, batch: int) -> KernelConfig:
-    """Return the configuration with blocks of eight interleaved examples, if that is possible."""
-    keys = mix_keys(config.heads)
-    whole = (
-        batch % SUBLANES == config.heads * config.head_dim % LANES == config.key_heads * config.head_dim % LANES == 0
-    )
-    if not (config.is_single_tile and whole and keys):
-        return config
-    found = config._replace(interleave=SUBLANES, mix_keys=keys, block_k=round_up(config.keys, keys))
-    return found if backward_interleaved.vmem_bytes(found) + COMPILER_BYTES <= config.vmem_bytes else config
+def fits(config: KernelConfig) -> bool:
+    """Return True if the gradient kernel, which uses the most VMEM of all, keeps the limit."""
+    if config.family == "interleaved":
+        return backward_interleaved.vmem_bytes(config) + COMPILER_BYTES <= config.vmem_bytes
+    return backward_vmem_bytes(config) <= config.vmem_bytes
+
+
+def candidates(sizes: KernelConfig, batch: int) -> Iterator[KernelConfig]:
+    """Yield configurations of a call with these sizes, the fastest first.
+
+    Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
+    first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
+    passes. Vector units mix heads if no configuration with matrices fits.
+    """
+    if (config := interleaved(sizes, batch)) is not None:
+        yield config
+    tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
+    for config in tiled:
+        yield mixed_by_matrices(config) or config
+    yield from tiled
+
+
+def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
+    """Return the configuration with blocks of eight interleaved examples, or None if that is not possible.
+
+    One tile holds all scores of an example, and the batch and the heads fill registers. A matrix that mixes heads has
+    heads·keys rows, at most 128, of complete registers.
+    """
+    heads, key_heads, width = sizes.heads, sizes.key_heads, sizes.head_dim
+    fills_registers = batch % SUBLANES == heads * width % LANES == key_heads * width % LANES == 0
+    if not (is_one_tile(sizes) and fills_registers):
+        return None
+    if heads <= LANES // (2 * STRIP):
+        strip = 2 * STRIP
+    elif heads <= LANES // STRIP and heads % 2 == 0:
+        strip = STRIP
+    else:
+        return None
+    block_q, block_k = round_up(sizes.queries, LANES), round_up(sizes.keys, strip)
+    return sizes._replace(family="interleaved", strip=strip, block_q=block_q, block_k=block_k)
+
+
+def is_one_tile(sizes: KernelConfig) -> bool:
+    """Return True if one tile may hold all scores of an example."""
+    return sizes.queries <= 256 and sizes.keys <= 512
+
+
+def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
+    """Return the numbers of queries and keys of a tile, the largest first."""
+    blocks = [(256, 128), (128, 128), (128, 64)]
+    if is_one_tile(sizes):
+        unroll = strips_per_step(sizes.heads, sizes.keys)
+        blocks.insert(0, (round_up(sizes.queries, LANES), round_up(sizes.keys, STRIP * unroll)))
+    most = round_up(sizes.queries, LANES), round_up(sizes.keys, 4 * STRIP)
+    return [(min(block_q, most[0]), min(block_k, most[1])) for block_q, block_k in blocks]
+
+
+def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
+    """Return the configurations with these blocks, in which the backward pass has ever fewer queries at once."""
+    unroll = strips_per_step(sizes.heads, sizes.keys)
+    per_step = unroll if block_k % (STRIP * unroll) == 0 else min(unroll, 2)
+    config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)
+    fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
+    return [config._replace(queries_per_pass=n) for n in (sizes.queries, *fewer)]
+
+
+def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
+    """Return the configuration in which the matrix unit mixes heads, or None if that is not possible.
+
+    One iteration of the loops over a tile computes two steps. The matrix of a strip has at most 256 columns.
+    """
+    found = config._replace(family="matrix", strips_per_step=max(config.strips_per_step, 2))
+    mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
+    pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
+    small = config.heads % 2 == 0 and config.heads * config.strip <= 2 * LANES
+    return found if mixes and pairs and small and not config.is_single_tile else None
