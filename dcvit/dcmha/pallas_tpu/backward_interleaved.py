@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import LOG2_E, cdiv, round_up
-from dcvit.dcmha.pallas_tpu import backward_stages as on_block
-from dcvit.dcmha.pallas_tpu import interleaved, mixing, mixing_gradients
+from dcvit.dcmha.pallas_tpu import backward_stages, interleaved, mixing, mixing_gradients
+from dcvit.dcmha.pallas_tpu.backward_stages import (
+    compose_tensors,
+    logit_products,
+    logit_vectors,
+    post_products,
+    post_vectors,
+    weight_products,
+)
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, ComposeName, Index, Interpret, KernelConfig
-from dcvit.dcmha.pallas_tpu.stages import Task, operand_scratch, ring, run_all, run_stage
-from dcvit.dcmha.pallas_tpu.tile import broadcast_rows, dot, total
+from dcvit.dcmha.pallas_tpu.forward_stages import score_products
+from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
+from dcvit.dcmha.pallas_tpu.tile import (
+    Strip,
+    broadcast_rows,
+    dot,
+    operand_scratch,
+    planes,
+    query_slices,
+    save,
+    split,
+    total,
+    visible,
+)
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
 from dcvit.dcmha.shapes import Array, Ref
 
@@ -51,15 +71,14 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
     The first example has no previous one; what is computed for it is overwritten later.
     """
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
-    mask = refs.get("mask")
-    if mask is not None and mask.shape[0] > 1:
-        mask = mask.at[pl.ds(e, 1)]
     advance_weights(refs)
     broadcast_rows(refs["lse"].at[pl.ds(e, 1)], refs["m"], config.heads, config.block_q)
+    current = {**refs, "wq": refs["wq_rows"]} if "wq" in refs else refs
     run_stage(
         config,
-        functools.partial(on_block.score_products, config, refs),
-        functools.partial(on_block.score_vectors, config, refs, mask),
+        refs["mixed"],
+        functools.partial(score_products, config, {**current, "x": refs["x_next"]}),
+        functools.partial(score_vectors, config, current, mask_of(refs, e)),
         [
             *output_products(config, refs, e),
             *query_gradients(config, refs, previous),
@@ -70,19 +89,58 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
     )
     run_stage(
         config,
-        functools.partial(on_block.post_products, config, refs),
-        functools.partial(on_block.post_vectors, config, refs),
+        refs["mixed"],
+        functools.partial(post_products, config, current),
+        functools.partial(post_vectors, config, current),
         [*key_gradients(config, refs, previous), *build(config, refs, "pre", refs.get("wk_cur"), back=True)],
-        functools.partial(on_block.post_sums, config, refs),
+        functools.partial(post_sums, config, refs),
     )
-    on_block.finish_delta(config, refs)
+    finish_delta(config, refs)
     run_stage(
         config,
-        functools.partial(on_block.logit_products, config, refs),
-        functools.partial(on_block.logit_vectors, config, refs),
+        refs["mixed"],
+        functools.partial(logit_products, config, current),
+        functools.partial(logit_vectors, config, current),
         [*value_gradients(config, refs, e), *prepare_next(config, refs, following)],
-        functools.partial(on_block.logit_sums, config, refs),
+        functools.partial(query_weight_gradients, config, refs, "pre"),
     )
+
+
+def score_vectors(
+    config: KernelConfig, refs: Refs, mask: Ref | None, strip: Strip, buffers: Sequence[Ref | None]
+) -> None:
+    """Compute the attention weights, and keep the scores, which those of the next example will replace."""
+    for queries in query_slices(config):
+        save(planes(config, refs["x_next"], strip, queries), refs["x"], strip, queries)
+    is_visible = functools.partial(visible, config, 0, 0, mask)
+    backward_stages.score_vectors(config, {**refs, "x": refs["x_next"]}, is_visible, strip, buffers)
+
+
+def post_sums(config: KernelConfig, refs: Refs, keys: slice) -> None:
+    """Add the sums over some keys: gradients of the query-wise weights, and delta."""
+    query_weight_gradients(config, refs, "post", keys)
+    for queries in query_slices(config):
+        for h in range(config.heads):
+            part = jnp.sum(split(refs["p"][h, keys, queries]) * split(refs["dp"][h, keys, queries]), axis=0)
+            refs["d"][h, :, queries] = part if keys.start == 0 else refs["d"][h, :, queries] + part
+
+
+def finish_delta(config: KernelConfig, refs: Refs) -> None:
+    """Add the sublanes of delta, Σ_s P·dP."""
+    for h in range(config.heads):
+        refs["d"][h] = jnp.broadcast_to(jnp.sum(refs["d"][h], axis=0, keepdims=True), (SUBLANES, config.block_q))
+
+
+def query_weight_gradients(config: KernelConfig, refs: Refs, compose_name: ComposeName, keys: slice) -> None:
+    """Add the gradients of the query-wise weights of a compose, which are sums over keys, from some keys."""
+    tensors = compose_tensors(config, refs, compose_name)
+    if tensors is None:
+        return
+    for queries in query_slices(config):
+        for h in range(config.heads):
+            for column, product, _ in weight_products(config, tensors, h, keys, queries):
+                part, gq = jnp.sum(split(product), axis=0), refs["gq"]
+                gq[column, :, queries] = part if keys.start == 0 else gq[column, :, queries] + part
 
 
 def initialize(config: KernelConfig, refs: Refs) -> None:
@@ -310,8 +368,7 @@ def scratch(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.Memor
         "da": operand_scratch(config),  # gradient of the scores
         "m": row,  # log-sum-exp of each query, broadcast over sublanes
         "d": row,  # sums of P·dP in each sublane, later delta
-        "mixed": ring(config),  # key-wise parts of the blocks in work
-        "mixed_back": ring(config),  # key-wise parts of transposed composes
+        "mixed": ring(config),  # key-wise parts of composes and of transposed composes, for the strips in work
     }
     found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
     found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}

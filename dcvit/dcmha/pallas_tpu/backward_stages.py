@@ -1,182 +1,174 @@
-"""Stages of the gradient kernel for blocks of examples: products and vector operations on a block of keys.
+"""Stages of the backward kernels, on a strip of keys: the operations that the schedules of all families share.
 
-| stage | input | result |
+| stage | products of a strip | its vector operations |
 |---|---|---|
-| score | scores | attention weights P |
-| post | P, gradient of W | W, gradient of P, and of the weights of the post-compose |
-| logit | P, its gradient, delta | gradients of logits and scores, and of the weights of the pre-compose |
+| score | key-wise part of the pre-compose of x | p: attention weights P |
+| post | key-wise parts of the post-compose of p and of its transpose of y, the gradient dW | w: W; dp: dP |
+| logit | dl: gradients of the logits, and the key-wise part of those of the scores | da: gradients of the scores |
+
+Products of the post and logit stages include the gradients of the matrices. The references x, y, p, dp, dl, w and da
+are planes of a tile, (H, Bk, Bq); y and dl may be the same. The stages also write hidden planes, from which the
+gradients of query-wise weights, and in the family "vector" those of key-wise ones, are computed (`ComposeTensors`).
+`dcvit.dcmha.pallas_tpu.strips` and `dcvit.dcmha.pallas_tpu.stages` run the stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu.call import Refs
-from dcvit.dcmha.pallas_tpu.config import SUBLANES, ComposeLayout, KernelConfig
+from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, logits, save_hidden, strip_compose
+from dcvit.dcmha.pallas_tpu.config import ComposeLayout, ComposeName, KernelConfig
+from dcvit.dcmha.pallas_tpu.forward_stages import Visible
 from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals
-from dcvit.dcmha.pallas_tpu.stages import (
-    add_mixed,
-    key_wise_product,
-    keys_of,
+from dcvit.dcmha.pallas_tpu.tile import (
+    StoredPlanes,
+    Strip,
+    dot,
     planes,
-    queries_of,
-    query_compose,
+    planes_of_all_queries,
+    query_slices,
     save,
     save_operand,
-    visible_keys,
+    stack,
 )
-from dcvit.dcmha.pallas_tpu.strips import stack
-from dcvit.dcmha.pallas_tpu.tile import HiddenPlanes, StoredPlanes, StripCompose, dot, split
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
 
-def complete(config: KernelConfig, ref: Ref, b: int) -> StoredPlanes:
-    """Return the planes of all heads in a block of keys for all queries."""
-    return planes(config, ref, b, slice(0, config.block_q))
+def attention_weights(
+    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffer: Ref | None, queries: slice
+) -> Iterator[Array]:
+    """Return the attention weights P of a strip, one head after the other.
 
-
-def save_hidden(
-    config: KernelConfig, compose: StripCompose, hidden: HiddenPlanes, out: Ref | None, b: int, queries: slice
-) -> None:
-    """Write the hidden planes of a block, if the compose has any."""
-    if out is not None:
-        compose.save_hidden(hidden, out.at[:, :, queries], keys_of(config, b))
-
-
-def score_products(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the key-wise part of the pre-compose."""
-    key_wise_product(
-        config,
-        refs,
-        refs.get("mix_pre"),
-        complete(config, refs["x_next"], b),
-        refs["mixed"],
-        b,
-        slice(0, config.block_q),
-    )
-
-
-def score_vectors(config: KernelConfig, refs: Refs, mask: Ref | None, b: int) -> None:
-    """Compute the attention weights, and keep the scores."""
-    for queries in queries_of(config):
-        x = planes(config, refs["x_next"], b, queries)
-        save(config, x, refs["x"], b, queries)
-        pre = query_compose(config, refs, "pre", refs.get("wq_rows"), queries)
-        if pre is None:
-            out: Iterable[Array] = [plane * (config.scale * LOG2_E) for plane in x]
-        else:
-            out, hidden = pre.compose(x)
-            save_hidden(config, pre, hidden, refs.get("pre_hidden"), b, queries)
-        out = add_mixed(config, refs.get("mix_pre"), out, refs["mixed"], b, queries)
-        p = [jnp.exp2(plane - refs["m"][h, :, queries][None]) for h, plane in enumerate(out)]
-        seen = visible_keys(config, mask, b, queries)
-        save(config, p if seen is None else [jnp.where(seen, plane, 0.0) for plane in p], refs["p"], b, queries)
-
-
-def post_products(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
-    if "mix_post" not in refs:
-        return
-    p, g, queries = complete(config, refs["p"], b), complete(config, refs["y"], b), slice(0, config.block_q)
-    key_wise_product(config, refs, refs.get("mix_post"), p, refs["mixed"], b, queries)
-    key_wise_product(config, refs, refs.get("mix_post_back"), g, refs["mixed_back"], b, queries)
-    diagonals(config, dot(stack(config, g), stack(config, p), (1, 1)), refs["dmix_post"].at[b])
-
-
-def post_vectors(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the composed weights W, and the gradient of P."""
-    for queries in queries_of(config):
-        post = query_compose(config, refs, "post", refs.get("wq_rows"), queries)
-        p, g = planes(config, refs["p"], b, queries), planes(config, refs["y"], b, queries)
-        out: Iterable[Array] = p
-        if post is not None:
-            out, hidden = post.compose(p)
-            save_hidden(config, post, hidden, refs.get("post_hidden"), b, queries)
-        save_operand(
-            config, add_mixed(config, refs.get("mix_post"), out, refs["mixed"], b, queries), refs["w"], b, queries
-        )
-        out = g
-        if post is not None:
-            out, hidden = post.transposed(g)
-            save_hidden(config, post, hidden, refs.get("g_hidden"), b, queries)
-        save(
-            config, add_mixed(config, refs.get("mix_post"), out, refs["mixed_back"], b, queries), refs["dp"], b, queries
-        )
-
-
-def post_sums(config: KernelConfig, refs: Refs, first: int, count: int) -> None:
-    """Add the sums over the keys of some blocks: gradients of the query-wise weights, and delta."""
-    keys = keys_of(config, first, count)
-    if config.post is not None:
-        query_weight_gradients(config, config.post, refs, refs["p"], refs["y"], refs.get("post_hidden"), keys)
-    for queries in queries_of(config):
-        for h in range(config.heads):
-            part = jnp.sum(split(refs["p"][h, keys, queries]) * split(refs["dp"][h, keys, queries]), axis=0)
-            refs["d"][h, :, queries] = part if first == 0 else refs["d"][h, :, queries] + part
-
-
-def finish_delta(config: KernelConfig, refs: Refs) -> None:
-    """Add the sublanes of delta, Σ_s P·dP."""
-    for h in range(config.heads):
-        refs["d"][h] = jnp.broadcast_to(jnp.sum(refs["d"][h], axis=0, keepdims=True), (SUBLANES, config.block_q))
-
-
-def logit_products(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
-    queries = slice(0, config.block_q)
-    p, dp = complete(config, refs["p"], b), complete(config, refs["dp"], b)
-    g = [p[h] * (dp[h] - refs["d"][h][None]) for h in range(config.heads)]
-    save(config, g, refs["dl"], b, queries)
-    if "mix_pre" in refs:
-        key_wise_product(config, refs, refs.get("mix_pre_back"), g, refs["mixed"], b, queries)
-        product = dot(stack(config, g), stack(config, complete(config, refs["x"], b)), (1, 1))
-        diagonals(config, product, refs["dmix_pre"].at[b])
-
-
-def logit_vectors(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the gradients of the scores."""
-    for queries in queries_of(config):
-        pre = query_compose(config, refs, "pre", refs.get("wq_rows"), queries)
-        g = planes(config, refs["dl"], b, queries)
-        out: Iterable[Array] = g
-        if pre is not None:
-            out, hidden = pre.transposed(g)
-            save_hidden(config, pre, hidden, refs.get("g_hidden"), b, queries)
-        save_operand(
-            config, add_mixed(config, refs.get("mix_pre"), out, refs["mixed"], b, queries), refs["da"], b, queries
-        )
-
-
-def logit_sums(config: KernelConfig, refs: Refs, first: int, count: int) -> None:
-    """Add the gradients of the query-wise weights of the pre-compose from the keys of some blocks."""
-    if config.pre is not None:
-        keys = keys_of(config, first, count)
-        query_weight_gradients(config, config.pre, refs, refs["x"], refs["dl"], refs.get("pre_hidden"), keys)
-
-
-def query_weight_gradients(
-    config: KernelConfig, layout: ComposeLayout, refs: Refs, a: Ref, g: Ref, a_hidden: Ref | None, keys: slice
-) -> None:
-    """Add the gradients of the query-wise weights of a compose, with input `a` and output gradient `g`, from some keys.
-
-    They are sums over keys: of a_h times the hidden planes of `g` for a down projection, of g_h times those of `a` for
-    an up projection, and of a_h·g_h for a gate.
+    The hidden planes of the pre-compose are stored if they have a buffer.
     """
-    query, heads, per_group = layout.query, config.heads, config.heads // config.groups
-    for queries in queries_of(config):
-        for h in range(heads):
-            x, y = split(a[h, keys, queries]), split(g[h, keys, queries])
-            products: dict[int, Array] = {}
-            for r in range(layout.query_rank):
-                plane = r * config.groups + h // per_group
-                hidden, back = (split(not_none(ref)[plane, keys, queries]) for ref in (a_hidden, refs.get("g_hidden")))
-                products[not_none(query.down) + r * heads + h] = x * back
-                products[not_none(query.up) + r * heads + h] = y * hidden
-            if query.gate is not None:
-                products[query.gate + h] = x * y
-            for column, product in products.items():
-                part, gq = jnp.sum(product, axis=0), refs["gq"]
-                gq[column, :, queries] = part if keys.start == 0 else gq[column, :, queries] + part
+    pre = strip_compose(config, refs, "pre", buffer, queries)
+    out, hidden = logits(config, planes(config, refs["x"], strip, queries), pre, visible(strip, queries))
+    save_hidden(hidden, refs.get("pre_hidden"), strip, queries)
+    return (jnp.exp2(x - refs["m"][h, :, queries][None]) for h, x in enumerate(out))
+
+
+def score_vectors(
+    config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]
+) -> None:
+    """Compute the attention weights."""
+    for queries in query_slices(config):
+        save(attention_weights(config, refs, visible, strip, buffers[0], queries), refs["p"], strip, queries)
+
+
+def post_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
+    """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
+    if "mix_post" in refs:
+        p, g = (stack(config, planes_of_all_queries(config, refs[name], strip)) for name in ("p", "y"))
+        out[0] = dot(key_wise_matrix(config, refs, "mix_post", strip), p, (1, 0))
+        out[1] = dot(key_wise_matrix(config, refs, "mix_post_back", strip), g, (1, 0))
+        save_matrix_gradient(config, refs["dmix_post"], p, g, strip)
+
+
+def post_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+    """Compute the composed weights W, and the gradient of P."""
+    for queries in query_slices(config):
+        w: Iterable[Array] = planes(config, refs["p"], strip, queries)
+        post = strip_compose(config, refs, "post", buffers[0], queries)
+        if post is not None:
+            w, hidden = post.compose(planes(config, refs["p"], strip, queries))
+            save_hidden(hidden, refs.get("post_hidden"), strip, queries)
+        save_operand(config, w, refs["w"], strip, queries)
+        dp: Iterable[Array] = planes(config, refs["y"], strip, queries)
+        back = strip_compose(config, refs, "post", buffers[-1], queries)
+        if back is not None:
+            dp, hidden = back.transposed(planes(config, refs["y"], strip, queries))
+            save_hidden(hidden, refs.get("g_hidden"), strip, queries)
+        save(dp, refs["dp"], strip, queries)
+
+
+def logit_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
+    """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
+    all_queries = slice(0, config.block_q)
+    dl = list(logit_gradients(config, refs, strip, all_queries))
+    save(dl, refs["dl"], strip, all_queries)
+    if "mix_pre" in refs:
+        a, g = stack(config, planes_of_all_queries(config, refs["x"], strip)), stack(config, dl)
+        out[0] = dot(key_wise_matrix(config, refs, "mix_pre_back", strip), g, (1, 0))
+        save_matrix_gradient(config, refs["dmix_pre"], a, g, strip)
+
+
+def logit_vectors(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+    """Compute the gradients of the scores."""
+    for queries in query_slices(config):
+        pre = strip_compose(config, refs, "pre", buffers[0], queries)
+        if config.family == "vector":  # which has no products
+            dl: Sequence[Array] = list(logit_gradients(config, refs, strip, queries))
+            save(dl, refs["dl"], strip, queries)
+        else:
+            dl = planes(config, refs["dl"], strip, queries)
+        da: Iterable[Array] = dl
+        if pre is not None:
+            da, hidden = pre.transposed(dl)
+            save_hidden(hidden, refs.get("g_hidden"), strip, queries)
+        save_operand(config, da, refs["da"], strip, queries)
+
+
+def logit_gradients(config: KernelConfig, refs: Refs, strip: Strip, queries: slice) -> StoredPlanes:
+    """Return the gradients P·(dP - delta) of the logits of a strip."""
+    p, dp = planes(config, refs["p"], strip, queries), planes(config, refs["dp"], strip, queries)
+    return StoredPlanes(lambda h: p[h] * (dp[h] - refs["d"][h, :, queries][None]), config.heads)
+
+
+def save_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
+    """Write the gradient of the matrix of a strip, for stacked inputs `a` and output gradients `g` of a compose.
+
+    Where a block of keys meets several blocks of queries, it is added.
+    """
+    diagonals(config, dot(g, a, (1, 1)), out.at[strip.number], add=config.family == "matrix")
+
+
+class ComposeTensors(NamedTuple):
+    """References from which the gradients of the weights of one compose are computed, (planes, Bk, Bq)."""
+
+    layout: ComposeLayout  # of the weights whose gradients are sums of products of planes
+    a: Ref  # input
+    g: Ref  # gradient of the output
+    a_hidden: Ref | None  # hidden planes of the compose
+    g_hidden: Ref | None  # hidden planes of the transposed compose
+
+
+def compose_tensors(config: KernelConfig, refs: Refs, compose_name: ComposeName) -> ComposeTensors | None:
+    """Return the tensors of a compose after the post stage, or after the logit stage; None without this compose."""
+    layout = config.pre if compose_name == "pre" else config.post
+    if layout is None:
+        return None
+    if config.family != "vector":
+        layout = layout.query_only()
+    a, g = ("x", "dl") if compose_name == "pre" else ("p", "y")
+    return ComposeTensors(layout, refs[a], refs[g], refs.get(f"{compose_name}_hidden"), refs.get("g_hidden"))
+
+
+def weight_products(
+    config: KernelConfig, tensors: ComposeTensors, h: int, keys: slice, queries: slice
+) -> Iterator[tuple[int, Array, bool]]:
+    """Yield the products whose sums are the gradients of head `h`'s weights, for some keys and queries.
+
+    Each item is a packed row or column, the product, and True for a query-wise weight, whose gradient is a sum over
+    keys. The products are a_h times the planes of `g` for a down projection, g_h times the planes of `a` for an up
+    projection, and a_h·g_h for a gate.
+    """
+    layout = tensors.layout
+    x, y = tensors.a[h, keys, queries], tensors.g[h, keys, queries]
+    plane = h // (config.heads // config.groups)
+    sides = (layout.query, layout.query_rank, True), (layout.key, layout.key_rank, False)
+    for offsets, rank, is_row in sides:
+        if offsets.down is None or offsets.up is None:
+            continue
+        for r in range(rank):
+            yield offsets.down + r * config.heads + h, x * not_none(tensors.g_hidden)[plane, keys, queries], is_row
+            yield offsets.up + r * config.heads + h, y * not_none(tensors.a_hidden)[plane, keys, queries], is_row
+            plane += config.groups
+    if layout.query.gate is not None or layout.key.gate is not None:
+        product = x * y
+        for offsets, _, is_row in sides:
+            if offsets.gate is not None:
+                yield offsets.gate + h, product, is_row

@@ -3,67 +3,50 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E
 from dcvit.dcmha.pallas_tpu import mixing
+from dcvit.dcmha.pallas_tpu.backward_stages import (
+    ComposeTensors,
+    attention_weights,
+    compose_tensors,
+    logit_products,
+    logit_vectors,
+    post_products,
+    post_vectors,
+    score_vectors,
+    weight_products,
+)
 from dcvit.dcmha.pallas_tpu.call import Refs
-from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, Index, KernelConfig
-from dcvit.dcmha.pallas_tpu.mixing_gradients import diagonals, matrix_gradients
-from dcvit.dcmha.pallas_tpu.strips import Strip, key_wise_product, over_strips, stack, visible
+from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, strip_compose
+from dcvit.dcmha.pallas_tpu.config import LANES, ComposeName, Index, KernelConfig
+from dcvit.dcmha.pallas_tpu.forward_stages import Visible, score_products
+from dcvit.dcmha.pallas_tpu.mixing_gradients import matrix_gradients
+from dcvit.dcmha.pallas_tpu.strips import over_strips
 from dcvit.dcmha.pallas_tpu.tile import (
-    HiddenPlanes,
-    StoredPlanes,
-    StripCompose,
+    Strip,
+    Vectors,
     broadcast_rows,
     dot,
-    join,
-    logits,
-    queries_together,
+    planes,
+    planes_of_all_queries,
+    query_slices,
     scores,
     split,
-    strip_compose,
+    stack,
     total,
+    visible,
 )
 from dcvit.dcmha.pallas_tpu.weights import transpose_key_weights
 from dcvit.dcmha.shapes import Array, Ref, not_none
 
+Stage: TypeAlias = Callable[[KernelConfig, Refs, Strip, Ref], None]  # products of a strip
 CHUNK = 40  # keys that `weight_gradients` loads once for all sums of a head
-
-
-def planes(config: KernelConfig, ref: Ref, strip: Strip, queries: slice) -> StoredPlanes:
-    """Return the planes of all heads in a strip."""
-    return StoredPlanes(lambda h: split(ref[h, strip.rows, queries]), config.heads)
-
-
-def planes_of_all_queries(config: KernelConfig, ref: Ref, strip: Strip) -> StoredPlanes:
-    """Return the planes of all heads in a strip for all queries of the tile."""
-    return planes(config, ref, strip, slice(0, config.block_q))
-
-
-def attention_weights(
-    config: KernelConfig, refs: Refs, i: Index, j: Index, strip: Strip, buffer: Ref | None, queries: slice
-) -> Iterator[Array]:
-    """Return the attention weights P of a strip, one head after the other.
-
-    The hidden planes of the pre-compose are stored if they have a buffer.
-    """
-    pre = strip_compose(config, refs, "pre", buffer, queries)
-    a = planes(config, refs["x"], strip, queries)
-    out, hidden = logits(config, a, pre, visible(config, i, j, strip, refs.get("mask"), queries))
-    save_hidden(pre, hidden, refs.get("pre_hidden"), strip, queries)
-    return (jnp.exp2(x - refs["m"][h, :, queries][None]) for h, x in enumerate(out))
-
-
-def save_hidden(
-    compose: StripCompose | None, hidden: HiddenPlanes, out: Ref | None, strip: Strip, queries: slice
-) -> None:
-    """Write hidden planes of a strip, if they have a buffer."""
-    if compose is not None and out is not None:
-        compose.save_hidden(hidden, out.at[:, :, queries], strip.rows)
 
 
 def delta_kernel(config: KernelConfig, refs: Refs) -> None:
@@ -83,35 +66,12 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
         scores(config, refs["k"], refs["q"], refs["x"])
         scores(config, refs["v"], refs["do"], refs["y"])
 
-        def product(strip: Strip, out: Ref) -> None:
-            key_wise_product(
-                config,
-                refs,
-                refs.get("mix_pre"),
-                stack(config, planes_of_all_queries(config, refs["x"], strip)),
-                strip,
-                out.at[0],
-            )
-            key_wise_product(
-                config,
-                refs,
-                refs.get("mix_post_back"),
-                stack(config, planes_of_all_queries(config, refs["y"], strip)),
-                strip,
-                out.at[1],
-            )
-
-        def add(strip: Strip, buffers: Sequence[Ref | None]) -> None:
-            for queries in queries_together(config):
-                p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
-                post = strip_compose(config, refs, "post", buffers[1], queries)
-                dp: Iterable[Array] = planes(config, refs["y"], strip, queries)
-                if post is not None:
-                    dp, _ = post.transposed(planes(config, refs["y"], strip, queries))
-                for h, (x, y) in enumerate(zip(p, dp, strict=True)):
-                    refs["d"][h, :, queries] += jnp.sum(x * y, axis=0)
-
-        over_strips(config, refs, ("pre", "post"), add, product)
+        is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
+        vectors, products = (
+            functools.partial(add_delta, config, refs, is_visible),
+            functools.partial(delta_products, config, refs),
+        )
+        over_strips(config, refs, ("pre", "post"), vectors, products)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -119,128 +79,49 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
             refs["delta"][0, h : h + 1, :] = jnp.sum(refs["d"][h], axis=0, keepdims=True)
 
 
-def post_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the key-wise parts of the post-compose and of its transpose, and the gradient of its matrix."""
-    if "mix_post" in refs:
-        p, g = (stack(config, planes_of_all_queries(config, ref, strip)) for ref in (refs["p"], refs["y"]))
-        key_wise_product(config, refs, refs.get("mix_post"), p, strip, out.at[0])
-        key_wise_product(config, refs, refs.get("mix_post_back"), g, strip, out.at[1])
-        add_matrix_gradient(config, refs["dmix_post"], p, g, strip)
+def delta_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
+    """Compute the key-wise parts of the pre-compose and of the transposed post-compose."""
+    for n, (name, operand) in enumerate((("mix_pre", "x"), ("mix_post_back", "y"))):
+        if name in refs:
+            stacked = stack(config, planes_of_all_queries(config, refs[operand], strip))
+            out[n] = dot(key_wise_matrix(config, refs, name, strip), stacked, (1, 0))
 
 
-def pre_products(config: KernelConfig, refs: Refs, strip: Strip, out: Ref) -> None:
-    """Compute the gradients of the logits, the key-wise part of those of the scores, and that of the matrix."""
-    for h, x in enumerate(logit_gradients(config, refs, strip, slice(0, config.block_q))):
-        refs["y"][h, strip.rows, :] = join(x)
-    if "mix_pre" in refs:
-        a, g = (stack(config, planes_of_all_queries(config, ref, strip)) for ref in (refs["x"], refs["y"]))
-        key_wise_product(config, refs, refs.get("mix_pre_back"), g, strip, out.at[0])
-        add_matrix_gradient(config, refs["dmix_pre"], a, g, strip)
-
-
-def add_matrix_gradient(config: KernelConfig, out: Ref, a: Array, g: Array, strip: Strip) -> None:
-    """Add the gradient of the matrices of a strip, for stacked inputs `a` and output gradients `g` of a compose."""
-    diagonals(config, dot(g, a, (1, 1)), out.at[strip.number], add=True)
-
-
-def logit_gradients(config: KernelConfig, refs: Refs, strip: Strip, queries: slice) -> StoredPlanes:
-    """Return the gradients P·(dP - delta) of the logits of a strip."""
-    p, dp = planes(config, refs["p"], strip, queries), planes(config, refs["dp"], strip, queries)
-    return StoredPlanes(lambda h: p[h] * (dp[h] - refs["d"][h, :, queries][None]), config.heads)
-
-
-def post_strip(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Compute W and dP of a strip from P and dW, and store the hidden planes of both."""
-    for queries in queries_together(config):
-        p, dw = planes(config, refs["p"], strip, queries), planes(config, refs["y"], strip, queries)
-        w: Iterable[Array] = p
-        dp: Iterable[Array] = dw
-        post = strip_compose(config, refs, "post", buffers[0], queries)
+def add_delta(config: KernelConfig, refs: Refs, visible: Visible, strip: Strip, buffers: Sequence[Ref | None]) -> None:
+    """Add the products P·dP of a strip to `d`."""
+    for queries in query_slices(config):
+        p = attention_weights(config, refs, visible, strip, buffers[0], queries)
+        post = strip_compose(config, refs, "post", buffers[1], queries)
+        dp: Iterable[Array] = planes(config, refs["y"], strip, queries)
         if post is not None:
-            w, hidden = post.compose(p)
-            save_hidden(post, hidden, refs.get("post_hidden"), strip, queries)
-        for h, x in enumerate(w):
-            refs["w"][h, strip.rows, queries] = join(x).astype(refs["w"].dtype)
-        back = strip_compose(config, refs, "post", buffers[-1], queries)
-        if back is not None:
-            dp, hidden = back.transposed(dw)
-            save_hidden(back, hidden, refs.get("g_hidden"), strip, queries)
-        for h, x in enumerate(dp):
-            refs["dp"][h, strip.rows, queries] = join(x)
+            dp, _ = post.transposed(planes(config, refs["y"], strip, queries))
+        for h, (x, y) in enumerate(zip(p, dp, strict=True)):
+            refs["d"][h, :, queries] += jnp.sum(x * y, axis=0)
 
 
-def pre_strip(config: KernelConfig, refs: Refs, strip: Strip, buffers: Sequence[Ref | None]) -> None:
-    """Compute the gradients of the logits (to `y`) and of the scores of a strip from P, dP and delta."""
-    for queries in queries_together(config):
-        pre = strip_compose(config, refs, "pre", buffers[0], queries)
-        if config.family == "matrix":
-            dl: Sequence[Array] = planes(config, refs["y"], strip, queries)
-        else:
-            dl = list(logit_gradients(config, refs, strip, queries))
-            for h, x in enumerate(dl):
-                refs["y"][h, strip.rows, queries] = join(x)
-        da: Iterable[Array] = dl
-        if pre is not None:
-            da, hidden = pre.transposed(dl)
-            save_hidden(pre, hidden, refs.get("g_hidden"), strip, queries)
-        for h, x in enumerate(da):
-            refs["da"][h, strip.rows, queries] = join(x).astype(refs["da"].dtype)
+def weight_gradients(config: KernelConfig, refs: Refs, tensors: ComposeTensors, static: Ref | None) -> None:
+    """Compute a tile's share of the gradients of one compose.
 
-
-def weight_products(
-    config: KernelConfig, layout: ComposeLayout, h: int, rows: slice,
-    a: Ref, g: Ref, a_hidden: Ref | None, g_hidden: Ref | None,
-) -> Iterator[tuple[int, Array, bool]]:  # fmt: skip
-    """Yield the products whose sums are the gradients of head `h`'s weights, for the keys `rows`.
-
-    Each item is a packed row or column, the product, and True for a query-wise weight, whose gradient is a sum over
-    keys. The products are a_h times the planes of `g` for a down projection, g_h times the planes of `a` for an up
-    projection, and a_h·g_h for a gate.
+    Sums over keys are written to the rows `gq`, sums over queries are added to the columns `gk`. Heads are processed
+    one after the other, so that a head's sums over all keys stay in registers.
     """
-    x, y = a[h, rows], g[h, rows]
-    plane = h // (config.heads // config.groups)
-    sides = (layout.query, layout.query_rank, True), (layout.key, layout.key_rank, False)
-    for offsets, rank, is_row in sides:
-        if offsets.down is None or offsets.up is None:
-            continue
-        for r in range(rank):
-            yield offsets.down + r * config.heads + h, x * not_none(g_hidden)[plane, rows], is_row
-            yield offsets.up + r * config.heads + h, y * not_none(a_hidden)[plane, rows], is_row
-            plane += config.groups
-    if layout.query.gate is not None or layout.key.gate is not None:
-        product = x * y
-        for offsets, _, is_row in sides:
-            if offsets.gate is not None:
-                yield offsets.gate + h, product, is_row
-
-
-def weight_gradients(
-    config: KernelConfig, layout: ComposeLayout, refs: Refs,
-    a: Ref, g: Ref, a_hidden: Ref | None, static: Ref | None,
-) -> None:  # fmt: skip
-    """Compute a tile's share of the gradients of one compose with input `a` and output gradient `g`.
-
-    Sums over keys are written to the rows `gq`, sums over queries are added to the columns `gk`. Heads are
-    processed one after the other, so that a head's sums over all keys stay in registers.
-    """
-    per_group = config.heads // config.groups
+    per_group, queries = config.heads // config.groups, slice(None)
     for h in range(config.heads):
         sums: dict[int, Array] = {}
         for start in range(0, config.block_k, CHUNK):
-            rows = slice(start, min(start + CHUNK, config.block_k))
-            products = weight_products(config, layout, h, rows, a, g, a_hidden, refs.get("g_hidden"))
-            for column, product, is_row in products:
+            keys = slice(start, min(start + CHUNK, config.block_k))
+            for column, product, is_row in weight_products(config, tensors, h, keys, queries):
                 if is_row:
                     part = jnp.sum(split(product), axis=0)
                     sums[column] = sums[column] + part if column in sums else part
                 elif config.is_single_tile:
-                    refs["gk"][rows, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
+                    refs["gk"][keys, column : column + 1] = jnp.sum(product, axis=1, keepdims=True)
                 else:
-                    refs["gk"][rows, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
+                    refs["gk"][keys, column : column + 1] += jnp.sum(product, axis=1, keepdims=True)
         for column, part in sums.items():
             refs["gq"][column] = part
-        for n in range(h - h % per_group, h - h % per_group + per_group) if layout.has_static else ():
-            part = jnp.sum(split(a[n] * g[h]), axis=0)
+        for n in range(h - h % per_group, h - h % per_group + per_group) if tensors.layout.has_static else ():
+            part = jnp.sum(split(tensors.a[n] * tensors.g[h]), axis=0)
             registers = [part[:, c : c + LANES] for c in range(0, config.block_q, LANES)]
             not_none(static)[n * per_group + h % per_group] += total(registers)
 
@@ -251,45 +132,27 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
     If delta is an input, `d` already contains it; otherwise the tile contains complete rows and delta is computed
     from them.
     """
+
+    def run(compose_name: ComposeName, vectors: Vectors, products: Stage) -> None:
+        over_strips(config, refs, (compose_name,), vectors, functools.partial(products, config, refs))
+
+    def add_weight_gradients(compose_name: ComposeName) -> None:
+        if (tensors := compose_tensors(config, refs, compose_name)) is not None:
+            weight_gradients(config, refs, tensors, refs.get(f"gstatic_{compose_name}"))
+
     scores(config, refs["k"], refs["q"], refs["x"])
     scores(config, refs["v"], refs["do"], refs["y"])
-
-    def product(strip: Strip, out: Ref) -> None:
-        key_wise_product(
-            config,
-            refs,
-            refs.get("mix_pre"),
-            stack(config, planes_of_all_queries(config, refs["x"], strip)),
-            strip,
-            out.at[0],
-        )
-
-    def attend(strip: Strip, buffers: Sequence[Ref | None]) -> None:
-        for queries in queries_together(config):
-            p = attention_weights(config, refs, i, j, strip, buffers[0], queries)
-            for h, x in enumerate(p):
-                refs["p"][h, strip.rows, queries] = join(x)
-
-    def layout(compose: ComposeLayout) -> ComposeLayout:  # of the weights whose gradients are sums of products
-        return compose.query_only() if config.family == "matrix" else compose
-
-    over_strips(config, refs, ("pre",), attend, product)
-    on_strip, products = (functools.partial(f, config, refs) for f in (post_strip, post_products))
-    over_strips(config, refs, ("post",), on_strip, products)
-    if config.post is not None:
-        weight_gradients(
-            config, layout(config.post), refs, refs["p"], refs["y"], refs.get("post_hidden"), refs.get("gstatic_post")
-        )
+    is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
+    run("pre", functools.partial(score_vectors, config, refs, is_visible), score_products)
+    run("post", functools.partial(post_vectors, config, refs), post_products)
+    add_weight_gradients("post")
     if "delta" not in refs:
         for h in range(config.heads):
             d = jnp.sum(split(refs["p"][h] * refs["dp"][h]), axis=0)
             refs["d"][h] = jnp.broadcast_to(jnp.sum(d, axis=0, keepdims=True), refs["d"].shape[1:])
-    on_strip, products = (functools.partial(f, config, refs) for f in (pre_strip, pre_products))
-    over_strips(config, refs, ("pre",), on_strip, products)
-    if config.pre is not None:
-        weight_gradients(
-            config, layout(config.pre), refs, refs["x"], refs["y"], refs.get("pre_hidden"), refs.get("gstatic_pre")
-        )
+    refs = {**refs, "dl": refs["y"]}  # dW is not needed any more
+    run("pre", functools.partial(logit_vectors, config, refs), logit_products)
+    add_weight_gradients("pre")
 
 
 def token_gradients(config: KernelConfig, refs: Refs, i: Index, factor: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +12,20 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.numerics import MASKED_SCORE
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
-from dcvit.dcmha.pallas_tpu.config import Index, IndexMap, Interpret, KernelConfig, Rows, conditions
+from dcvit.dcmha.pallas_tpu.config import Index, IndexMap, Interpret, KernelConfig, conditions
+from dcvit.dcmha.pallas_tpu.forward_stages import (
+    finish_statistics,
+    score_products,
+    score_vectors,
+    update_statistics,
+    weight_products,
+    weight_vectors,
+)
 from dcvit.dcmha.pallas_tpu.matrices import with_matrices
 from dcvit.dcmha.pallas_tpu.packing import with_columns
-from dcvit.dcmha.pallas_tpu.strips import (
-    Strip,
-    broadcast_scratch,
-    key_wise_product,
-    mixed_scratch,
-    over_strips,
-    stack,
-    visible,
-)
-from dcvit.dcmha.pallas_tpu.tile import (
-    StoredPlanes,
-    dot,
-    join,
-    logits,
-    queries_together,
-    scores,
-    split,
-    strip_compose,
-    strip_rows,
-)
-from dcvit.dcmha.shapes import Array, Ref, not_none
+from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch, over_strips
+from dcvit.dcmha.pallas_tpu.tile import dot, scores, visible
+from dcvit.dcmha.shapes import Array
 
 
 def initialize_statistics(refs: Refs) -> None:
@@ -45,85 +34,29 @@ def initialize_statistics(refs: Refs) -> None:
     refs["sums"][...] = jnp.zeros(refs["sums"].shape, jnp.float32)
 
 
-def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, slot: Index, *, count: bool) -> None:
-    """Write the composed and masked scores of a tile to `x`; `count` adds them to the running statistics."""
-    scores(config, refs["k"], refs["q"], refs["x"].at[slot])
+def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, *, count: bool) -> None:
+    """Write the composed and masked scores of a tile to `y`; `count` adds them to the running statistics."""
+    scores(config, refs["k"], refs["q"], refs["x"])
     step_keys = config.strip * config.strips_per_step
-
-    def planes(strip: Strip, queries: slice) -> StoredPlanes:
-        return StoredPlanes(lambda h: split(refs["x"][slot, h, strip.rows, queries]), config.heads)
-
-    def product(strip: Strip, out: Ref) -> None:
-        key_wise_product(
-            config, refs, refs.get("mix_pre"), stack(config, planes(strip, slice(0, config.block_q))), strip, out.at[0]
-        )
-
-    def compose(strip: Strip, buffers: Sequence[Ref | None]) -> None:
-        for queries in queries_together(config):
-            pre = strip_compose(config, refs, "pre", buffers[0], queries)
-            a: Sequence[Array] = planes(strip, queries)
-            if config.family == "vector":  # static weights read all heads for each one, which replaces its scores
-                a = list(a)
-            out, _ = logits(config, a, pre, visible(config, i, j, strip, refs.get("mask"), queries))
-            for h, x in enumerate(out):
-                refs["x"][slot, h, strip.rows, queries] = join(x)
 
     def count_previous_step(step: Array) -> None:
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
-        update_statistics(config, refs, slot, rows, step > 0)
+        update_statistics(config, refs, rows, valid=step > 0)
 
-    over_strips(config, refs, ("pre",), compose, product, count_previous_step if count else None)
+    is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
+    vectors = functools.partial(score_vectors, config, refs, is_visible)
+    products = functools.partial(score_products, config, refs)
+    over_strips(config, refs, ("pre",), vectors, products, count_previous_step if count else None)
     if count:
-        update_statistics(config, refs, slot, slice(config.block_k - step_keys, config.block_k), True)
+        update_statistics(config, refs, slice(config.block_k - step_keys, config.block_k))
 
 
-def update_statistics(config: KernelConfig, refs: Refs, slot: Index, rows: Rows, valid: Array | bool) -> None:
-    """Add scores to the running maximum and sum of each sublane if `valid`."""
-    for h in range(config.heads):
-        x = split(refs["x"][slot, h, rows, :])
-        before, sums = refs["m"][h], refs["sums"][h]
-        m = jnp.maximum(before, jnp.max(x, axis=0))
-        refs["m"][h] = jnp.where(valid, m, before)
-        refs["sums"][h] = jnp.where(valid, sums * jnp.exp2(before - m) + jnp.sum(jnp.exp2(x - m[None]), axis=0), sums)
-
-
-def finish_statistics(config: KernelConfig, refs: Refs) -> None:
-    """Reduce the eight sublanes and store the log-sum-exp in `m` and `lse`; 0 for a fully masked query."""
-    for h in range(config.heads):
-        m = jnp.max(refs["m"][h], axis=0, keepdims=True)
-        sums = jnp.sum(refs["sums"][h] * jnp.exp2(refs["m"][h] - m), axis=0, keepdims=True)
-        lse = jnp.where(m > MASKED_SCORE / 2, m + jnp.log2(sums), 0.0)
-        refs["lse"][0, h : h + 1, :] = lse
-        refs["m"][h] = jnp.broadcast_to(lse, (8, config.block_q))
-
-
-def compute_output(config: KernelConfig, refs: Refs, slot: Index) -> None:
+def compute_output(config: KernelConfig, refs: Refs) -> None:
     """Add the weights times the values of a tile to `acc`, or write them to `o` if there is no other tile."""
-
-    def weights(strip: Strip, h: int, queries: slice) -> Array:
-        return jnp.exp2(split(refs["x"][slot, h, strip.rows, queries]) - refs["m"][h, :, queries][None])
-
-    def product(strip: Strip, out: Ref) -> None:
-        for h in range(config.heads):
-            out[1, strip_rows(config, h), :] = join(weights(strip, h, slice(0, config.block_q)))
-        key_wise_product(config, refs, refs.get("mix_post"), out[1].astype(config.operand_dtype), strip, out.at[0])
-
-    def computed(strip: Strip, buffers: Sequence[Ref | None], queries: slice) -> Sequence[Array]:
-        if config.family == "matrix":
-            return StoredPlanes(lambda h: not_none(buffers[1])[:, strip_rows(config, h), queries], config.heads)
-        return [weights(strip, h, queries) for h in range(config.heads)]
-
-    def compose_weights(strip: Strip, buffers: Sequence[Ref | None]) -> None:
-        for queries in queries_together(config):
-            post = strip_compose(config, refs, "post", buffers[0], queries)
-            p = computed(strip, buffers, queries)
-            for h, x in enumerate(p if post is None else post.compose(p)[0]):
-                refs["w"][h, strip.rows, queries] = join(x).astype(refs["w"].dtype)
-
-    over_strips(config, refs, ("post",), compose_weights, product)
-    v = refs["v"][
-        0, : config.block_k
-    ].T  # values are far smaller than weights, which the matrix unit reads without a transposition
+    vectors, products = (functools.partial(stage, config, refs) for stage in (weight_vectors, weight_products))
+    over_strips(config, refs, ("post",), vectors, products)
+    # Values are far smaller than weights, which the matrix unit reads without a transposition.
+    v = refs["v"][0, : config.block_k].T
     out = [dot(v[config.key_lanes(h)], refs["w"][h], (1, 0)) for h in range(config.heads)]
     if "acc" not in refs:
         refs["o"][0] = jnp.concatenate([x.astype(refs["o"].dtype) for x in out], axis=0)
@@ -139,12 +72,13 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
     i, phase, step = (0, 0, 0) if config.is_single_tile else (pl.program_id(1), pl.program_id(2), pl.program_id(3))
     j = config.first_key_block(i) + step
     slots, steps = refs["x"].shape[0], config.max_key_blocks
-    slot = step if slots > 1 else 0
+    scores_of_block = refs["x"].at[step if slots > 1 else 0]
+    refs = {**refs, "x": scores_of_block, "y": scores_of_block}
     if steps == 1:
         initialize_statistics(refs)
-        compute_scores(config, refs, i, j, slot, count=True)
+        compute_scores(config, refs, i, j, count=True)
         finish_statistics(config, refs)
-        compute_output(config, refs, slot)
+        compute_output(config, refs)
         return
     attended = j <= config.last_key_block(i)
     acc = refs["acc"]
@@ -155,7 +89,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
 
     @pl.when((phase == 0) & attended)
     def _() -> None:
-        compute_scores(config, refs, i, j, slot, count=True)
+        compute_scores(config, refs, i, j, count=True)
 
     @pl.when((phase == 1) & (step == 0))
     def _() -> None:
@@ -165,8 +99,8 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
     @pl.when((phase == 1) & attended)
     def _() -> None:
         if slots == 1:
-            compute_scores(config, refs, i, j, slot, count=False)
-        compute_output(config, refs, slot)
+            compute_scores(config, refs, i, j, count=False)
+        compute_output(config, refs)
 
     @pl.when((phase == 1) & (step == steps - 1))
     def _() -> None:

@@ -12,37 +12,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE, round_up
+from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.pallas_tpu import interleaved, mixing
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig
-from dcvit.dcmha.pallas_tpu.packing import with_columns
-from dcvit.dcmha.pallas_tpu.stages import (
-    Task,
-    add_mixed,
-    key_wise_product,
-    keys_of,
-    operand_scratch,
-    planes,
-    queries_of,
-    query_compose,
-    ring,
-    ring_planes,
-    run_all,
-    run_stage,
-    save,
-    save_operand,
-    slot,
-    visible_keys,
+from dcvit.dcmha.pallas_tpu.forward_stages import (
+    finish_statistics,
+    score_products,
+    score_vectors,
+    update_statistics,
+    weight_products,
+    weight_vectors,
 )
-from dcvit.dcmha.pallas_tpu.tile import dot, join, split
+from dcvit.dcmha.pallas_tpu.packing import with_columns
+from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
+from dcvit.dcmha.pallas_tpu.tile import dot, operand_scratch, visible
 from dcvit.dcmha.pallas_tpu.weights import rows_of
 from dcvit.dcmha.shapes import Array
 
@@ -64,81 +54,24 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
 def attend(config: KernelConfig, refs: Refs, e: Index) -> None:
     """Compute the attention weights of example `e`, the output of the previous one and the scores of the next one."""
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
-    work: list[Task] = [functools.partial(prepare_post, config, refs), *output_tasks(config, refs, previous)]
+    pre_refs, post_refs = ({**refs, "wq": refs[rows]} if rows in refs else refs for rows in ("wq_rows", "wq_late"))
+    is_visible = functools.partial(visible, config, 0, 0, mask_of(refs, e))
     run_stage(
         config,
-        lambda b: pre_products(config, refs, b),
-        lambda b: pre_vectors(config, refs, e, b),
-        work,
-        lambda b, count: update_statistics(config, refs, b, count),
+        refs["mixed"],
+        functools.partial(score_products, config, pre_refs),
+        functools.partial(score_vectors, config, pre_refs, is_visible),
+        [functools.partial(prepare_post, config, refs), *output_tasks(config, refs, previous)],
+        lambda keys: update_statistics(config, refs, keys, is_first=keys.start == 0),
     )
     finish_statistics(config, refs, e)
-    work = score_tasks(config, refs, following)
-    run_stage(config, lambda b: post_products(config, refs, b), lambda b: post_vectors(config, refs, b), work)
-
-
-def pre_products(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the key-wise part of the pre-compose of a block."""
-    for queries in queries_of(config):
-        key_wise_product(
-            config, refs, refs.get("mix_pre"), planes(config, refs["x"], b, queries), refs["mixed"], b, queries
-        )
-
-
-def pre_vectors(config: KernelConfig, refs: Refs, e: Index, b: int) -> None:
-    """Compute the composed and masked scores of a block."""
-    mask = refs.get("mask")
-    if mask is not None and mask.shape[0] > 1:
-        mask = mask.at[pl.ds(e, 1)]
-    for queries in queries_of(config):
-        x = planes(config, refs["x"], b, queries)
-        pre = query_compose(config, refs, "pre", refs.get("wq_rows"), queries)
-        y: Iterable[Array] = [plane * (config.scale * LOG2_E) for plane in x] if pre is None else pre.compose(x)[0]
-        y = add_mixed(config, refs.get("mix_pre"), y, refs["mixed"], b, queries)
-        seen = visible_keys(config, mask, b, queries)
-        save(config, y if seen is None else [jnp.where(seen, x, MASKED_SCORE) for x in y], refs["y"], b, queries)
-
-
-def update_statistics(config: KernelConfig, refs: Refs, first: int, count: int) -> None:
-    """Add some blocks of scores to the running maximum and sum of each sublane."""
-    for h in range(config.heads):
-        y = split(refs["y"][h, keys_of(config, first, count), :])
-        m = jnp.max(y, axis=0)
-        if first > 0:
-            m = jnp.maximum(m, refs["m"][h])
-        sums = jnp.sum(jnp.exp2(y - m[None]), axis=0)
-        refs["sums"][h] = sums if first == 0 else refs["sums"][h] * jnp.exp2(refs["m"][h] - m) + sums
-        refs["m"][h] = m
-
-
-def finish_statistics(config: KernelConfig, refs: Refs, e: Index) -> None:
-    """Reduce the eight sublanes and store the log-sum-exp in `m` and `lse`; 0 for a fully masked query."""
-    for h in range(config.heads):
-        m = jnp.max(refs["m"][h], axis=0, keepdims=True)
-        sums = jnp.sum(refs["sums"][h] * jnp.exp2(refs["m"][h] - m), axis=0, keepdims=True)
-        lse = jnp.where(m > MASKED_SCORE / 2, m + jnp.log2(sums), 0.0)
-        refs["lse"][e, h : h + 1, :] = lse
-        refs["m"][h] = jnp.broadcast_to(lse, (SUBLANES, config.block_q))
-
-
-def post_products(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the attention weights of a block, and the key-wise part of the post-compose."""
-    for queries in queries_of(config):
-        y = planes(config, refs["y"], b, queries)
-        p = [jnp.exp2(x - refs["m"][h, :, queries][None]) for h, x in enumerate(y)]
-        for h, plane in enumerate(p):
-            refs["p"][slot(b), keys_of(config, h), queries] = join(plane)
-        key_wise_product(config, refs, refs.get("mix_post"), p, refs["mixed"], b, queries)
-
-
-def post_vectors(config: KernelConfig, refs: Refs, b: int) -> None:
-    """Compute the composed attention weights of a block."""
-    for queries in queries_of(config):
-        p = ring_planes(config, refs["p"], b, queries)
-        post = query_compose(config, refs, "post", refs.get("wq_late"), queries)
-        w: Iterable[Array] = p if post is None else post.compose(p)[0]
-        w = add_mixed(config, refs.get("mix_post"), w, refs["mixed"], b, queries)
-        save_operand(config, w, refs["w"], b, queries)
+    run_stage(
+        config,
+        refs["mixed"],
+        functools.partial(weight_products, config, post_refs),
+        functools.partial(weight_vectors, config, post_refs),
+        score_tasks(config, refs, following),
+    )
 
 
 def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
@@ -222,8 +155,7 @@ def scratch(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, pl.Me
         "m": row,  # maximum of each sublane; later the log-sum-exp
         "sums": row,  # sum of each sublane
         "w": operand_scratch(config),  # composed attention weights
-        "p": ring(config),  # attention weights of the blocks in work
-        "mixed": ring(config),  # key-wise parts of the blocks in work
+        "mixed": ring(config),  # key-wise parts and attention weights of the strips in work
         "q_tile": interleaved.tile(queries, wide, operand),  # tokens of one example
         "k_tile": interleaved.tile(keys, narrow, operand),
         "v_tile": interleaved.tile(keys, narrow, operand),

@@ -1,10 +1,11 @@
-"""Loops over the strips of a tile in the TPU kernels for one example, and which keys of a strip are attended to."""
+"""Loops over the strips of a tile: the schedule of the stages in the TPU kernels for one example.
+
+`dcvit.dcmha.pallas_tpu.forward_stages` and `dcvit.dcmha.pallas_tpu.backward_stages` contain the stages.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from dcvit.dcmha.pallas_tpu import mixing
 from dcvit.dcmha.pallas_tpu.call import Refs
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeLayout, ComposeName, Index, KernelConfig, Rows
-from dcvit.dcmha.pallas_tpu.tile import dot, join, split
+from dcvit.dcmha.pallas_tpu.tile import Products, Strip, Vectors
 from dcvit.dcmha.shapes import Array, Ref, not_none
-
-
-class Strip(NamedTuple):
-    """A run of neighboring keys of a tile."""
-
-    start: Index
-    size: int
-    may_pad: bool  # True if some rows of the strip may lie after the last key
-    number: Index = 0  # of the strip in the tile; the number of strips for a repetition of the last one
-
-    @property
-    def rows(self) -> Rows:
-        return pl.ds(self.start, self.size)
-
-
-Body: TypeAlias = Callable[[Strip, Sequence["Ref | None"]], None]
 
 
 def broadcast_columns(
@@ -49,13 +34,13 @@ def over_strips(
     config: KernelConfig,
     refs: Refs,
     composes: Sequence[ComposeName],
-    body: Body,
-    product: Callable[[Strip, Ref], None],
+    vectors: Vectors,
+    products: Products,
     overlapped: Callable[[Array], None] | None = None,
 ) -> None:
-    """Call body(strip, buffers) for each strip of a tile.
+    """Call vectors(strip, buffers) for each strip of a tile.
 
-    `buffers` hold the broadcast weights of `composes`, or the planes that `product` has written, if the matrix unit
+    `buffers` hold the broadcast weights of `composes`, or the planes that `products` has written, if the matrix unit
     mixes heads; see `over_mixed_strips`.
 
     A strip of few heads is short, and the latency of the broadcast would dominate it. One step of the loop therefore
@@ -64,7 +49,7 @@ def over_strips(
     number of the step, runs while the broadcasts are in flight; it must not read what the step writes.
     """
     if config.family == "matrix":
-        over_mixed_strips(config, refs["mixed"], body, product, overlapped)
+        over_mixed_strips(config, refs["mixed"], vectors, products, overlapped)
         return
     unroll = config.strips_per_step
     layouts = {"pre": (config.pre, refs.get("broadcast_pre")), "post": (config.post, refs.get("broadcast_post"))}
@@ -81,7 +66,7 @@ def over_strips(
         if overlapped:
             overlapped(i)
         for some, outs in zip(strips, buffers, strict=True):
-            body(some, outs)
+            vectors(some, outs)
 
     jax.lax.fori_loop(0, steps(config), step, None)
 
@@ -104,20 +89,20 @@ def strips_of(config: KernelConfig, i: Index) -> list[Strip]:
 
 
 def over_mixed_strips(
-    config: KernelConfig, buffers: Ref, body: Body, product: Callable[[Strip, Ref], None],
+    config: KernelConfig, buffers: Ref, vectors: Vectors, products: Products,
     overlapped: Callable[[Array], None] | None,
 ) -> None:  # fmt: skip
-    """Call product(strip, buffer) for each strip of a tile, one step ahead of body(strip, buffers).
+    """Call products(strip, buffer) for each strip of a tile, one step ahead of vectors(strip, buffers).
 
     So the matrix unit mixes the heads of the next strips beside the vector operations of the current ones. Two steps
     are unrolled, each of which has its own buffers, because the compiler assumes that buffers alias if a traced index
-    selects them. After the last step, `product` is called for a repetition of it, whose results are not used: of 16
+    selects them. After the last step, `products` is called for a repetition of it, whose results are not used: of 16
     strips in steps of two, 18 have products.
     """
 
     def compute(i: Index, half: int) -> None:
         for n, strip in enumerate(strips_of(config, i)):
-            product(strip, buffers.at[half, n])
+            products(strip, buffers.at[half, n])
 
     def two_steps(pair: Array, _: None) -> None:
         for half in range(2):
@@ -128,26 +113,11 @@ def over_mixed_strips(
             strips = strips_of(config, i)
             size = len(strips) * config.strip
             start = pl.multiple_of(jnp.asarray(strips[0].start), size)
-            together = Strip(start, size, any(strip.may_pad for strip in strips))
-            body(together, [buffers.at[half, :, plane] for plane in range(buffers.shape[2])])
+            strips_of_step = Strip(start, size, any(strip.may_pad for strip in strips))
+            vectors(strips_of_step, [buffers.at[half, :, plane] for plane in range(buffers.shape[2])])
 
     compute(0, 0)
     jax.lax.fori_loop(0, steps(config) // 2, two_steps, None)
-
-
-def key_wise_product(
-    config: KernelConfig, refs: Refs, matrices: Ref | None, operand: Array, strip: Strip, out: Ref
-) -> None:
-    """Write the product of the matrices of a strip with the `stack` of all heads to `out`, if there are matrices."""
-    if matrices is not None:
-        number = jnp.minimum(strip.number, matrices.shape[1] - 1)
-        matrix = mixing.block(config, matrices.at[0], refs["diagonal"], number)
-        out[...] = dot(matrix, operand, (1, 0))
-
-
-def stack(config: KernelConfig, planes: Sequence[Array]) -> Array:
-    """Return planes, rounded together, as rows of one operand of a product."""
-    return jnp.concatenate([join(x) for x in planes], axis=0).astype(config.operand_dtype)
 
 
 def broadcast_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
@@ -168,29 +138,3 @@ def mixed_scratch(config: KernelConfig) -> dict[str, pl.MemoryRef]:
         return {}
     shape = (2, config.strips_per_step, 2, config.heads * config.strip, config.block_q)
     return {"mixed": pltpu.VMEM(shape, jnp.float32), "diagonal": mixing.diagonal_scratch()}
-
-
-def visible(
-    config: KernelConfig, i: Index, j: Index, strip: Strip, mask: Ref | None, lanes: slice | None = None
-) -> Array | None:
-    """Return which keys of a strip of key block `j` the queries of block `i` attend to; None if they attend to all.
-
-    `lanes` selects some queries of the block.
-    """
-    lanes = lanes or slice(0, config.block_q)
-    shape = (strip.size // 8, 8, lanes.stop - lanes.start)
-    conditions: list[Array] = []
-    if config.is_ordered or strip.may_pad:
-        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 8 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        key = row + (j * config.block_k + strip.start)
-        if config.is_ordered:
-            first_query = i * config.block_q + (config.first_query + lanes.start)
-            query = jax.lax.broadcasted_iota(jnp.int32, shape, 2) + first_query
-            conditions.append(key <= query)
-            if config.window is not None:
-                conditions.append(key > query - config.window)
-        if strip.may_pad:
-            conditions.append(key < config.keys)
-    if mask is not None:
-        conditions.append(split(mask[0, strip.rows, lanes].astype(jnp.float32)) > 0.5)
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
