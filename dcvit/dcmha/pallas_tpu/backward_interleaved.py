@@ -33,7 +33,7 @@ from dcvit.dcmha.pallas_tpu.backward_stages import (
     weight_products,
 )
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
-from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, ComposeName, Index, Interpret, KernelConfig
+from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeName, Index, Interpret, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward_stages import score_products
 from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import (
@@ -45,7 +45,6 @@ from dcvit.dcmha.pallas_tpu.tile import (
     query_slices,
     save,
     split,
-    total,
     visible,
 )
 from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
@@ -218,67 +217,24 @@ def query_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dqᵀ = kᵀ·dAᵀ."""
     k = refs["k_tile"]
     read = functools.partial(interleaved.read, config, refs["k"], e, k)
-    return [read, *token_gradients(config, refs["dq"], k, refs["da"], 0, score_factor(config), e)]
+    return [read, *interleaved.query_products(config, refs["dq"], e, k, refs["da"], score_factor(config))]
 
 
 def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dkᵀ = qᵀ·dA."""
     q = refs["q_tile"]
     read = functools.partial(interleaved.read, config, refs["q"], e, q)
-    return [read, *token_gradients(config, refs["dk"], q, refs["da"], 1, score_factor(config), e)]
+    return [read, *interleaved.key_products(config, refs["dk"], e, q, refs["da"], score_factor(config))]
 
 
 def value_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dvᵀ = dOᵀ·W."""
-    return token_gradients(config, refs["dv"], refs["do_tile"], refs["w"], 1, 1.0, e)
+    return interleaved.key_products(config, refs["dv"], e, refs["do_tile"], refs["w"])
 
 
 def score_factor(config: KernelConfig) -> float:
     """Return the factor from gradients of scores in units of log 2 to those of products of queries and keys."""
     return 1 / LOG2_E if config.pre is not None else config.scale
-
-
-def token_gradients(
-    config: KernelConfig, out: Ref, tokens: Ref, some_planes: Ref, axis: int, factor: float, e: Index
-) -> list[Task]:
-    """Return the work of writing gradients of tokens, tokensᵀ times planes, in parts of complete registers.
-
-    Args:
-      config: the sizes.
-      out: gradients of the queries, or of the keys or values, which are sums over the queries' heads.
-      tokens: the tokens on the other side of the product.
-      some_planes: gradients of the scores, or composed weights, (H, Bq/128, Bk, 128).
-      axis: the axis of a plane that the product contracts: 0 for gradients of queries, else 1.
-      factor: multiplies the gradients.
-      e: number of the example in the block.
-    """
-    width, shared = config.head_dim, config.heads // config.key_heads
-    heads, each = (config.heads, 1) if axis == 0 else (config.key_heads, shared)
-    lanes_of = config.key_lanes if axis == 0 else config.query_lanes
-    together = math.lcm(width, LANES) // width
-
-    def part(first: int) -> None:
-        last = min(first + together, heads)
-        start = lanes_of(first * each).start
-        rows = interleaved.columns(tokens, slice(start, lanes_of(last * each - 1).stop)).T
-        found = []
-        for n in range(first, last):
-            terms = []
-            for h in range(n * each, (n + 1) * each):
-                lanes = lanes_of(h)
-                terms.append(product(rows[lanes.start - start : lanes.stop - start], h))
-            found.append(total(terms))
-        value = jnp.concatenate(found, axis=0)
-        lanes = slice(first * width, last * width)
-        interleaved.write(config, out, e, lanes, (value if factor == 1 else value * factor).T)
-
-    def product(rows: Array, h: int) -> Array:
-        count = some_planes.shape[1]
-        if axis == 0:
-            return jnp.concatenate([dot(rows, some_planes[h, n], (1, 0)) for n in range(count)], axis=1)
-        return total([dot(rows[:, n * LANES : (n + 1) * LANES], some_planes[h, n], (1, 1)) for n in range(count)])
-
-    return [functools.partial(part, first) for first in range(0, heads, together)]
 
 
 def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
@@ -290,11 +246,6 @@ def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
             rows[c : c + 1] = jnp.sum(refs["gq"][c], axis=0, keepdims=True)
         interleaved.write(config, refs["dwq"], e, slice(0, rows.shape[0]), rows[...].T)
 
-    def matrix(layout: ComposeLayout, packed: Ref, static: Ref | None, tile: int) -> None:
-        mixing_gradients.matrix_gradients(
-            config, layout, packed, refs.get("wk_prev"), refs.get("dwk_rows"), static, tile, add_static=tile > 0
-        )
-
     def key_wise() -> None:
         rows = refs["dwk_rows"]
         interleaved.write(config, refs["dwk"], e, slice(0, rows.shape[0]), rows[...].T)
@@ -305,8 +256,11 @@ def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and f"dmix_{name}" in refs:
             static = refs[f"dstatic_{name}"].at[e] if f"dstatic_{name}" in refs else None
-            tiles = range(cdiv(config.block_k, LANES))
-            work += [functools.partial(matrix, layout, refs[f"dmix_{name}"], static, tile) for tile in tiles]
+            packed, wk, dwk = refs[f"dmix_{name}"], refs.get("wk_prev"), refs.get("dwk_rows")
+            tensors = mixing_gradients.MatrixTensors(layout, packed, wk, dwk, static)
+            for tile in range(cdiv(config.block_k, LANES)):
+                task = functools.partial(mixing_gradients.matrix_gradients, config, tensors, tile, add_static=tile > 0)
+                work.append(task)
     return [*work, key_wise] if "dwk" in refs else work
 
 

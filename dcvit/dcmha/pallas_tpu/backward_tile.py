@@ -26,7 +26,7 @@ from dcvit.dcmha.pallas_tpu.call import Refs
 from dcvit.dcmha.pallas_tpu.compose import key_wise_matrix, strip_compose
 from dcvit.dcmha.pallas_tpu.config import LANES, ComposeName, Index, KernelConfig
 from dcvit.dcmha.pallas_tpu.forward_stages import Visible, score_products
-from dcvit.dcmha.pallas_tpu.mixing_gradients import matrix_gradients
+from dcvit.dcmha.pallas_tpu.mixing_gradients import MatrixTensors, matrix_gradients
 from dcvit.dcmha.pallas_tpu.strips import over_strips
 from dcvit.dcmha.pallas_tpu.tile import (
     Strip,
@@ -257,8 +257,7 @@ def write_matrix_gradients(config: KernelConfig, refs: Refs) -> None:
         if layout is not None and f"dmix_{name}" in refs:
             packed = refs[f"dmix_{name}"]
             blocks, static = packed.at[: packed.shape[0] - 1], refs.get(f"gstatic_{name}")
-            matrix_gradients(
-                config, layout, blocks, refs.get("wk_cur"), refs.get("dwk_rows"), static, 0, add_static=True
-            )
+            tensors = MatrixTensors(layout, blocks, refs.get("wk_cur"), refs.get("dwk_rows"), static)
+            matrix_gradients(config, tensors, 0, add_static=True)
     if "dwk_rows" in refs:
         refs["dwk"][0] = refs["dwk_rows"][...].T[: config.block_k]

@@ -11,7 +11,6 @@ An example has two stages, in which matrix products of its neighbors run beside 
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -107,24 +106,10 @@ def prepare_post(config: KernelConfig, refs: Refs) -> None:
 
 
 def output_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
-    """Return the work of computing the output of an example, in parts of complete registers of its columns."""
-    v, together = refs["v_tile"], math.lcm(config.head_dim, LANES) // config.head_dim
-
-    def part(first: int) -> None:
-        heads = range(first, min(first + together, config.heads))
-        start = config.key_lanes(heads[0]).start
-        rows = interleaved.columns(v, slice(start, config.key_lanes(heads[-1]).stop)).T
-        out = []
-        for h in heads:
-            lanes = config.key_lanes(h)
-            values = rows[lanes.start - start : lanes.stop - start]
-            parts = [dot(values, refs["w"][h, n], (1, 0)) for n in range(refs["w"].shape[1])]
-            out.append(jnp.concatenate(parts, axis=1))
-        lanes = slice(config.query_lanes(heads[0]).start, config.query_lanes(heads[-1]).stop)
-        interleaved.write(config, refs["o"], e, lanes, jnp.concatenate(out, axis=0).T)
-
-    parts = [functools.partial(part, first) for first in range(0, config.heads, together)]
-    return [lambda: interleaved.read(config, refs["v"], e, v), *parts]
+    """Return the work of computing the output of an example."""
+    v = refs["v_tile"]
+    read = functools.partial(interleaved.read, config, refs["v"], e, v)
+    return [read, *interleaved.query_products(config, refs["o"], e, v, refs["w"])]
 
 
 def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> tuple[Array, Array]:

@@ -9,12 +9,17 @@ one example.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, IndexMap, KernelConfig
+from dcvit.dcmha.pallas_tpu.tile import dot, total
 from dcvit.dcmha.shapes import Array, Ref
 
 TILE_ROWS = 16  # rows of a register of bfloat16
@@ -72,6 +77,71 @@ def write(config: KernelConfig, ref: Ref, e: Index, lanes: slice, x: Array) -> N
             _rows(ref)[_row(ref, start // LANES, e), :] = part
         else:
             ref[:, 0, start // LANES, e, :] = part
+
+
+def query_products(
+    config: KernelConfig, out: Ref, e: Index, tokens: Ref, planes: Ref, factor: float = 1.0
+) -> list[Callable[[], None]]:
+    """Return tasks that write Σ_s planes[s, t]·tokens[s] of each query t of example `e`, in complete registers.
+
+    Args:
+      config: the sizes.
+      out: output or gradients of the queries.
+      e: number of the example in the block.
+      tokens: a tile of keys or values.
+      planes: attention weights or gradients of the scores, see `dcvit.dcmha.pallas_tpu.tile.operand_scratch`.
+      factor: multiplies the result.
+    """
+
+    def part(heads: range) -> None:
+        start = config.key_lanes(heads[0]).start
+        rows = columns(tokens, slice(start, config.key_lanes(heads[-1]).stop)).T
+        found = []
+        for h in heads:
+            lanes = config.key_lanes(h)
+            x = rows[lanes.start - start : lanes.stop - start]
+            found.append(jnp.concatenate([dot(x, planes[h, n], (1, 0)) for n in range(planes.shape[1])], axis=1))
+        lanes = slice(config.query_lanes(heads[0]).start, config.query_lanes(heads[-1]).stop)
+        write(config, out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
+
+    return [functools.partial(part, heads) for heads in _heads_of_registers(config, config.heads)]
+
+
+def key_products(
+    config: KernelConfig, out: Ref, e: Index, tokens: Ref, planes: Ref, factor: float = 1.0
+) -> list[Callable[[], None]]:
+    """Return tasks that write Σ_t planes[s, t]·tokens[t] of each key s of example `e`, summed over its query heads.
+
+    The arguments are those of `query_products`, with a tile of queries or of their gradients.
+    """
+    shared = config.heads // config.key_heads
+
+    def part(key_heads: range) -> None:
+        start = config.query_lanes(key_heads[0] * shared).start
+        rows = columns(tokens, slice(start, config.query_lanes((key_heads[-1] + 1) * shared - 1).stop)).T
+        found = []
+        for n in key_heads:
+            terms = []
+            for h in range(n * shared, (n + 1) * shared):
+                lanes = config.query_lanes(h)
+                x = rows[lanes.start - start : lanes.stop - start]
+                registers = range(planes.shape[1])
+                terms.append(total([dot(x[:, c * LANES : (c + 1) * LANES], planes[h, c], (1, 1)) for c in registers]))
+            found.append(total(terms))
+        lanes = slice(key_heads[0] * config.head_dim, (key_heads[-1] + 1) * config.head_dim)
+        write(config, out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
+
+    return [functools.partial(part, key_heads) for key_heads in _heads_of_registers(config, config.key_heads)]
+
+
+def _heads_of_registers(config: KernelConfig, heads: int) -> list[range]:
+    """Return runs of heads that fill complete registers of columns."""
+    heads_per_tile = math.lcm(config.head_dim, LANES) // config.head_dim
+    return [range(first, min(first + heads_per_tile, heads)) for first in range(0, heads, heads_per_tile)]
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
 
 
 def _rows(ref: Ref) -> Ref:

@@ -13,6 +13,7 @@ The matrices are kept as rows n of columns (h, s); `block` repeats each row for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,17 +76,27 @@ def build(
       transposed: build the matrices of the transposed compose.
     """
     layout = not_none(config.pre if compose_name == "pre" else config.post)
+    weights = MatrixWeights(layout, wk, static, transposed)
     keys, heads = config.strip, config.heads
     per_register, blocks = LANES // keys, out.shape[0]
     for first in range(0, heads, SUBLANES):
         for start in range(cdiv(blocks, per_register)):
             columns = slice(start * LANES, (start + 1) * LANES)
-            planes = _planes(config, layout, wk, static, first, columns, transposed)
+            planes = _planes(config, weights, first, columns)
             by_block = [transpose_blocks(config, planes[n : n + per_register]) for n in range(0, heads, per_register)]
             for b in range(start * per_register, min((start + 1) * per_register, blocks)):
                 for n in range(0, heads, per_register):
                     x, lanes = by_block[n // per_register][b % per_register], slice(n * keys, n * keys + LANES)
                     out[b, first : first + SUBLANES, lanes] = pack_bf16_twice(config, x) if config.rounded else x
+
+
+class MatrixWeights(NamedTuple):
+    """Weights of which the matrices of one compose, or of its transpose, are made."""
+
+    layout: ComposeLayout
+    wk: Ref | None
+    static: Ref | None
+    transposed: bool
 
 
 def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]:
@@ -114,11 +125,9 @@ def transpose_blocks(config: KernelConfig, some: Sequence[Array]) -> list[Array]
     return found
 
 
-def _planes(
-    config: KernelConfig, layout: ComposeLayout, wk: Ref | None, static: Ref | None, first: int, columns: slice,
-    transposed: bool,
-) -> list[Array]:  # fmt: skip
+def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: slice) -> list[Array]:
     """Return N[n, h] of the eight heads n from `first` for 128 keys, (8, 128), for each head h."""
+    layout, wk, static, transposed = weights
     heads, per_group = config.heads, config.heads // config.groups
     head = _iota(0) + first
     down, up, gate = layout.key
@@ -162,9 +171,9 @@ def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
     registers = [slice(start, start + LANES) for start in range(0, rows.shape[2], LANES)]
     parts = []
     if config.rounded:
-        together, bits = 2 * SUBLANES // keys, diagonal[...]
-        for h in range(0, heads, together):
-            parts.append([pltpu.bitcast(_words(rows, b, h, together, n) & bits, jnp.bfloat16) for n in registers])
+        heads_per_tile, bits = 2 * SUBLANES // keys, diagonal[...]
+        for h in range(0, heads, heads_per_tile):
+            parts.append([pltpu.bitcast(_words(rows, b, h, heads_per_tile, n) & bits, jnp.bfloat16) for n in registers])
     else:
         row, lane = _iota(0), _iota(1) % keys
         for h in range(heads):
@@ -173,10 +182,12 @@ def block(config: KernelConfig, rows: Ref, diagonal: Ref, b: Index) -> Array:
     return jnp.concatenate([jnp.concatenate(x, axis=1) for x in parts], axis=0)[:, : heads * keys]
 
 
-def _words(rows: Ref, b: Index, h: int, together: int, lanes: slice) -> Array:
+def _words(rows: Ref, b: Index, h: int, heads_per_tile: int, lanes: slice) -> Array:
     """Return words of 16 rows of a matrix of bfloat16: those of a head, or of two."""
     words = _repeated(rows, b, h, lanes)
-    return words if together == 1 else jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1, lanes))
+    return (
+        words if heads_per_tile == 1 else jnp.where(_iota(0) < SUBLANES // 2, words, _repeated(rows, b, h + 1, lanes))
+    )
 
 
 def _repeated(rows: Ref, b: Index, h: int, lanes: slice) -> Array:

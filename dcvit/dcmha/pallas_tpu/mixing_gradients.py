@@ -8,6 +8,8 @@ them to planes with keys along lanes and applies the rules of N = Σ_r k1[r, h]�
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -76,37 +78,45 @@ def head_planes(config: KernelConfig, packed: Ref, half: int, tile: int) -> list
     return [jnp.where(group == h // per_group, plane, 0.0) for h, plane in enumerate(planes)]
 
 
-def matrix_gradients(
-    config: KernelConfig, layout: ComposeLayout, packed: Ref, weights: Ref | None, out: Ref | None,
-    static: Ref | None, tile: int, *, add_static: bool,
-) -> None:  # fmt: skip
+class MatrixTensors(NamedTuple):
+    """References from which the gradients of the key-wise and static weights of one compose are computed, and outputs.
+
+    Those of absent weights are None.
+    """
+
+    layout: ComposeLayout  # columns of the weights
+    packed: Ref  # registers of `diagonals`, (blocks, H/8, 8, H·Bs)
+    weights: Ref | None  # unscaled key-wise weights, (columns, keys)
+    out: Ref | None  # gradients of the scaled packed key-wise weights, (columns, keys)
+    static: (
+        Ref | None
+    )  # (H·H/8, 8, 128); sums over the last axis are dN[n, h] of input h, eight outputs n in a register
+
+
+def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *, add_static: bool) -> None:
     """Compute the gradients of the key-wise and static weights of one compose for 128 keys.
 
     Args:
       config: the numbers of heads and keys.
-      layout: the columns of the weights.
-      packed: registers of `diagonals`, (blocks, H/8, 8, H·Bs).
-      weights: unscaled key-wise weights, (columns, keys).
-      out: gradients of the scaled packed key-wise weights, (columns, keys).
-      static: (H·H/8, 8, 128); the sums over the last axis are dN[n, h] of input h, eight outputs n in a register.
+      tensors: the gradients of the matrices, and the outputs.
       tile: number of the 128 keys.
-      add_static: add to `static` instead of replacing it.
+      add_static: add to the static gradients instead of replacing them.
     """
-    for half in range(packed.shape[1]):
-        planes = head_planes(config, packed, half, tile)
-        if layout.key_rank or layout.key.gate is not None:
-            _key_wise(config, layout, planes, half, tile, not_none(weights), not_none(out))
+    static, halves = tensors.static, tensors.packed.shape[1]
+    for half in range(halves):
+        planes = head_planes(config, tensors.packed, half, tile)
+        if tensors.layout.key_rank or tensors.layout.key.gate is not None:
+            _key_wise(config, tensors, planes, half, tile)
         if static is not None:
             for h, plane in enumerate(planes):
                 by_output = rotate_sublanes(plane, positions()[1], inverse=True)
-                register = h * packed.shape[1] + half
+                register = h * halves + half
                 static[register] = static[register] + by_output if add_static else by_output
 
 
-def _key_wise(
-    config: KernelConfig, layout: ComposeLayout, planes: list[Array], half: int, tile: int, weights: Ref, out: Ref
-) -> None:
+def _key_wise(config: KernelConfig, tensors: MatrixTensors, planes: list[Array], half: int, tile: int) -> None:
     """Write the gradients of the key-wise weights of 128 keys; those of down projections are added over `half`."""
+    layout, weights, out = tensors.layout, not_none(tensors.weights), not_none(tensors.out)
     heads, (sublane, lane) = config.heads, positions()
     columns = slice(tile * LANES, (tile + 1) * LANES)
     first, count = half * SUBLANES, min(heads - half * SUBLANES, SUBLANES)
