@@ -6,16 +6,19 @@ row statistics, phase 1 the output. Between the phases it keeps the scores in VM
 otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
 step. Blocks that no query attends to are neither fetched nor computed.
 
-With several tiles, and an even number of heads, at most 32, the matrix unit computes the key-wise branches
-(`dcvit.dcmha.pallas_tpu.mixing`), one step of a loop ahead of the vector operations (`dcvit.dcmha.pallas_tpu.strips`).
-`dcvit.dcmha.pallas_tpu.tiling.mixed_by_matrices` has the rule. In each pass, a small kernel computes the matrices of
-all keys before (`dcvit.dcmha.pallas_tpu.matrices`).
+There are three families of kernels; the log says which one is used:
 
-Where one tile holds all scores, and examples can be processed in blocks of eight with interleaved tokens
-(`dcvit.dcmha.pallas_tpu.interleaved`), other kernels are used. They mix heads on the matrix unit, too, and overlap the
-matrix products of an example with the vector operations of its neighbor (`forward_interleaved`,
-`backward_interleaved`).
-`dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
+- "interleaved", where one tile holds all scores, and examples can be processed in blocks of eight with interleaved
+  tokens (`dcvit.dcmha.pallas_tpu.interleaved`). The matrix unit computes the key-wise branches
+  (`dcvit.dcmha.pallas_tpu.mixing`), and matrix products of an example run beside the vector operations of its neighbor
+  (`forward_interleaved`, `backward_interleaved`). `dcvit.dcmha.pallas_tpu.tiling.interleaved` has the rule.
+- "matrix", with several tiles, and an even number of heads, at most 32. The matrix unit computes the key-wise branches,
+  one step of a loop ahead of the vector operations. In each pass, a small kernel computes the matrices of all keys
+  before (`dcvit.dcmha.pallas_tpu.matrices`). `dcvit.dcmha.pallas_tpu.tiling.mixed_by_matrices` has the rule.
+- "vector" otherwise: vector units compute all branches.
+
+What they compute on a strip of keys exists once (`forward_stages`, `backward_stages`, `compose`). Two schedules run it:
+rolled loops over the strips of a tile (`strips`, for "matrix" and "vector"), and unrolled strips (`stages`).
 
 The backward pass needs the inputs and the log-sum-exp. If a tile does not hold complete rows, it also needs delta =
 Σ_s P·dP. A first kernel computes it; without a post-compose, it is the product of the output and its gradient. The

@@ -88,9 +88,7 @@ class MatrixTensors(NamedTuple):
     packed: Ref  # registers of `diagonals`, (blocks, H/8, 8, H·Bs)
     weights: Ref | None  # unscaled key-wise weights, (columns, keys)
     out: Ref | None  # gradients of the scaled packed key-wise weights, (columns, keys)
-    static: (
-        Ref | None
-    )  # (H·H/8, 8, 128); sums over the last axis are dN[n, h] of input h, eight outputs n in a register
+    static: Ref | None  # (H·H/8, 8, 128); sums over lanes are dN[n, h] of input h, eight outputs n in a register
 
 
 def matrix_gradients(config: KernelConfig, tensors: MatrixTensors, tile: int, *, add_static: bool) -> None:
