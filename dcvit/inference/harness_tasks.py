@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dcvit.errors import ConfigError, first_line
-from dcvit.inference.task_files import check_task_files, limited_templates
+from dcvit.inference.task_files import check_task_files, sandboxed_templates
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Resamples of the bootstrap, for metrics whose standard error has no formula. The harness's 100,000 take minutes.
@@ -71,7 +71,7 @@ def evaluate_tasks(
     from lm_eval.tasks import TaskManager
 
     try:
-        with limited_templates() if guarded else contextlib.nullcontext():
+        with sandboxed_templates() if guarded else contextlib.nullcontext():
             tasks = load_tasks(TaskManager(include_path=include_path and str(include_path)), names)
             return run_tasks(make_model(), tasks, num_fewshot=num_fewshot, limit=limit)
     except TemplateError as e:

@@ -1,25 +1,24 @@
-"""Checks of lm-evaluation-harness task files that could run code, and limits on their templates."""
+"""Checks of lm-evaluation-harness task files that could run code, and a sandbox for their templates."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from dcvit.errors import ConfigError, InputError, first_line
-from dcvit.inference import template_worker
+from dcvit.errors import ConfigError, first_line
 from input_pipeline.files import read_regular
-from input_pipeline.limited_process import LimitedProcess
 
 Node: TypeAlias = Any  # yaml.Node; PyYAML comes with the extra `eval`
 Event: TypeAlias = Any  # yaml.Event
+Environment: TypeAlias = Any  # jinja2.Environment; Jinja comes with the extra `eval`, too
 
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value", "binary")
 READERS = ("pandas", "sql", "spark", "generator")  # data readers that unpickle, open any database or file, or run code
 MAX_DEPTH, MAX_VALUES = 100, 1_000_000  # of a task file
+MAX_CHARACTERS = 1 << 24  # of the text that a template renders
 MAX_SHOWN = 60  # characters of a template that an error message shows
 CODE_KEYS = ("hf_evaluate", "use_prompt", "unsafe_code")  # keys of a task that load code or permit it
 
@@ -58,44 +57,54 @@ def check_task_files(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def limited_templates() -> Iterator[None]:
-    """Make the library render the templates of tasks in `template_worker` inside the context.
+def sandboxed_templates() -> Iterator[None]:
+    """Make the library render the templates of tasks in Jinja's sandbox inside the context.
 
-    A template could reach Python's internals, and through them run code, or take unlimited time and memory.
+    The sandbox keeps a template from Python's internals, through which it could run code. It does not limit time.
     """
     from lm_eval import utils
 
     original = utils.env
-    utils.env = _LimitedEnvironment()
+    utils.env = _Sandbox(original)
     try:
         yield
     finally:
         utils.env = original
 
 
-class _LimitedEnvironment:
-    """Replacement of the library's Jinja environment that renders in a process with limits."""
+class _Sandbox:
+    """Replacement of the library's Jinja environment, with the same options and filters."""
 
-    def __init__(self) -> None:
-        self.process = LimitedProcess(template_worker.__file__)
+    def __init__(self, original: Environment):
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def from_string(self, template: str) -> _LimitedTemplate:
+        self.environment = ImmutableSandboxedEnvironment(
+            undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline
+        )
+        self.environment.filters |= original.filters
+
+    def from_string(self, template: str) -> _Template:
         """Return a template."""
-        return _LimitedTemplate(self.process, template)
+        return _Template(self.environment, template)
 
 
-class _LimitedTemplate(NamedTuple):
+class _Template(NamedTuple):
     """A Jinja template."""
 
-    process: LimitedProcess
+    environment: Environment
     template: str
 
     def render(self, **values: object) -> str:
-        """Return the text with the values of variables. Raises ConfigError if rendering fails or exceeds a limit."""
+        """Return the text with the values of variables. Raises ConfigError if rendering fails or the text is long."""
         try:
-            return self.process(pickle.dumps((self.template, values)))[0].decode(errors="surrogatepass")
-        except (InputError, pickle.PicklingError, TypeError, AttributeError) as e:
-            raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {first_line(e)}") from None
+            text: str = self.environment.from_string(self.template).render(values)
+        except Exception as e:
+            reason = first_line(e)
+        else:
+            if len(text) <= MAX_CHARACTERS:
+                return text
+            reason = f"the text has {len(text):,} characters, more than the limit of {MAX_CHARACTERS:,}"
+        raise ConfigError(f"the task template {self.template[:MAX_SHOWN]!r}: {reason}")
 
 
 def _check_structure(events: Iterator[Event]) -> None:

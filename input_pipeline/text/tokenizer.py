@@ -5,7 +5,7 @@ Text is never converted to special tokens: the characters "<|endoftext|>" in a d
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from input_pipeline.errors import InputError, MissingDataError, nearest
+from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, read_regular
 from input_pipeline.optional import require
-from input_pipeline.text.tokenizer_process import TokenizerProcess
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT = 256  # the token after those of the 256 byte values
 MAX_VOCAB_SIZE = 1 << 24  # 16 times the largest in use; a larger token number would need much memory for `token_bytes`
 MAX_FILE_BYTES = 1 << 27  # of a tokenizer.json, three times the largest in use
-LINEAR_DECODERS = ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Sequence", "Strip", "WordPiece")
+MAX_TOKENS, MAX_TOKENS_PER_BYTE = 1 << 10, 1 << 6  # limit of tokens: 1,024, and 64 more for each byte of a text
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token of a single byte
 SPACE = "\u2581"  # represents a space in sentencepiece's tokens
 
@@ -89,10 +88,7 @@ class WordTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding.
-
-    A process of its own loads the file and encodes, because a file can contain what takes unlimited time or memory.
-    """
+    """The tokenizer of a `tokenizer.json`, without its templates, truncation and padding."""
 
     def __init__(self, path: str, end_of_text: str | None = END_OF_TEXT):
         """
@@ -104,22 +100,23 @@ class FileTokenizer:
           MissingDataError: the file does not exist.
           InputError: the file is invalid, exceeds a limit, or has no such special token.
         """
-        require("tokenizers")
+        library = require("tokenizers")
         file = expand(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         self.path = str(file)
-        self._content = _read(file)
-        try:
-            self._process = TokenizerProcess(self._content)
-        except InputError as e:
-            raise InputError(f"{file} is not a valid tokenizer.json: {e}") from None
-        self.vocab, self.added_tokens = self._process.vocab, self._process.added_tokens
-        self.vocab_size = max(self.vocab.values(), default=-1) + 1
+        content = _read(file)
+        with _one_line_errors(f"{file} is not a valid tokenizer.json"):
+            self._tokenizer: tokenizers.Tokenizer = library.Tokenizer.from_str(content.decode())
+            description = json.loads(content)
+            self.spelling = _spelling(description.get("pre_tokenizer"), description.get("decoder"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # to text they are characters
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise InputError(
                 f"{file} has a token with number {self.vocab_size - 1:,}; expected less than {MAX_VOCAB_SIZE:,}"
             )
-        self.spelling = _spelling(self._process.pre_tokenizer, self._process.decoder)
         self.end_of_text = None if end_of_text is None else self._special_token(end_of_text)
 
     @property
@@ -132,13 +129,13 @@ class FileTokenizer:
         if self.spelling is None:
             return None
         counts = np.zeros(self.vocab_size, np.int32)
-        for token, i in self.vocab.items():
+        for token, i in self._tokenizer.get_vocab().items():
             if self.spelling == "bytes":
                 counts[i] = len(token)  # each character is one byte
             else:
                 counts[i] = 1 if BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
-        for number, text, special in self.added_tokens:
-            counts[number] = 0 if special else len(text.encode())
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            counts[number] = 0 if added.special else len(added.content.encode())
         return counts
 
     def encode(self, text: str) -> list[int]:
@@ -150,42 +147,29 @@ class FileTokenizer:
         """Return the tokens of each text, without an end of text; several threads tokenize.
 
         Raises:
-          InputError: the tokenizer fails, or exceeds a limit of `input_pipeline.limited_worker`.
+          InputError: the tokenizer fails, or a text becomes more tokens than `MAX_TOKENS` allows.
         """
-        try:
-            return self._process.encode(texts)
-        except (InputError, UnicodeEncodeError) as e:
-            raise InputError(f"{self.path} cannot tokenize: {e}") from None
+        with _one_line_errors(f"{self.path} cannot tokenize"):
+            sizes = [len(text.encode()) for text in texts]  # raises an error for lone surrogates
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            for size, encoding in zip(sizes, encodings, strict=True):
+                if len(encoding) > MAX_TOKENS + MAX_TOKENS_PER_BYTE * size:
+                    raise InputError(f"{size:,} bytes of text become {len(encoding):,} tokens")
+            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens, with U+FFFD for invalid UTF-8.
 
         Raises:
-          InputError: the decoder fails, or exceeds a limit of `input_pipeline.limited_worker`.
+          InputError: the decoder fails.
         """
-        try:
-            return self._process.decode(ids) if self._decoder is None else str(self._decoder.decode(list(ids)))
-        except InputError as e:
-            raise InputError(f"{self.path} cannot decode: {e}") from None
-
-    @functools.cached_property
-    def _decoder(self) -> "tokenizers.Tokenizer | None":
-        """The tokenizer without the parts that encode, in this process; None if decoding needs limits.
-
-        Decoding in this process takes half the time, which matters because each generated token is decoded.
-        """
-        if not _is_linear(self._process.decoder):
-            return None
-        description = json.loads(self._content)
-        description |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))
-        if "merges" in description["model"]:
-            description["model"]["merges"] = []
-        decoder: tokenizers.Tokenizer = require("tokenizers").Tokenizer.from_str(json.dumps(description))
-        return decoder
+        with _one_line_errors(f"{self.path} cannot decode"):
+            return str(self._tokenizer.decode(list(ids)))
 
     def _special_token(self, name: str) -> int:
         """Return the number of a special token. Raises InputError if it does not exist or is made from text."""
-        special = {token.text: token.number for token in self.added_tokens if token.special}
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
         if name not in special:
             raise InputError(f"{self.path} has no special token {name!r} for end_of_text; {nearest(name, special)}")
         if special[name] in self.encode(name):
@@ -271,6 +255,20 @@ def _read(file: Path) -> bytes:
         raise InputError(f"cannot read {file}: {e}") from None
 
 
+@contextlib.contextmanager
+def _one_line_errors(problem: str) -> Iterator[None]:
+    """Convert any error of the tokenizers library to an InputError of one line that begins with a problem.
+
+    A panic of the library, which is written in Rust, is a BaseException.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as e:
+        raise InputError(f"{problem}: {first_line(e)}") from None
+
+
 def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"] | None:
     """Return how a tokenizer.json spells its tokens, or None if it is unknown.
 
@@ -280,18 +278,6 @@ def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"
     if "ByteLevel" in types:
         return "bytes"
     return "text" if "ByteFallback" in types else None
-
-
-def _is_linear(decoder: object) -> bool:
-    """Return whether decoding takes time and memory in proportion to the text of the tokens, and cannot fail."""
-    for part in _parts(decoder):
-        if part.get("type") == "Replace":
-            pattern = part["pattern"].get("String", "")
-            if not 0 < len(pattern.encode()) >= len(part["content"].encode()):
-                return False
-        elif part.get("type") not in LINEAR_DECODERS or part.get("stop"):
-            return False
-    return True
 
 
 def _parts(part: object) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,6 @@ from dcvit import lm_eval as command
 from dcvit.errors import ConfigError
 from dcvit.inference import harness_tasks, task_files
 from dcvit.training import loaded, trained
-from input_pipeline import limited_process
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
@@ -203,7 +202,7 @@ def test_templates_cannot_reach_pythons_internals(folder, call):
     assert "unsafe" in err.splitlines()[-1]
 
 
-def test_rendering_with_limits_equals_the_librarys(monkeypatch):
+def test_rendering_in_the_sandbox_equals_the_librarys():
     from jinja2.defaults import DEFAULT_FILTERS
     from lm_eval import utils
 
@@ -211,48 +210,29 @@ def test_rendering_with_limits_equals_the_librarys(monkeypatch):
     doc = {"a": "abbc", "c": (1, None)[:1], "d": datetime.date(2024, 5, 6), "name": "x\ud800"}
     for used in (template, "{{ name }}\n\n", "{{ c }} {{ doc.x if doc }}"[:7]):
         expected = utils.apply_template(used, doc)
-        with task_files.limited_templates():
+        with task_files.sandboxed_templates():
             assert utils.apply_template(used, doc) == expected
     assert set(utils.env.filters) - set(DEFAULT_FILTERS) == {"regex_replace"}
 
 
-HOSTILE_TEMPLATES = {
+BAD_TEMPLATES = {
     "long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-    "large text": ("{{ 'a' * 10**10 }}", "the limit of memory is exceeded"),
     "long text": ("{{ 'a' * (2 * 10**7) }}", "the text has 20,000,000 characters, more than the limit of 16,777,216"),
     "undefined value": ("{{ nothing }}", "'nothing' is undefined"),
     "deep nesting": ("{{ " + "(" * 2000 + ")" * 2000 + " }}", "the task template '{{ (("),
-    "endless loop": ("{% set n = range(99999) %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}", "time"),
-    "endless expression": ("{{ ('a' * 40) | regex_replace('(a|a)*b', '') }}", "the limit of time is exceeded"),
-    "large number": ("{{ 10 ** (10**10) }}", "the limit of time is exceeded"),
+    "changed list": ("{{ c.append(1) }}", "unsafe"),
 }
-SLOW = ("endless loop", "endless expression", "large number")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in SLOW else name for name in HOSTILE_TEMPLATES]
-)
-def test_hostile_template_is_a_one_line_error(name, monkeypatch):
+@pytest.mark.parametrize("name", BAD_TEMPLATES)
+def test_template_that_fails_is_a_one_line_error(name):
     from lm_eval import utils
 
-    monkeypatch.setattr(limited_process, "SECONDS", 0)
-    template, message = HOSTILE_TEMPLATES[name]
-    with task_files.limited_templates(), pytest.raises(ConfigError, match=re.escape(message)) as error:
-        utils.apply_template(template, {})
+    template, message = BAD_TEMPLATES[name]
+    with task_files.sandboxed_templates(), pytest.raises(ConfigError, match=re.escape(message)) as error:
+        utils.apply_template(template, {"c": []})
     assert str(error.value).startswith("the task template ")
     assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_endless_template_ends_the_command(folder, call, monkeypatch):
-    monkeypatch.setattr(limited_process, "SECONDS", 0)
-    (folder / "sly.yaml").write_text(
-        f"include: colors.yaml\ntask: sly\ndoc_to_text: {HOSTILE_TEMPLATES['endless loop'][0]!r}\n"
-    )
-    status, _, err = call("--include_path", folder, "--tasks", "sly")
-    assert status == 2
-    assert err.splitlines()[-1].startswith("error: task 'sly': the task template '{% set n = ")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Commands never unpickle, start a process or access a network once all libraries are imported.
 
-Only a tokenizer.json, which these commands do not have, starts a process.
-
 `audit_driver.py` runs them in a process of its own under Python's audit hook.
 """
 

@@ -26,7 +26,7 @@ from hostile_files import (
 from PIL import Image
 
 import input_pipeline as ip
-from input_pipeline import limited_process, memory, tfrecord
+from input_pipeline import memory, tfrecord
 from input_pipeline.images import decode, folder, limits, tfds
 from input_pipeline.text import documents, megatron_format, tokenizer
 
@@ -302,52 +302,24 @@ class TestTokenizers:
         opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=part)))
         assert opened.decode(opened.encode("the")) == "the"
 
-    def test_failure_of_a_regular_expression_is_one_line_and_the_next_text_is_encoded(self, tmp_path, capfd):
+    def test_failure_of_a_regular_expression_is_one_line_and_the_next_text_is_encoded(self, tmp_path):
         file = tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=split_at("(a+)+$"))
         opened = tokenizer.open_tokenizer(str(file))
         with refused("tokenizer.json cannot tokenize: ", "retry-limit"):
             opened.encode("a" * 30 + "!")
         assert opened.decode(opened.encode("a")) == "a"
-        assert capfd.readouterr().err == ""
 
-    @pytest.mark.slow
-    def test_regular_expression_that_takes_too_long_is_ended(self, tmp_path, monkeypatch):
-        """A search fails at every letter after half a million steps, fewer than the library's own limit."""
-        monkeypatch.setattr(limited_process, "SECONDS", 0)
-        file = tokenizer_file(tmp_path / "tokenizer.json", pre_tokenizer=split_at("(?:a|a?){12}(?<!a)"))
-        opened = tokenizer.open_tokenizer(str(file))
-        for _ in range(2):  # the error remains
-            with refused("tokenizer.json cannot tokenize: the limit of time is exceeded"):
-                opened.encode("a" * 40_000)
-
-    @pytest.mark.parametrize(
-        ("factors", "fact"),
-        [((32, 32), "30 bytes of text become 30,720 tokens"),
-         pytest.param((1000, 1000, 1000, 1000), "the limit of memory is exceeded", marks=pytest.mark.slow)],
-    )  # fmt: skip
-    def test_replacements_that_multiply_a_text_are_refused(self, tmp_path, factors, fact):
-        normalizer = replacements("normalizers", *factors)
+    def test_replacements_that_multiply_a_text_are_refused(self, tmp_path):
+        normalizer = replacements("normalizers", 32, 32)
         opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", normalizer=normalizer)))
-        with refused("tokenizer.json cannot tokenize: ", fact):
+        with refused("tokenizer.json cannot tokenize: ", "30 bytes of text become 30,720 tokens"):
             opened.encode("a" * 30)
 
-    @pytest.mark.parametrize(
-        ("decoder", "fact"),
-        [({"type": "Strip", "content": "a", "start": 0, "stop": 9}, "index out of bounds"),
-         pytest.param(replacements("decoders", 1000, 1000, 10_000), "the limit of memory", marks=pytest.mark.slow)],
-    )  # fmt: skip
-    def test_decoder_that_fails_is_refused(self, tmp_path, decoder, fact, capfd):
+    def test_decoder_that_fails_is_refused(self, tmp_path):
+        decoder = {"type": "Strip", "content": "a", "start": 0, "stop": 9}
         opened = tokenizer.open_tokenizer(str(tokenizer_file(tmp_path / "tokenizer.json", decoder=decoder)))
-        with refused("tokenizer.json cannot decode: ", fact):
+        with refused("tokenizer.json cannot decode: ", "index out of bounds"):
             opened.decode(opened.encode("a"))
-        assert capfd.readouterr().err == ""
-
-    def test_process_ends_with_its_tokenizer(self, tmp_path):
-        opened = tokenizer.open_tokenizer(str(corpora.train_tokenizer(tmp_path / "tokenizer.json")))
-        process = opened._process._process._process
-        assert process.poll() is None
-        del opened
-        assert process.poll() is not None
 
 
 class TestRecords:
