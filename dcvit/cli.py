@@ -321,10 +321,11 @@ def _status(main: Main, argv: Sequence[str] | None) -> int:
         else:
             from dcvit.parallel import multihost
 
-            if _comes_from_jax(e):
-                multihost.exit_if_peer_lost()
             message, status = first_line(e), 1
-            traceback.print_exc()
+            if failure := multihost.peer_failure(e):
+                print_error(f"stopped because {failure}")
+            else:
+                traceback.print_exc()
     if not _is_single_process():
         from dcvit.parallel import multihost
 

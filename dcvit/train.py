@@ -2,7 +2,7 @@
 
 Exit status: 0 completed; 2 an error, explained by one line on stderr; 75 stopped by SIGTERM or SIGHUP, everything is
 saved; 124 ended by the watchdog; 130 stopped by Ctrl-C, everything is saved unless Ctrl-C was pressed twice; 143 or 129
-a second SIGTERM or SIGHUP; 1 a bug, or another process of the run failed.
+a second SIGTERM or SIGHUP; 1 a bug, or another process of the run failed; 134 JAX lost another process of the run.
 
 `--seeds 0,1,2` trains one run per seed in the folders seed0, seed1, seed2 of the workdir, one after the other. A run
 that fails does not stop the others; the exit status is then 2. The same command skips complete runs and resumes others.

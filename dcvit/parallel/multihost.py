@@ -1,38 +1,47 @@
 """Runs of several processes: how they connect, exchange values, and end together.
 
 JAX's runtime, `jax.distributed`, connects the processes to the coordinator, process 0. A process that fails writes its
-message to the coordinator's key-value store; every other process polls this key, prints the message and exits. A
-process that was killed or stopped writes no message: `dcvit.parallel.liveness` notices it, `dcvit.parallel.aborts`
-explains the end of process 0, and every other process prints one line and exits with status 1.
+message to the coordinator's key-value store, where the others find it when they wait in `gather` or get an error. If a
+process was killed or does not answer for `HEARTBEAT_SECONDS`, JAX aborts all others.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import json
 import os
+import re
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from dcvit.errors import ConfigError, escaped, first_line
-from dcvit.parallel.aborts import StderrRelay
-from dcvit.parallel.liveness import BEAT_SECONDS, FAILURE, LOST_SECONDS, Coordinator, Liveness
+from dcvit.errors import ConfigError, first_line
 from dcvit.versions import on_cloud_tpu, process_state
 
-HEARTBEAT_SECONDS = 120  # of JAX, which aborts a process; longer than LOST_SECONDS
-STOP = "dcvit/stop"  # key: request that all processes stop
+HEARTBEAT_SECONDS = 30  # silence of a process after which JAX aborts all others
+STOP, FAILURE = "dcvit/stop", "dcvit/failure"  # keys: request that all processes stop, message of the first failure
 GATHER_SECONDS = 1800  # timeout of `gather`; other processes may take long to open their data
-ENDED = threading.Event()  # set when this process exits, successfully or not
+POLL_SECONDS = 1  # interval at which `gather` checks if another process failed
 EXIT_SECONDS = 60  # how long a stopping process waits for the others to have stopped
-FAREWELL_SECONDS = 2.0  # how long a failed coordinator stays, so that the others can read its message
-_first_failure = threading.Lock()  # held by the thread that ends this process because of another one
-_relay: StderrRelay | None = None  # in a run of several processes
+FAREWELL_SECONDS = 2.0  # how long the coordinator stays, so that the others can read its messages
+LOST_CONNECTION = re.compile("Gloo|NCCL|UNAVAILABLE|Connection (reset|closed|refused)|Socket closed")
+
+
+@runtime_checkable
+class Coordinator(Protocol):
+    """The part of JAX's client of the coordinator that is used here."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Set a key. Raise an exception if the key exists."""
+
+    def key_value_try_get(self, key: str) -> str:
+        """Return the value of a key. Raise an exception if it does not exist."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Return the value of a key, after waiting for it. Raise an exception with DEADLINE_EXCEEDED after that."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,24 +74,15 @@ def initialize(args: argparse.Namespace) -> None:
     import jax  # not at the top, so that --help of a command does not wait for it
 
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM instead of this process
-    global _relay
-    _relay = StderrRelay(_leave)
-    atexit.register(_relay.close)  # after JAX's own exit handler, which waits for all processes
     try:
         jax.distributed.initialize(
             given["coordinator"], given["num_processes"], given["process_id"],
             cluster_detection_method=None if missing else "deactivate", heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )  # fmt: skip
     except (RuntimeError, ValueError) as e:
-        _relay.close()
         if missing and not in_cluster():  # the metadata of this TPU VM list no other workers
             return
         raise ConfigError(f"cannot connect to the other processes: {first_line(e)}") from None
-    coordinator = _coordinator()
-    assert coordinator
-    liveness = Liveness(coordinator, index(), process_state().num_processes, _end_because)
-    atexit.register(liveness.close)  # before JAX's own exit handler
-    atexit.register(ENDED.set)
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
 
@@ -115,10 +115,7 @@ def is_single_process() -> bool:
 
 def wait_for_all(name: str) -> None:
     """Return when every process has called this with the same name."""
-    if not is_single_process():
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
+    gather(name, True)
 
 
 def agree(values: Mapping[str, Any]) -> None:
@@ -143,13 +140,28 @@ def gather(name: str, value: Any, seconds: int = GATHER_SECONDS) -> list[Any]:
       name: a name that is used once per run.
       value: serializable as JSON.
       seconds: the timeout.
+
+    Raises:
+      RuntimeError: another process failed, is lost, or did not call this in time.
     """
     coordinator = _coordinator()
     if coordinator is None:
         return [value]
     coordinator.key_value_set(f"dcvit/{name}/{index()}", json.dumps(value))
-    keys = [f"dcvit/{name}/{i}" for i in range(process_state().num_processes)]
-    return [json.loads(coordinator.blocking_key_value_get(key, seconds * 1000)) for key in keys]
+    deadline = time.monotonic() + seconds
+    return [_await(coordinator, f"dcvit/{name}/{i}", deadline) for i in range(process_state().num_processes)]
+
+
+def _await(coordinator: Coordinator, key: str, deadline: float) -> Any:
+    """Return the value of a key once it is set. Raises RuntimeError after the deadline, or if a process failed."""
+    while True:
+        try:
+            return json.loads(coordinator.blocking_key_value_get(key, POLL_SECONDS * 1000))
+        except RuntimeError as e:
+            if "DEADLINE_EXCEEDED" not in str(e) or time.monotonic() > deadline:
+                raise
+        if failure := _reported_failure():
+            raise RuntimeError(failure)
 
 
 def request_stop() -> None:
@@ -166,13 +178,12 @@ def stop_requested() -> bool:
         return False
     try:
         return bool(coordinator.key_value_try_get(STOP))
-    except Exception:  # no request, or the coordinator is lost, which `_watch` notices
+    except Exception:  # no request, or the coordinator is lost, after which JAX aborts this process
         return False
 
 
 def exit_process(status: int) -> NoReturn:
     """End this process without waiting for its other threads; several processes exit together."""
-    ENDED.set()
     if not is_single_process():
         with contextlib.suppress(Exception):  # the other processes may have exited
             gather("exiting", True, EXIT_SECONDS)
@@ -182,23 +193,30 @@ def exit_process(status: int) -> NoReturn:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """End this process, one of several, without waiting for the others, and send them the message."""
-    ENDED.set()
-    with contextlib.suppress(Exception):  # the coordinator may have exited
-        _send_failure(message)
-    if is_first():
-        time.sleep(FAREWELL_SECONDS)
+    """End this process without waiting for its other threads or for other processes, and send these the message."""
+    if coordinator := _coordinator():
+        with contextlib.suppress(Exception):  # another process failed before, or the coordinator has exited
+            coordinator.key_value_set(FAILURE, f"process {index()} failed: {message}")
+        if is_first():
+            time.sleep(FAREWELL_SECONDS)
     _exit(status)
 
 
-def _send_failure(message: str) -> None:
-    """Write the message to the coordinator; print that of an earlier failure, which may have caused this one."""
+def peer_failure(error: Exception) -> str | None:
+    """Return why another process caused an error of this one, in one line; None if none is known to have failed."""
+    if failure := _reported_failure():
+        return failure
+    lost = LOST_CONNECTION.search(str(error))
+    return f"the connection to another process was lost: {first_line(error)}" if lost else None
+
+
+def _reported_failure() -> str | None:
+    """Return the message of the first process that failed, if there is one and the coordinator answers."""
     coordinator = _coordinator()
-    assert coordinator
     try:
-        coordinator.key_value_set(FAILURE, f"process {index()} failed: {message}")
-    except Exception:  # the key exists
-        print(escaped(f"error: stopped because {coordinator.key_value_try_get(FAILURE)}"), file=sys.stderr)
+        return coordinator.key_value_try_get(FAILURE) if coordinator else None
+    except Exception:
+        return None
 
 
 def _exit(status: int) -> NoReturn:
@@ -209,8 +227,6 @@ def _exit(status: int) -> NoReturn:
                 if stream.isatty():
                     stream.write("\x1b[?25h")
                 stream.flush()
-        if _relay:
-            _relay.close()
     finally:
         os._exit(status)
 
@@ -219,31 +235,3 @@ def _coordinator() -> Coordinator | None:
     """Return the client of the coordinator; None in a run of one process."""
     client: Coordinator | None = process_state().client
     return client
-
-
-def exit_if_peer_lost() -> None:
-    """End this process if another one was lost; return if all others are alive.
-
-    Called after an error of the devices, whose communication fails at once when another process ends.
-    """
-    time.sleep(LOST_SECONDS + 5 * BEAT_SECONDS)
-
-
-def _end_because(failure: str) -> None:
-    """End this process because of the failure of another one, unless it is ending already."""
-    if not ENDED.is_set() and _first_failure.acquire(blocking=False):
-        if _relay:
-            _relay.close(drop_report=True)
-        with contextlib.suppress(OSError, ValueError):
-            print(escaped(f"error: stopped because {failure}"), file=sys.stderr, flush=True)
-        _leave()
-
-
-def _leave() -> None:
-    """Exit with status 1, unless this process is ending already."""
-    if ENDED.is_set():
-        time.sleep(2 * EXIT_SECONDS)  # the thread that ends this process has its exit status
-    ENDED.set()
-    if is_first():
-        time.sleep(FAREWELL_SECONDS)
-    _exit(1)

@@ -165,8 +165,9 @@ class _ObjectLock:
                 generation, owner = self._read()
                 if generation != self.generation:
                     taken = f"taken over by {owner}" if generation else "deleted"
-                    print(f"error: the lock {self.path} of this run was {taken}", file=sys.stderr, flush=True)
-                    multihost.exit_process(2)
+                    message = f"the lock {self.path} of this run was {taken}"
+                    print(f"error: {message}", file=sys.stderr, flush=True)
+                    multihost.fail(message, 2)
                 self.count += 1
                 self.store.pipe_file(self.renewal, f"{self.owner}\n{self.count}\n".encode())
 

@@ -106,7 +106,8 @@ class Preemption:
                     multihost.request_stop()
                 elif now > first + REPEAT_SECONDS[received]:
                     message = f"ended by {NAMES[received]} before the run was saved"
-                    self._exit_at_once(message, 128 + received)  # as a shell reports the signal
+                    say(message)
+                    multihost.fail(message, 128 + received)  # as a shell reports the signal
             if not self.stopper and (first < math.inf or multihost.stop_requested()):
                 with self.starting:
                     if not self.ended.is_set():
@@ -122,22 +123,19 @@ class Preemption:
             ready = all(multihost.gather("ready", save is not None))  # False while a process opens its data
             message = save() if ready and save else "nothing to save"
         except Exception as e:
-            say(f"error: {first_line(e)}")
-            if multihost.is_single_process():
-                multihost.exit_process(2)
+            _print(f"error: {first_line(e)}")
             multihost.fail(first_line(e), 2)
         say(f"stopped by {name}: {message}; re-run the same command to resume")
         multihost.exit_process(STOPPED[self.signal])
 
-    def _exit_at_once(self, message: str, status: int) -> None:
-        say(message)
-        if multihost.is_single_process():
-            multihost.exit_process(status)
-        multihost.fail(message, status)
-
 
 def say(line: str) -> None:
-    """Print a line to stderr in the first process; ignore errors, such as a closed pipe."""
+    """Print a line to stderr in the first process."""
     if multihost.is_first():
-        with contextlib.suppress(OSError, ValueError):
-            print(escaped(line), file=sys.stderr, flush=True)
+        _print(line)
+
+
+def _print(line: str) -> None:
+    """Print a line to stderr; ignore errors, such as a closed pipe."""
+    with contextlib.suppress(OSError, ValueError):
+        print(escaped(line), file=sys.stderr, flush=True)

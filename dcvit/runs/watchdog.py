@@ -77,8 +77,6 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
             ends = self.exit_on_stall or (saves and stalled > SAVE_FACTOR * self.seconds)
             if ends and self.reported and self.since == since:
-                if multihost.is_single_process():
-                    multihost.exit_process(STALLED)
                 multihost.fail(line, STALLED)
         faulthandler.cancel_dump_traceback_later()
 

@@ -47,7 +47,7 @@ CONFIGS = {
     ),
 }
 TIMEOUT = 900  # seconds after which a process that makes no progress is an error
-END_SECONDS = 40  # in which a process must have ended after another one was killed
+END_SECONDS = 60  # in which a process must have ended after another one was killed
 
 
 def command(model: str, workdir: Path, steps: int) -> list[str]:

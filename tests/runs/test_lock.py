@@ -164,12 +164,12 @@ def test_run_that_lost_its_object_lock_ends(store, monkeypatch, capsys, taken):
     """As after the network was away for so long that another run took the lock."""
     ended, status = threading.Event(), []
 
-    def exit_process(number):
+    def fail(message, number):
         status.append(number)
         ended.set()
         held.ended.set()
 
-    monkeypatch.setattr(multihost, "exit_process", exit_process)
+    monkeypatch.setattr(multihost, "fail", fail)
     held = object_lock("first")
     if taken:
         store.put(OBJECT, {}, b"second\n")
