@@ -44,6 +44,12 @@ def nearest(name: str, valid_names: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(valid_names)}"
 
 
+def check_split(kind: str, split: str, splits: Iterable[str]) -> None:
+    """Raise InputError if a kind of data has no such split."""
+    if split not in splits:
+        raise InputError(f"{kind} has no split {split!r}; {nearest(split, splits)}")
+
+
 def check_arguments(
     function: Callable[..., object],
     args: Sequence[object],

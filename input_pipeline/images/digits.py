@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import check_split
 from input_pipeline.shuffle import permutation
 from input_pipeline.source import Example
 
@@ -26,8 +26,7 @@ class Source:
         Raises:
           InputError: the split is unknown.
         """
-        if split not in SPLITS:
-            raise InputError(f"digits has no split {split!r}; {nearest(split, SPLITS)}")
+        check_split("digits", split, SPLITS)
         from sklearn.datasets import load_digits
 
         self.split = split

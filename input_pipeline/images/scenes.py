@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, check_split
 from input_pipeline.images import digits
 from input_pipeline.shuffle import Draw, draws
 from input_pipeline.source import Example
@@ -78,8 +78,7 @@ class Source:
         Raises:
           InputError: the split, a relation or an attribute is unknown, or a number is out of range.
         """
-        if split not in SPLITS:
-            raise InputError(f"scenes has no split {split!r}; {nearest(split, SPLITS)}")
+        check_split("scenes", split, SPLITS)
         for given, known in ((relations, RELATIONS), (attributes, ATTRIBUTES)):
             wrong = [name for name in given if name not in known]
             if wrong or not given:

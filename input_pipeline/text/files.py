@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from input_pipeline import memory
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, check_split
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import (
@@ -59,7 +59,8 @@ class Source:
           InputError: a file is invalid (see `input_pipeline.text.documents`), the files are too large, or the split is
             empty.
         """
-        check_split(split, validation_fraction)
+        check_split("text", split, SPLITS)
+        _check_fraction(split, validation_fraction)
         self.context, self.path = packing.check_context(context), path
         opened = open_tokenizer(tokenizer, end_of_text)
         self.vocab_size, self.token_bytes = opened.vocab_size, opened.token_bytes
@@ -96,10 +97,8 @@ class Source:
         return self.tokens.nbytes
 
 
-def check_split(split: str, validation_fraction: float) -> None:
-    """Raise InputError if the split is unknown, or the fraction is invalid for it."""
-    if split not in SPLITS:
-        raise InputError(f"text has no split {split!r}; {nearest(split, SPLITS)}")
+def _check_fraction(split: str, validation_fraction: float) -> None:
+    """Raise InputError if the fraction is invalid for the split."""
     if not 0 <= validation_fraction < 1:
         raise InputError(f"validation_fraction={validation_fraction} should be at least 0 and below 1")
     if split == "validation" and not validation_fraction:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, check_split
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import in_validation
@@ -40,8 +40,7 @@ class Source:
           InputError: the split is unknown, the context is not positive, or this Python has no source code of its
             library.
         """
-        if split not in SPLITS:
-            raise InputError(f"stdlib has no split {split!r}; {nearest(split, SPLITS)}")
+        check_split("stdlib", split, SPLITS)
         self.context, self.token_bytes = packing.check_context(context), ByteTokenizer().token_bytes
         root = sysconfig.get_path("stdlib")
         text = bytearray()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from input_pipeline.errors import InputError, nearest
+from input_pipeline.errors import InputError, check_split, nearest
 from input_pipeline.shuffle import Draw, draws
 from input_pipeline.source import Example
 from input_pipeline.text.synthetic_tasks import DRAWS, TASKS, WORDS, Task, in_validation, make_example
@@ -49,8 +49,7 @@ class Source:
         Raises:
           InputError: the split is unknown, a pattern matches no task, or a number is out of range.
         """
-        if split not in SPLITS:
-            raise InputError(f"synthetic has no split {split!r}; {nearest(split, SPLITS)}")
+        check_split("synthetic", split, SPLITS)
         if not 0 <= shots <= MAX_SHOTS or not 1 <= examples <= 1 << 32 or not 0 <= seed < 1 << 64:
             raise InputError(
                 f"synthetic: shots={shots}, examples={examples}, seed={seed}: expected up to {MAX_SHOTS} shots, "
