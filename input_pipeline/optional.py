@@ -1,14 +1,28 @@
-"""Imports of optional libraries, with an error message that names the extra to install."""
+"""Imports of optional libraries: errors name the extra to install, and TensorFlow's start-up messages are hidden."""
 
 import contextlib
 import functools
 import importlib
+import os
+import re
+import sys
+import tempfile
 import types
+from collections.abc import Iterator
 
 from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_with_type
-from input_pipeline.stderr_filter import hide_start_up_messages
 
 LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
+
+
+# Lines that carry no information where TensorFlow runs on the CPU only: absl's hint about its own set-up, messages of
+# level INFO, and those of the CUDA libraries, which are absent or hidden from TensorFlow.
+START_UP_MESSAGE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\)"
+    rb"|I\d{4} [\d:.]+ +\d+ [\w.]+:\d+\]"
+    rb"|To enable the following instructions: "  # second line of a message of level INFO about the CPU
+    rb"|[WE]\d{4} [\d:.]+ +\d+ cuda\w*\.cc:\d+\]"
+)
 
 
 def require(module: str) -> types.ModuleType:
@@ -46,3 +60,36 @@ def tensorflow() -> types.ModuleType:
     with contextlib.suppress(RuntimeError):  # TensorFlow is already initialized by another library
         tf.config.threading.set_intra_op_parallelism_threads(1)
     return tf
+
+
+@contextlib.contextmanager
+def hide_start_up_messages() -> Iterator[None]:
+    """Remove TensorFlow's start-up messages from what is written to file descriptor 2 inside the context.
+
+    All other lines are written when the context ends. File descriptors are redirected because TensorFlow's libraries
+    write these messages from their static initializers, where TF_CPP_MIN_LOG_LEVEL has no effect.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            written = stack.enter_context(tempfile.TemporaryFile())
+            stderr = os.dup(2)
+        except OSError:  # without stderr or without temporary files the messages stay
+            yield
+            return
+        stack.callback(os.close, stderr)
+        _flush()
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(stderr, 2)
+            written.seek(0)
+            with contextlib.suppress(OSError):  # the reader of a pipe is gone
+                os.write(2, b"".join(line for line in written if not START_UP_MESSAGE.match(line)))
+
+
+def _flush() -> None:
+    """Write what Python buffers for stderr, which can be absent or closed."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.flush()

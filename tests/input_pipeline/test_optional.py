@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from input_pipeline.stderr_filter import hide_start_up_messages
+from input_pipeline.optional import hide_start_up_messages
 
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
