@@ -7,6 +7,7 @@ import os
 
 import jax
 from filelock import FileLock
+from flax.traverse_util import unflatten_dict
 
 TINY = {
     "tensorboard": False,
@@ -54,6 +55,13 @@ TEXT = {
     "evals.validation.data.limit": 21,
     "evals.validation.log_steps": 3,
 }
+
+
+def load_params(source):
+    """Load the parameters of a run or a checkpoint, the averaged ones if there are any, as a nested dict of arrays."""
+    from dcvit.weights.loading import open_parameters
+
+    return unflatten_dict({name: tensor.read() for name, tensor in open_parameters(source).items()}, sep="/")
 
 
 def train_once(tmp_path_factory, config, overrides):

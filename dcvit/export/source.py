@@ -19,7 +19,7 @@ from dcvit.errors import ConfigError, InputError
 from dcvit.inference.classifier import read_class_names
 from dcvit.models import lm, vit
 from dcvit.models.trees import check_tree, shapes_of
-from dcvit.runs.checkpointer import as_tensor, open_params
+from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import find
 from dcvit.training import setup
 from dcvit.training.model import build, errors_name_file, example

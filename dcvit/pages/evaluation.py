@@ -16,8 +16,8 @@ from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
 from dcvit.parallel import multihost
-from dcvit.runs.checkpointer import is_checkpoint
 from dcvit.runs.files import Folder
+from dcvit.runs.restoring import is_checkpoint
 from dcvit.runs.steps import is_step, step_folder
 from dcvit.training.trained import TrainedModel
 

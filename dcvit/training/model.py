@@ -19,8 +19,8 @@ from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
 from dcvit.models import Params, lm, vit
 from dcvit.models.upcycling import fields_that_change_the_function
-from dcvit.runs.checkpointer import is_checkpoint
 from dcvit.runs.files import Folder
+from dcvit.runs.restoring import is_checkpoint
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
 from dcvit.weights import preprocessing

@@ -15,7 +15,7 @@ import jax
 
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
-from dcvit.runs import metrics, steps, workdir
+from dcvit.runs import metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
@@ -68,9 +68,10 @@ class Run:
     def start_state(self) -> TrainState:
         """Return the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
         if self.start:
-            items = self.checkpointer.restore(self.start, self.shapes.items())
+            checkpoint = self.checkpointer.folder / str(self.start)
+            items = restoring.restore(checkpoint, self.shapes.items())
             if (step := int(items["rest"]["step"])) != self.start:
-                raise CheckpointError(f"{self.checkpointer.folder / str(self.start)} holds the state of step {step}")
+                raise CheckpointError(f"{checkpoint} holds the state of step {step}")
             return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
         def fresh(loaded: Params) -> TrainState:
@@ -116,7 +117,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
-        start, resumed = _find_start(setup, folder, checkpointer, shapes)
+        start, resumed = _find_start(setup, folder, shapes)
         before = workdir.accepted(folder)
         if start:
             name = checkpointer.folder / str(start)
@@ -164,17 +165,16 @@ def _claim(setup: Setup, folder: Folder, data: workdir.Record, accept: Sequence[
     workdir.check_shared(folder)
 
 
-def _find_start(
-    setup: Setup, folder: Folder, checkpointer: Checkpointer, shapes: TrainState
-) -> tuple[int, Mapping[str, Any]]:
+def _find_start(setup: Setup, folder: Folder, shapes: TrainState) -> tuple[int, Mapping[str, Any]]:
     """Return the step to resume from and the `about` of its checkpoint; (0, {}) for a new run."""
-    start = checkpointer.latest(setup.options.on_corrupt)
+    start = restoring.latest(folder, setup.options.on_corrupt)
     if not start:
         return 0, {}
     if start > setup.total_steps:
         raise ConfigError(f"{folder} is at step {start}, beyond the {setup.total_steps} steps of this config")
-    checkpointer.check_compatible(start, shapes.items())
-    return start, steps.about(checkpointer.folder / str(start))
+    checkpoint = folder / steps.FOLDER / str(start)
+    restoring.check_compatible(checkpoint, shapes.items())
+    return start, steps.about(checkpoint)
 
 
 def _is_none(leaf: object) -> bool:

@@ -11,7 +11,7 @@ from dcvit.errors import CheckpointError
 from dcvit.models import Params
 from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
-from dcvit.runs import checkpointer, steps
+from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder
 from dcvit.weights import big_vision_files
 from dcvit.weights.families import is_weights, open_weights
@@ -23,7 +23,7 @@ UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.u
 
 def holds_weights(path: Folder) -> bool:
     """Return True for weights of another library or in a format of big_vision, unless a checkpoint is there."""
-    if not isinstance(path, Path) or checkpointer.is_checkpoint(path):
+    if not isinstance(path, Path) or restoring.is_checkpoint(path):
         return False
     return is_weights(path) or big_vision_files.locate(path) is not None
 
@@ -38,15 +38,15 @@ def open_parameters(source: Folder) -> Tensors:
     Raises:
       CheckpointError: the source is missing, damaged, or of an unknown format.
     """
-    if isinstance(source, Path) and not checkpointer.is_checkpoint(source):
+    if isinstance(source, Path) and not restoring.is_checkpoint(source):
         if is_weights(source):
             return open_weights(source).parameters()
         if located := big_vision_files.locate(source):
             return big_vision_files.open_arrays(located)
         if not source.exists():
             big_vision_files.check_named(str(source))
-    arrays = checkpointer.open_params(source)
-    return {name: checkpointer.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
+    arrays = restoring.open_params(source)
+    return {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
 
 
 def load_params(source: Folder, make_like: Callable[[Tensors], Params]) -> Params:
@@ -60,14 +60,14 @@ def load_params(source: Folder, make_like: Callable[[Tensors], Params]) -> Param
     Raises:
       CheckpointError: see `open_parameters`; or the parameters are not those of the model.
     """
-    is_checkpoint = checkpointer.is_checkpoint(source)
+    is_checkpoint = restoring.is_checkpoint(source)
     if is_checkpoint:
         source = steps.step_folder(source)  # a running training may save a later one meanwhile
     tensors = open_parameters(source)
     like = make_like(tensors)
     same_layout = {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
     if same_layout and is_checkpoint:
-        return checkpointer.restore_params(source, like)  # each process reads its part only
+        return restoring.restore_params(source, like)  # each process reads its part only
     return place_params(tensors, like, str(source))
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from trained_workdirs import load_params
 
 import input_pipeline
 from dcvit import evaluate, predict
@@ -21,7 +22,6 @@ from dcvit.cli import run
 from dcvit.config import load as configs
 from dcvit.errors import escaped
 from dcvit.inference import classifier
-from dcvit.runs.checkpointer import load_params
 from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -15,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from trained_workdirs import TINY
+from trained_workdirs import TINY, load_params
 
 from dcvit import cli, train
 from dcvit.parallel import multihost
 from dcvit.runs import metrics, preemption
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 
 TEXT = {

@@ -13,8 +13,10 @@ from dcvit.config import load as configs
 from dcvit.errors import ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding, topologies
-from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs import restoring
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training import hooks, setup, step
+from dcvit.weights import loading
 
 MESHES = {
     "ddp": [("data", 8)],
@@ -275,13 +277,13 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
     other = configured("vit", **ATTENTION["groups"], **axes)
     run = setup.make_setup(other, devices=jax.devices()[:4], evaluate=False)
-    mesh, placed = run.mesh, step.state_shapes(run)
-    restored = Checkpointer(tmp_path).restore(5, placed.items())
+    placed = step.state_shapes(run)
+    restored = restoring.restore(tmp_path / "checkpoints/5", placed.items())
     found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))
     leaves = zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(placed.params), strict=True)
     assert all(leaf.sharding == place.sharding for leaf, place in leaves)
-    loaded = load_params(tmp_path, mesh, "fsdp+tensor")
+    loaded = loading.load_params(tmp_path, lambda _: placed.ema)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), saved.ema)
 
 

@@ -133,14 +133,11 @@ def training(folder):
 
 
 def loading_weights(folder):
-    import flax.traverse_util
-    import jax
     import numpy as np
 
-    from dcvit.runs.checkpointer import load_params
+    from dcvit.weights.loading import open_parameters
 
-    params = jax.device_get(load_params(folder / "vit"))
-    np.savez(folder / "weights.npz", **flax.traverse_util.flatten_dict(params, sep="/"))
+    np.savez(folder / "weights.npz", **{name: t.read() for name, t in open_parameters(folder / "vit").items()})
     call("evaluate", "--workdir", folder / "vit", "--checkpoint", folder / "weights.npz")
     initial = f"--config.model_init={folder / 'weights.npz'}"
     train(folder, "vit_digits", "more", initial, "--config.total_steps=1", "--config.ckpt_steps=1")

@@ -31,9 +31,9 @@ import numpy as np
 from dcvit import cli, train
 from dcvit.errors import CheckpointError, ConfigError, MetricsError
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 from dcvit.training.trained import open_trained
+from dcvit.weights.loading import open_parameters
 
 SAVED, STEPS, INTERVAL = 6, 9, 3  # the step at which the run was stopped, all steps, steps between checkpoints
 KINDS = ("bit flip", "truncation", "deletion", "swap")
@@ -48,6 +48,10 @@ TINY = {
 }  # fmt: skip
 
 
+def load_params(source: Path) -> dict[str, np.ndarray]:
+    return {name: tensor.read() for name, tensor in open_parameters(source).items()}
+
+
 class Result(NamedTuple):
     """The result of a run."""
 
@@ -56,7 +60,7 @@ class Result(NamedTuple):
 
     @classmethod
     def of(cls, workdir: Path) -> "Result":
-        return cls(jax.device_get(load_params(workdir)), metrics.read(workdir / "metrics.jsonl"))
+        return cls(load_params(workdir), metrics.read(workdir / "metrics.jsonl"))
 
 
 class Expected(NamedTuple):

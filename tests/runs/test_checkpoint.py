@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trained_workdirs import load_params
 
 from dcvit.errors import CheckpointError
-from dcvit.runs import checksums, files, steps
-from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs import checksums, files, restoring, steps
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.steps import saved_steps
 
 TREE = {
@@ -65,14 +66,13 @@ def largest(folder):
 
 @pytest.mark.slow
 def test_restored_arrays_are_bitwise_equal_and_about_is_returned(three):
-    checkpointer = Checkpointer(three)
-    assert checkpointer.latest() == 3
-    found = checkpointer.restore(3, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree(3)))
+    assert restoring.latest(three) == 3
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree(3))
+    found = restoring.restore(three / "checkpoints/3", like)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(tree(3)), strict=True):
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert steps.about(checkpointer.folder / "3") == {"step": 3, "row": {"loss": 1.0}}
-    checkpointer.close()
+    assert steps.about(three / "checkpoints/3") == {"step": 3, "row": {"loss": 1.0}}
 
 
 def test_checksums_are_verified_by_sha256sum_and_files_follow_the_umask(three):
@@ -118,7 +118,8 @@ def test_incomplete_checkpoints_are_ignored_and_removed(workdir):
     for path in incomplete:
         shutil.copytree(folder / "1", path)
     assert saved_steps(workdir) == [1, 2, 3]
-    assert Checkpointer(workdir).latest() == 3
+    Checkpointer(workdir).close()
+    assert restoring.latest(workdir) == 3
     assert not any(path.exists() for path in incomplete)
 
 
@@ -133,12 +134,12 @@ def test_damaged_checkpoint_is_named_and_the_intact_one_offered_or_used(workdir,
     for step in (2, 3):
         flip(damaged := largest(folder / str(step)))
     with pytest.raises(CheckpointError, match=damaged.name) as error:
-        Checkpointer(workdir, keep=9).latest("fail")
+        restoring.latest(workdir, "fail")
     assert f"checkpoint {folder / '3'} is damaged: " in str(error.value)
     assert f"the latest intact checkpoint is {folder / '1'}; --config.on_corrupt=previous" in str(error.value)
     assert saved_steps(workdir) == [1, 2, 3]
     with caplog.at_level(logging.WARNING):
-        assert Checkpointer(workdir, keep=9).latest("previous") == 1
+        assert restoring.latest(workdir, "previous") == 1
     assert saved_steps(workdir) == [1]
     assert sorted(path.name for path in folder.glob("*damaged*")) == ["2.damaged-1", "3.damaged-1"]
     assert caplog.text.count("is damaged") == 2
@@ -150,7 +151,7 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(workdi
         flip(largest(workdir / "checkpoints" / str(step)))
     for policy in ("fail", "previous", "previous"):
         with pytest.raises(CheckpointError, match=r"no earlier checkpoint is intact\. Remove .* to start from step 0"):
-            Checkpointer(workdir).latest(policy)
+            restoring.latest(workdir, policy)
     assert saved_steps(workdir) == [1, 2, 3]
 
 
@@ -183,7 +184,7 @@ DAMAGE = {
 def test_other_damage_is_found_without_blocking(workdir, damage):
     DAMAGE[damage](workdir / "checkpoints" / "3")
     with pytest.raises(CheckpointError, match="is damaged"):
-        Checkpointer(workdir).latest()
+        restoring.latest(workdir)
     with pytest.raises(CheckpointError):
         load_params(workdir)
 
@@ -199,12 +200,11 @@ def test_parameters_load_from_a_checkpoint_whose_optimizer_state_is_damaged(work
 
 
 def test_state_of_another_model_is_refused_by_name(three):
-    checkpointer = Checkpointer(three)
     other = {**tree(1), "rest": {**tree(1)["rest"], "more": jnp.zeros(2)}}
     with pytest.raises(CheckpointError, match="1 only in the model: more"):
-        checkpointer.restore(1, other)
+        restoring.restore(three / "checkpoints/1", other)
     with pytest.raises(CheckpointError, match="checkpoints/1 has no ema"):
-        checkpointer.check_compatible(1, {"ema": {}})
+        restoring.check_compatible(three / "checkpoints/1", {"ema": {}})
 
 
 def save_and_wait(checkpointer, items):
@@ -226,10 +226,10 @@ def test_full_disk_leaves_the_latest_checkpoint_and_nothing_else(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     checkpointer = Checkpointer(tmp_path)
-    assert checkpointer.latest() == 1
+    assert restoring.latest(tmp_path) == 1
     checkpointer.save(2, big, {})
     checkpointer.close()
-    assert checkpointer.latest() == 2
+    assert restoring.latest(tmp_path) == 2
 
 
 def test_save_is_not_affected_by_later_donation_of_the_arrays(tmp_path):

@@ -12,8 +12,7 @@ import time
 import pytest
 from trained_workdirs import TINY
 
-from dcvit.runs import metrics, preemption
-from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs import metrics, preemption, restoring
 from dcvit.runs.steps import saved_steps
 
 TIMEOUT = 300  # of one process
@@ -243,7 +242,7 @@ def test_stopped_training_is_saved_in_any_state_of_the_main_thread(tmp_path, mom
     workdir = tmp_path / "run"
     err = stop(start(TRAINING, moment, then, *words(workdir)))
     assert saved_steps(workdir) == ([saved] if saved else [])
-    assert Checkpointer(workdir).latest() == saved
+    assert restoring.latest(workdir) == saved
     assert (f"step {saved} is saved" if saved else "no step was completed") in err
 
 
@@ -259,6 +258,6 @@ def test_training_ended_at_once_keeps_the_last_checkpoint(tmp_path, number, stat
     process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, err
-    assert Checkpointer(workdir).latest() in (3, 4)
+    assert restoring.latest(workdir) in (3, 4)
     assert metrics.read(workdir / "metrics.jsonl")[-1]["step"] == 4
     assert "Traceback" not in err

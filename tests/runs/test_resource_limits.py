@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs import restoring
 
 DRIVER = """
 import os, pathlib, resource, sys, threading
@@ -53,4 +53,4 @@ def test_failed_save_is_one_line_without_traceback(tmp_path, limit):
     assert completed.stderr == ""
     assert completed.stdout.startswith(f"cannot save step 2 to {tmp_path}/run/checkpoints: ")
     assert (completed.returncode, completed.stdout.count("\n")) == (2, 1)
-    assert Checkpointer(tmp_path / "run").latest() == 1
+    assert restoring.latest(tmp_path / "run") == 1

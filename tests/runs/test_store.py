@@ -38,21 +38,24 @@ CHECKPOINTS = """
 import sys
 import jax.numpy as jnp
 from dcvit.runs import files, steps
-from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs.restoring import latest, open_params
 from dcvit.runs.steps import about, saved_steps
 workdir = files.folder("gs://bucket/run")
 checkpointer = Checkpointer(workdir, keep=2)
 for step in (1, 2, 3):
     checkpointer.save(step, {"params": {"w": jnp.full(9, step)}}, {"row": {"loss": step}})
 checkpointer.wait()
-loaded = load_params(workdir)["w"].tolist()
-print(saved_steps(workdir), checkpointer.latest(), about(workdir / "checkpoints" / "3"), loaded, flush=True)
+def load():
+    return open_params(workdir)["w"].read().result().tolist()
+loaded = load()
+print(saved_steps(workdir), latest(workdir), about(workdir / "checkpoints" / "3"), loaded, flush=True)
 sys.stdin.readline()
 checkpointer = Checkpointer(workdir, keep=2)
-print(saved_steps(workdir), checkpointer.latest("previous"), saved_steps(workdir), flush=True)
+print(saved_steps(workdir), latest(workdir, "previous"), saved_steps(workdir), flush=True)
 checkpointer.save(3, {"params": {"w": jnp.full(9, 4)}}, {})
 checkpointer.close()
-print(saved_steps(workdir), checkpointer.latest(), load_params(workdir)["w"].tolist(), flush=True)
+print(saved_steps(workdir), latest(workdir), load(), flush=True)
 """
 
 

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trained_workdirs import DIGITS
+from trained_workdirs import DIGITS, load_params
 from training_runs import same
 
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.runs import lock, workdir
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError

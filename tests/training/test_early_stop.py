@@ -4,10 +4,10 @@ import math
 import shutil
 
 import pytest
+from trained_workdirs import load_params
 from training_runs import digits_command, interrupted_before, same
 
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 from dcvit.training.hooks import EarlyStop
 

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from trained_workdirs import load_params
 
 import input_pipeline
 from dcvit import evaluate, predict, train
 from dcvit.cli import run
 from dcvit.config import load as configs
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 from input_pipeline import shuffle
 

@@ -9,6 +9,7 @@ import image_datasets
 import jax
 import numpy as np
 import pytest
+from trained_workdirs import load_params
 from training_runs import interrupted_before
 
 from dcvit import evaluate, predict, train
@@ -16,7 +17,6 @@ from dcvit.cli import run
 from dcvit.config import load as config
 from dcvit.models import vit
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.training import optim, setup
 
 I1K = "configs/vit_i1k.py"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from trained_workdirs import load_params
 
 import dcvit
 from dcvit import cli, generate, predict
@@ -16,7 +17,6 @@ from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm, vit
-from dcvit.runs.checkpointer import load_params
 from dcvit.training import loaded
 from dcvit.training.loaded import LoadedModel
 from dcvit.training.trained import open_trained

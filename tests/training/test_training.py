@@ -6,12 +6,11 @@ import types
 
 import jax
 import pytest
-from trained_workdirs import TEXT
+from trained_workdirs import TEXT, load_params
 from training_runs import digits_command, interrupted_before, lm_command, same, small_setup
 
 from dcvit.config import load as configs
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks, resume
 from dcvit.training.trainer import Trainer

@@ -6,6 +6,7 @@ import shlex
 
 import jax
 import pytest
+from trained_workdirs import load_params
 from training_runs import lm_command
 
 from dcvit import cli, train
@@ -13,7 +14,6 @@ from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models.upcycling import COMPOSITION
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.training.model import make_loader, make_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

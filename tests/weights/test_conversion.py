@@ -26,6 +26,7 @@ import small_models
 import tensorstore as ts
 from jax.experimental.array_serialization import serialization
 from PIL import Image
+from trained_workdirs import load_params
 
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
@@ -33,7 +34,7 @@ from dcvit.errors import CheckpointError, ConfigError
 from dcvit.export import conversion, formats, libraries, logits, programs
 from dcvit.export.source import open_model
 from dcvit.models import lm, vit
-from dcvit.runs.checkpointer import Checkpointer, load_params
+from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training.model import build, example
 from dcvit.weights import dcvit_hf, own, preprocessing, siglip, timm_vit
 from dcvit.weights.family import Description

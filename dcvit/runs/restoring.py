@@ -1,0 +1,166 @@
+"""Reading of checkpoints: the one that a run resumes from, and parameters without the rest of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+from jaxtyping import PyTree
+
+from dcvit.errors import CheckpointError, first_line
+from dcvit.models.trees import Tensor, check_tree, shapes_of
+from dcvit.parallel import multihost
+from dcvit.runs import checksums, steps
+from dcvit.runs.files import Folder, absolute
+
+LOG = logging.getLogger(__name__)
+# Orbax logs warnings, and errors with their traceback, before it raises them; the caller reports them in one line.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+def latest(workdir: Folder, on_corrupt: str = "fail") -> int | None:
+    """Verify the latest checkpoint of a run and return its step; None if there is no checkpoint.
+
+    Args:
+      workdir: the run's folder.
+      on_corrupt: what to do if the latest checkpoint is damaged: "fail" raises an error; "previous" sets it aside,
+        logs a warning, and uses the latest intact one.
+
+    Raises:
+      CheckpointError: the latest checkpoint is damaged and `on_corrupt` is "fail", or all checkpoints are damaged.
+    """
+    folder = workdir / steps.FOLDER
+    step, damaged = steps.latest_intact(folder, on_corrupt, lambda number: _problems(folder / str(number)))
+    if damaged:
+        if multihost.is_first():
+            for number, message in damaged.items():
+                LOG.warning("%s; set aside as %s", message, steps.set_aside(folder / str(number)).name)
+        multihost.wait_for_all("damaged checkpoints set aside")
+    return step
+
+
+def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Restore items of a checkpoint that `latest` has verified, with the structure, dtypes and shardings of `items`.
+
+    Raises:
+      CheckpointError: the checkpoint is unreadable, or a tree or shape differs.
+    """
+    check_compatible(checkpoint, items)
+    processes = process_options()
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=processes))
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(items))
+    args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+    try:
+        with ocp.Checkpointer(handler, multiprocessing_options=processes) as reader:
+            return dict(reader.restore(absolute(checkpoint), args=ocp.args.Composite(**args)).items())
+    except Exception as e:
+        raise CheckpointError(f"cannot restore {checkpoint}: {first_line(e)}") from e
+
+
+def check_compatible(checkpoint: Folder, items: Mapping[str, PyTree]) -> None:
+    """Raise CheckpointError if a tree or shape of a checkpoint differs from the given ones."""
+    for name in items:
+        if not (checkpoint / name).exists():
+            raise CheckpointError(f"{checkpoint} has no {name}")
+        check_tree(shapes_of(_metadata(checkpoint / name)), shapes_of(items[name]), str(checkpoint))
+
+
+def is_checkpoint(path: Folder) -> bool:
+    """Return True for a workdir with a checkpoint, or the folder of a checkpoint."""
+    return (path / steps.ABOUT).is_dir() or bool(steps.saved_steps(path))
+
+
+def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
+    """Return the parameters of a checkpoint with the dtypes and shardings of `like`, without checking its checksums.
+
+    Args:
+      source: the folder of one checkpoint, which `open_params` has verified.
+      like: arrays or shapes with shardings.
+
+    Raises:
+      CheckpointError: they cannot be read.
+    """
+    item = _params(source)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params: dict[str, Any] = checkpointer.restore(absolute(item), like)
+    except Exception as e:
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+    return params
+
+
+def open_params(source: Folder) -> dict[str, ts.TensorStore]:
+    """Open the parameters of a checkpoint by their paths, such as "head/kernel", without reading their values.
+
+    Args:
+      source: a workdir (its latest checkpoint), or the folder of one checkpoint.
+
+    Raises:
+      CheckpointError: the checkpoint is missing, damaged or unreadable.
+    """
+    item = _verified_params(source)
+    base, context = absolute(item), ts.Context()
+    scheme = "file://" if isinstance(base, Path) else ""
+    opened = {}
+    for name in shapes_of(_metadata(item)):
+        kvstore = {"driver": "ocdbt", "base": f"{scheme}{base}", "path": name.replace("/", ".")}
+        opened[name] = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True, context=context)
+    try:
+        return {name: future.result() for name, future in opened.items()}
+    except Exception as e:
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+
+
+def as_tensor(array: ts.TensorStore, path: str) -> Tensor:
+    """Return an array of `open_params`, or a part of one, to be read later; `path` names it in an error."""
+
+    def read() -> np.ndarray:
+        try:
+            return np.asarray(array.read().result())
+        except Exception as e:  # its errors are ValueErrors, but their types are not documented
+            raise CheckpointError(f"cannot read {path}: {first_line(e)}") from None
+
+    return Tensor(tuple(array.shape), read)
+
+
+def _params(folder: Folder) -> Folder:
+    """Return the item with the parameters of a checkpoint, the averaged ones if there are any."""
+    return folder / ("ema" if "ema" in checksums.items(folder) else "params")
+
+
+def _verified_params(source: Folder) -> Folder:
+    """Return the item with the parameters of a checkpoint after checking its checksums."""
+    item = _params(folder := steps.step_folder(source))
+    if found := steps.problems(folder, only=(item.name,)):
+        raise CheckpointError(f"{steps.damage_message(folder, found)}{steps.earlier_checkpoint_hint(folder)}")
+    return item
+
+
+def _metadata(item: Folder) -> PyTree:
+    """Return the tree of shapes and dtypes of a saved item."""
+    try:
+        return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
+    except Exception as e:
+        raise CheckpointError(f"cannot read {item}: {first_line(e)}") from e
+
+
+def _problems(checkpoint: Folder) -> list[str]:
+    """Return the damaged files of a checkpoint. Each process reads a part of them and gets the result of all."""
+    share = (jax.process_index(), jax.process_count())
+    found = multihost.gather(f"verified/{checkpoint.name}", steps.problems(checkpoint, share=share))
+    return sorted({line for lines in found for line in lines})
+
+
+def process_options() -> ocp.options.MultiprocessingOptions:
+    """Return options by which processes synchronize through the coordinator.
+
+    If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
+    """
+    return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
