@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError, MetricsError
-from dcvit.runs import metrics, workdir
+from dcvit.runs import identity, metrics
 from dcvit.training.tasks import task_class
 
 Train = Callable[[Sequence[str]], int]  # the command `dcvit train`, which returns its exit status
@@ -112,8 +112,8 @@ def check_same_config(paths: Sequence[Path]) -> None:
 
 
 def _check(path: Path, saved: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    compared = [key for key in sorted({*saved, *expected}) if key == "evals" or not workdir.is_free(key)]
-    found = workdir.differences("config", *({key: each.get(key) for key in compared} for each in (saved, expected)))
+    compared = [key for key in sorted({*saved, *expected}) if key == "evals" or not identity.is_free(key)]
+    found = identity.differences("config", *({key: each.get(key) for key in compared} for each in (saved, expected)))
     if found:
         different = "; ".join(f"{key} ({values})" for key, values in found.items())
         raise ConfigError(f"{path} holds a run of another config: {different}. Remove it, or give another --out")

@@ -24,8 +24,8 @@ from dcvit.errors import first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import multihost, topologies
 from dcvit.runs.files import replace
-from dcvit.runs.parameters import write_overview
 from dcvit.runs.tracking import WandbRun
+from dcvit.runs.workdir import write_overview
 from dcvit.training.resume import Run
 from dcvit.training.step import Metrics, TrainState, non_finite_arrays
 

@@ -15,7 +15,7 @@ import jax
 
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
-from dcvit.runs import metrics, restoring, steps, workdir
+from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
@@ -100,10 +100,10 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
       ConfigError: the workdir is in use, cannot be written, or holds another run.
       CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
     """
-    workdir.check_accepted(accept)
+    identity.check_accepted(accept)
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
-    data = workdir.data_identity(setup.data.source)
+    data = identity.data_identity(setup.data.source)
     saved = steps.saved_steps(folder)
     sizes = {"data": data, "steps": setup.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
@@ -113,7 +113,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         initial = setup.load_initial(shapes.params)
     with contextlib.ExitStack() as stack:
         existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
-        accepted = workdir.check_same_run(folder, existing, setup.record, data, accept)
+        accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
         lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
@@ -121,15 +121,15 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         before = workdir.accepted(folder)
         if start:
             name = checkpointer.folder / str(start)
-            accepted += workdir.check_same_run(name, resumed, setup.record, data, [*accept, *before])
+            accepted += identity.check_same_run(name, resumed, setup.record, data, [*accept, *before])
         for name in metrics.FILES:
             metrics.read(folder / name)  # raises if the file is damaged
         about = {
-            "config": setup.record, "data": data, "software": workdir.software(), "devices": workdir.devices(),
+            "config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices(),
         }  # fmt: skip
         for line in [
             *(f"accepted: {line}" for line in dict.fromkeys(accepted)),
-            *workdir.resume_warnings(resumed, about),
+            *identity.resume_warnings(resumed, about),
         ]:
             if multihost.is_first():
                 LOG.warning(line)
@@ -155,7 +155,7 @@ def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
         LOG.warning("%s has %.2f GB free, and a checkpoint takes up to %.2f GB", folder, free / 1e9, needed / 1e9)
 
 
-def _claim(setup: Setup, folder: Folder, data: workdir.Record, accept: Sequence[str]) -> None:
+def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence[str]) -> None:
     """Write the files that identify the run to its workdir, in the first process, and wait for them in the others."""
     if multihost.is_first():
         workdir.record(folder, setup.record, data, accept)

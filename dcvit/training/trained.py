@@ -20,7 +20,8 @@ from dcvit.models.lm import LM
 from dcvit.models.trees import Tensors, check_tree, shapes_of
 from dcvit.parallel.sharding import Strategy, with_shardings
 from dcvit.runs.files import Folder
-from dcvit.runs.workdir import check_checkpoint, is_free
+from dcvit.runs.identity import is_free
+from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
 from dcvit.training.model import errors_name_file, example, make_model, warn_of_other_function
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor

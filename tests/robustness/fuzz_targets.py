@@ -18,7 +18,7 @@ from PIL import Image
 import input_pipeline
 from dcvit.config import load as configs
 from dcvit.inference.task_files import check_task_files
-from dcvit.runs import checksums, curves, metrics, steps, workdir
+from dcvit.runs import checksums, curves, identity, metrics, steps, workdir
 from dcvit.training.setup import make_setup
 from dcvit.training.trained import open_trained
 from dcvit.weights import big_vision_files
@@ -55,7 +55,7 @@ VALUES = st.recursive(
 )
 EDITS = ("flip", "set", "insert", "delete", "repeat", "truncate")
 TINY_VIT = ("model.width=16", "model.depth=1", "model.mlp_dim=16", "model.patch_size=(4,4)", "evals={}")
-DATA = {"examples": 9, "class_names": ["a"], "sample": "0"}  # see `workdir.data_identity`
+DATA = {"examples": 9, "class_names": ["a"], "sample": "0"}  # see `identity.data_identity`
 TINY_LM = ("model.width=16", "model.depth=1", "model.mlp_dim=16", "model.num_heads=2", "evals={}")
 
 
@@ -355,8 +355,8 @@ def read_about(data: bytes, folder: Path) -> None:
     steps.problems(path)
     workdir.check_checkpoint(folder)
     found = steps.about(path)
-    workdir.check_same_run(path, found, about["config"], about["data"], ["lr"])
-    workdir.resume_warnings(found, {"software": workdir.software(), "devices": about["devices"]})
+    identity.check_same_run(path, found, about["config"], about["data"], ["lr"])
+    identity.resume_warnings(found, {"software": identity.software(), "devices": about["devices"]})
     (folder / "metrics.jsonl").write_bytes(metrics_files()[0])
     metrics.JsonLines(folder / "metrics.jsonl", resume_step=found["step"]).missing(found)
 

@@ -12,7 +12,7 @@ from training_runs import same
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.runs import lock, workdir
+from dcvit.runs import identity, lock, workdir
 from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError
@@ -126,11 +126,11 @@ class Examples(list):
 def test_data_is_identified_by_its_content():
     one = Examples({"tokens": bytes([i])} for i in range(100))
     other = Examples(one)
-    assert workdir.data_identity(one) == workdir.data_identity(other)
+    assert identity.data_identity(one) == identity.data_identity(other)
     other[99] = {"tokens": b"x"}
-    assert workdir.data_identity(one)["sample"] != workdir.data_identity(other)["sample"]
-    assert workdir.data_identity(Examples(one[:50]))["examples"] == 50
-    assert workdir.data_identity(Examples(one[:1])) != workdir.data_identity(Examples(one[1:2]))
+    assert identity.data_identity(one)["sample"] != identity.data_identity(other)["sample"]
+    assert identity.data_identity(Examples(one[:50]))["examples"] == 50
+    assert identity.data_identity(Examples(one[:1])) != identity.data_identity(Examples(one[1:2]))
 
 
 def test_damaged_example_identifies_the_data_too():
@@ -138,15 +138,15 @@ def test_damaged_example_identifies_the_data_too():
         def __getitem__(self, index):
             raise InputError("broken image")
 
-    assert workdir.data_identity(Damaged([{}] * 3)) == workdir.data_identity(Damaged([{}] * 3))
+    assert identity.data_identity(Damaged([{}] * 3)) == identity.data_identity(Damaged([{}] * 3))
 
 
 def test_keys_without_effect_on_a_step_may_change(tmp_path):
     config = {"seed": 0, "log_steps": 50, "ckpt_keep": 1, "mesh": [], "evals": {}}
     other = {"seed": 0, "log_epochs": 1, "ckpt_keep": 2, "mesh": [["fsdp", -1]], "evals": {"a": {}}}
-    assert workdir.check_same_run(tmp_path, {"config": config}, other, {}) == []
+    assert identity.check_same_run(tmp_path, {"config": config}, other, {}) == []
     with pytest.raises(ConfigError, match=r"config\.seed \(saved: 0, now: None\)\. To resume it anyway: --accept seed"):
-        workdir.check_same_run(tmp_path, {"config": config}, {}, {})
+        identity.check_same_run(tmp_path, {"config": config}, {}, {})
 
 
 @pytest.mark.exhaustive
@@ -164,8 +164,8 @@ def test_resuming_with_other_software_is_reported_and_reaches_the_same_result(fo
 
 def test_other_devices_are_reported():
     here = {"software": {"jax": "1"}, "devices": {"kind": "cpu", "count": 8}}
-    assert workdir.resume_warnings({}, here) == workdir.resume_warnings(here, here) == []
-    (line,) = workdir.resume_warnings({**here, "devices": {"kind": "cpu", "count": 4}}, here)
+    assert identity.resume_warnings({}, here) == identity.resume_warnings(here, here) == []
+    (line,) = identity.resume_warnings({**here, "devices": {"kind": "cpu", "count": 4}}, here)
     assert "resuming with other devices; " in line
     assert "devices.count (saved: 4, now: 8)" in line
 

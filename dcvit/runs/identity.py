@@ -1,0 +1,167 @@
+"""Identity of a run: its config, its data, and the software and devices that its bits depend on.
+
+A workdir is resumed only with the config and the data that it was started with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dcvit.config import load as configs
+from dcvit.errors import ConfigError, nearest
+from dcvit.runs.files import Folder
+from input_pipeline import InputError, Source
+from input_pipeline.errors import ReadingError
+
+Record = dict[str, Any]  # a JSON object
+SAMPLES = 16  # examples whose content identifies the data
+MAX_CHARACTERS = 60  # of a value in a message
+# Keys that may change when a run is resumed, because the result of a step does not depend on them.
+FREE_KEYS = (
+    "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
+    "watchdog_seconds", "watchdog_exit", "early_stop", "wandb",
+    "require_fused",
+)  # fmt: skip
+FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
+SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+
+
+class Differences(NamedTuple):
+    """Differences of a config and data from those of a run: a description of each, by "config.KEY" or "data.KEY"."""
+
+    accepted: dict[str, str]
+    refused: dict[str, str]
+
+
+def data_identity(source: Source) -> Record:
+    """Identify a data source by its size, its class names, and a hash of examples at regular distances."""
+    digest = hashlib.sha256()
+    for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
+        try:
+            example = source[index]
+        except ReadingError:
+            raise
+        except InputError:  # a damaged example identifies the data as well as an intact one
+            digest.update(b"damaged")
+            continue
+        for key in sorted(example):
+            value = example[key]
+            digest.update(key.encode())
+            digest.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
+    names = source.class_names
+    return {"examples": len(source), "class_names": names and list(names), "sample": digest.hexdigest()}
+
+
+def software() -> dict[str, str]:
+    """Return the versions of the packages on which the bits of a result depend."""
+    found = {"python": platform.python_version()}
+    for name in SOFTWARE:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # not installed, but run from a checkout
+            found[name] = "unknown"
+    return found
+
+
+def devices() -> Record:
+    """Return the kind and number of the devices, and the number of processes."""
+    return {"kind": jax.devices()[0].device_kind, "count": jax.device_count(), "processes": jax.process_count()}
+
+
+def check_accepted(accept: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is neither "data" nor a config key, nor inside one of them."""
+    valid = ["data", *configs.known_keys()]
+    for name in accept:
+        if name.partition(".")[0] not in valid:
+            raise ConfigError(f"--accept {name}; {nearest(name, valid)}")
+
+
+def check_same_run(
+    folder: Folder, existing: Mapping[str, Any], config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
+) -> list[str]:
+    """Check that the config and the data equal those of the run in a workdir, or of a checkpoint.
+
+    Args:
+      folder: the workdir or the checkpoint, named in errors.
+      existing: "config" and "data" of the workdir or the checkpoint; a missing entry is not compared.
+      config: the config.
+      data: see `data_identity`.
+      accept: config keys, "data", or keys inside them, that may differ.
+
+    Returns:
+      A description of each accepted difference.
+
+    Raises:
+      ConfigError: there are other differences; the message lists them all.
+    """
+    accepted, refused = compare(existing, config, data, accept)
+    if refused:
+        kind = "on other data" if all(key.startswith("data") for key in refused) else "of another config"
+        different = "; ".join(f"{key} ({values})" for key, values in refused.items())
+        flags = " ".join(f"--accept {key.removeprefix('config.')}" for key in refused)
+        raise ConfigError(f"{folder} holds a run {kind}: {different}. To resume it anyway: {flags}")
+    return [f"{key} ({values})" for key, values in accepted.items()]
+
+
+def compare(
+    saved: Mapping[str, Any], config: Mapping[str, Any], data: Record | None, accept: Sequence[str]
+) -> Differences:
+    """Compare a config and data with the "config" and the "data" of a run, see `check_same_run`."""
+    found: dict[str, str] = {}
+    if "config" in saved:
+        before = saved["config"]
+        defaults = json.loads(json.dumps(configs.defaults()))  # of keys that an older version did not have
+        for key in sorted(key for key in {*before, *config} if not is_free(key)):
+            found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
+    if "data" in saved and data is not None:
+        found |= differences("data", saved["data"], data)
+    refused = {key: values for key, values in found.items() if not _is_accepted(key, accept)}
+    return Differences({key: values for key, values in found.items() if key not in refused}, refused)
+
+
+def is_free(key: str) -> bool:
+    """Return True for a config key that does not change the result of a step, so that a resumed run may change it."""
+    return key in FREE_KEYS or key.startswith(FREE_PREFIXES)
+
+
+def _is_accepted(key: str, accept: Sequence[str]) -> bool:
+    name = key.removeprefix("config.")
+    return any(name == a or name.startswith(f"{a}.") for a in accept)
+
+
+def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason why the result of a resumed run will not be bitwise reproducible.
+
+    Args:
+      saved: the `about` of the checkpoint, with "software" and "devices".
+      current: the same for this process.
+    """
+    lines = []
+    for kind in ("software", "devices"):
+        if found := differences(kind, saved.get(kind, current[kind]), current[kind]):
+            different = "; ".join(f"{key} ({values})" for key, values in found.items())
+            lines.append(f"resuming with other {kind}; the result is not bitwise reproducible: {different}")
+    return lines
+
+
+def differences(name: str, saved: object, current: object) -> dict[str, str]:
+    """Return a description of each value that differs, by its dotted name."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        found: dict[str, str] = {}
+        for key in sorted({*saved, *current}):
+            found |= differences(f"{name}.{key}", saved.get(key), current.get(key))
+        return found
+    return {} if saved == current else {name: f"saved: {_short(saved)}, now: {_short(current)}"}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
