@@ -17,6 +17,7 @@ import select
 import sys
 import textwrap
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
@@ -49,15 +50,9 @@ class _Console(Console):
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` and collects `--config.KEY=VALUE` overrides."""
 
-    def __init__(
-        self, prog: str | None = None, description: str | None = None, examples: Sequence[str] = (),
-        conflict_handler: str = "error",
-    ):  # fmt: skip
-        """Prepare the parser; `examples` are command lines that the help shows."""
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            prog, None, description, conflict_handler=conflict_handler, allow_abbrev=False, formatter_class=formatter
-        )
+    def __init__(self, *, examples: Sequence[str] = (), **options: Any):
+        """Prepare the parser; `examples` are command lines that the help shows, the options those of argparse."""
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.examples = examples
 
     def format_help(self) -> str:
@@ -97,8 +92,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and name not in valid:
                 raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
         # argparse does not accept "--" in intermixed words.
-        parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
-        args, unknown = parse(words)
+        args, unknown = (self.parse_known_args if "--" in words else self.parse_known_intermixed_args)(words)
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]}; {nearest(unknown[0].partition('=')[0], valid)}")
         return args, overrides
@@ -115,11 +109,7 @@ class Parser(argparse.ArgumentParser):
         return nearest(name, valid)
 
     def parse_without_config(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse the words of a command that takes no config.
-
-        Raises:
-          ConfigError: see `parse`; also for a `--config.KEY=VALUE` override.
-        """
+        """Parse the words of a command that takes no config. Raises ConfigError also for an override of a config."""
         args, overrides = self.parse(argv)
         if overrides:
             raise ConfigError(f"{self.prog} takes no --config.{overrides[0]}")
@@ -144,14 +134,9 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def path(text: str) -> Path:
-    """Convert an option's value to a path, with ~ expanded.
-
-    An empty path is an error, because it is most likely an unset shell variable.
-    """
-    if not text:
+    """Convert an option's value to a path, with ~ expanded."""
+    if not text:  # most likely an unset shell variable
         raise argparse.ArgumentTypeError("an empty path")
-    if "\0" in text:
-        raise argparse.ArgumentTypeError("a path with the character NUL")
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text}: expected a path, not a URL")
     try:
@@ -286,7 +271,26 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     with log_to_stderr():
-        return _status(main, argv)
+        try:
+            status = main(argv)
+            if sys.stdout:
+                sys.stdout.flush()
+            return status
+        except EXPECTED as e:
+            message, status = str(e), 2
+            if isinstance(e, BrokenPipeError) and _reader_is_gone():  # not the pipe or socket of a library
+                discard(sys.stdout)
+                status = EXIT_SIGPIPE
+            else:
+                print_error(message)
+        except KeyboardInterrupt:
+            message, status = "interrupted", 130
+            print(message, file=sys.stderr)
+        except Exception as e:
+            message, status = _report(e)
+        if multihost := _multihost():
+            multihost.fail(message, status)
+        return status
 
 
 def print_error(message: str) -> None:
@@ -294,61 +298,33 @@ def print_error(message: str) -> None:
     print(f"error: {escaped(message)}", file=sys.stderr)
 
 
-def _status(main: Main, argv: Sequence[str] | None) -> int:
-    """Call `main` and convert its exceptions to exit statuses."""
-    try:
-        status = main(argv)
-        if sys.stdout:
-            sys.stdout.flush()
-        return status
-    except EXPECTED as e:
-        message, status = str(e), 2
-        if isinstance(e, BrokenPipeError) and _reader_is_gone():  # not the pipe or socket of a library
-            discard(sys.stdout)
-            status = EXIT_SIGPIPE
-        else:
-            print_error(message)
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
-        print(message, file=sys.stderr)
-    except Exception as e:
-        if _is_out_of_memory(e):
-            message = f"{first_line(e).removesuffix('.')}; a smaller batch, model or context needs less memory"
-            status = 2
-            print_error(message)
-        elif _is_single_process():
-            raise
-        else:
-            from dcvit.parallel import multihost
+def _report(error: Exception) -> tuple[str, int]:
+    """Print an exception that is not in `EXPECTED`; return its message for other processes and the exit status.
 
-            message, status = first_line(e), 1
-            if failure := multihost.peer_failure(e):
-                print_error(f"stopped because {failure}")
-            else:
-                traceback.print_exc()
-    if not _is_single_process():
-        from dcvit.parallel import multihost
-
-        multihost.fail(message, status)
-    return status
+    Raises it again if it is a bug in a run of one process.
+    """
+    message, text = first_line(error), str(error).lower()
+    if isinstance(error, MemoryError) or (type(error).__name__ == "JaxRuntimeError" and "out of memory" in text):
+        message = f"{message.removesuffix('.')}; a smaller batch, model or context needs less memory"
+        print_error(message)
+        return message, 2
+    multihost = _multihost()
+    if not multihost:
+        raise error
+    if failure := multihost.peer_failure(error):
+        print_error(f"stopped because {failure}")
+    else:
+        traceback.print_exception(error)
+    return message, 1
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the memory of the host or of a device is too small; does not import JAX to find out."""
-    return isinstance(error, MemoryError) or (_comes_from_jax(error) and "out of memory" in str(error).lower())
-
-
-def _comes_from_jax(error: Exception) -> bool:
-    return type(error).__name__ == "JaxRuntimeError"
-
-
-def _is_single_process() -> bool:
-    """Return whether this process is the whole run; does not import JAX to find out."""
+def _multihost() -> types.ModuleType | None:
+    """Return `dcvit.parallel.multihost` in a run of several processes; does not import JAX to find out."""
     if "jax" not in sys.modules:
-        return True
+        return None
     from dcvit.parallel import multihost
 
-    return multihost.is_single_process()
+    return None if multihost.is_single_process() else multihost
 
 
 def show(rows: Iterable[Mapping[str, object]], form: str, *, title: str | None = None) -> None:
