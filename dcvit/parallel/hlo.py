@@ -8,22 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-BITS = {
-    "pred": 8,
-    "bf16": 16,
-    "f16": 16,
-    "f32": 32,
-    "f64": 64,
-    "s4": 4,
-    "u4": 4,
-}  # other names end in their number of bits
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 CALLED = re.compile(
     r"(calls|body|condition|to_apply|branch_computations|called_computations)=\{?([^,}\s]+(?:, %[^,}\s]+)*)"
 )
-
-
 KERNEL_METADATA = re.compile(r"kernel_metadata=(\{[^{}]*\})")  # JSON, which XLA writes on several lines
 
 
@@ -96,7 +85,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
-    """Returns, for each kind of collective in a program, the executions per run and the bytes of their results."""
+    """Return, for each kind of collective in a program, the executions per run and the bytes of their results."""
     return {
         kind: (sum(c.times for c in found if c.kind == kind), sum(c.times * c.bytes for c in found if c.kind == kind))
         for kind in KINDS
@@ -167,7 +156,7 @@ def size_in_bytes(shape: str) -> int:
     """Return the bytes of all arrays in a shape in HLO's notation, without padding."""
     total = 0
     for dtype, sides in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
-        digits = re.findall(r"\d+", dtype)
-        bits = BITS.get(dtype, int(digits[0]) if digits else 0)
+        number = re.search(r"\d+", dtype)  # of bits, as in bf16, s4 and f8e4m3fn
+        bits = 8 if dtype == "pred" else int(number[0]) if number else 0
         total += math.prod(map(int, filter(None, sides.split(",")))) * bits // 8
     return total

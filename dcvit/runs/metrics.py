@@ -157,7 +157,7 @@ def _read(path: Folder) -> list[Row]:
                 raise ValueError("its checksum differs: it was changed, or a line before it was removed")
         except (ValueError, RecursionError) as e:
             raise MetricsError(
-                f"{path}:{number} is damaged ({first_line(e)}); remove this line and all after it to go on without them"
+                f"{path}:{number} is damaged ({first_line(e)}); remove this line and all after it to ignore them"
             ) from None
         rows.append(Row(values, checksum))
     return rows
