@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise InputError(f"{path}: there is no user {Path(path).parts[0].removeprefix('~')!r}") from None
+
+
+@contextlib.contextmanager
+def named_errors(path: str | Path, action: str = "read", error: type[InputError] = InputError) -> Iterator[None]:
+    """Convert an OSError to an error of one line, "cannot ACTION PATH: REASON"."""
+    try:
+        yield
+    except OSError as e:
+        raise error(f"cannot {action} {path}: {e.strerror}") from None
 
 
 def files_below(folder: str | Path, *, hidden: bool) -> Iterator[str]:

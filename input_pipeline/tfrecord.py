@@ -24,7 +24,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, first_line
-from input_pipeline.files import read_regular
+from input_pipeline.files import named_errors, read_regular
 from input_pipeline.optional import require, tensorflow
 
 logger = logging.getLogger(__name__)
@@ -205,10 +205,8 @@ class _LocalFile:
 
     def __init__(self, path: str):
         self.descriptor = -1
-        try:
+        with named_errors(path, error=ReadingError):
             self.descriptor = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
 
     def read(self, start: int, length: int) -> bytes:
         return os.pread(self.descriptor, length, start)
@@ -226,10 +224,8 @@ def _open(path: str) -> BinaryIO:
     if "://" in path:
         remote: BinaryIO = tensorflow().io.gfile.GFile(path, "rb")
         return remote
-    try:
+    with named_errors(path, error=ReadingError):
         return io.FileIO(path)
-    except OSError as e:
-        raise ReadingError(f"cannot read {path}: {e.strerror}") from None
 
 
 def _stat(path: str) -> tuple[int, int]:
@@ -237,10 +233,8 @@ def _stat(path: str) -> tuple[int, int]:
     if "://" in path:
         found = tensorflow().io.gfile.stat(path)
         return int(found.length), int(found.mtime_nsec)
-    try:
+    with named_errors(path, error=ReadingError):
         status = Path(path).stat()
-    except OSError as e:
-        raise ReadingError(f"cannot read {path}: {e.strerror}") from None
     if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
         raise ReadingError(f"cannot read {path}: not a regular file")
     return status.st_size, status.st_mtime_ns

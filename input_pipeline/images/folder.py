@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import expand, files_below, read_regular
+from input_pipeline.files import expand, files_below, named_errors, read_regular
 from input_pipeline.source import Example
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -97,10 +97,8 @@ def _class_folders(folder: Path) -> list[str]:
         parent = folder.parent
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith(".")) if parent.is_dir() else []
         raise MissingDataError(f"no folder {folder} (in {parent}: {', '.join(names[:10]) or 'nothing'})")
-    try:
+    with named_errors(folder):
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    except OSError as e:
-        raise InputError(f"cannot read {folder}: {e.strerror}") from None
     if not names:
         raise InputError(f"{folder} holds no class folders")
     return names

@@ -237,10 +237,10 @@ def _transform(image: np.ndarray, *coefficients: float) -> np.ndarray:
     """
     height, width = image.shape[:2]
     sources = _cached_sources if height * width <= CACHED_PIXELS else _sources
-    return kernels.move(image, sources(height, width, *coefficients), GREY)
+    return kernels.move(image, sources(height, width, coefficients), GREY)
 
 
-def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float, b1: float, b2: float) -> np.ndarray:
+def _sources(height: int, width: int, coefficients: tuple[float, ...]) -> np.ndarray:
     """Return the source index of every pixel of a transform's result, or height · width for positions outside.
 
     The arithmetic is that of TensorFlow's ImageProjectiveTransformV3: float32, and halves are rounded away from zero.
@@ -248,7 +248,7 @@ def _sources(height: int, width: int, a0: float, a1: float, a2: float, b0: float
     y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)
     across, down = (
         (np.float32(a) * x + np.float32(b) * y + np.float32(c)).astype(np.float64)  # adding 0.5 must be exact
-        for a, b, c in ((a0, a1, a2), (b0, b1, b2))
+        for a, b, c in (coefficients[:3], coefficients[3:])
     )
     inside = (across > -0.5) & (across < width - 0.5) & (down > -0.5) & (down < height - 0.5)
     index = np.floor(down + 0.5) * width + np.floor(across + 0.5)

@@ -15,7 +15,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
-from input_pipeline.files import expand, files_below
+from input_pipeline.files import expand, files_below, named_errors
 from input_pipeline.optional import require
 from input_pipeline.text.tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
     before = 0
     for file in files.paths:
         name = file.relative_to(files.root).as_posix()
-        try:
+        with named_errors(file):
             if file.name.endswith(LINE_SUFFIXES):
                 for number, line, read in _lines(file):
                     location = f"{file}:{number}"
@@ -117,8 +117,6 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
             elif text := _decode(_read_whole(file), f"{file}:1"):
                 yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
             before += file.stat().st_size
-        except OSError as e:
-            raise InputError(f"cannot read {file}: {e.strerror}") from None
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:

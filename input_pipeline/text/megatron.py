@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError
+from input_pipeline.files import named_errors
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.megatron_format import Description, find_prefix, read_description, read_index
@@ -104,11 +105,8 @@ def _check_description(prefix: str, description: Description, sequences: int, vo
 
 def _mapped(path: str, dtype: np.dtype) -> np.ndarray:
     """Map the tokens of a file into memory; nothing is read before it is used."""
-    try:
-        with Path(path).open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror}") from None
+    with named_errors(path), Path(path).open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
         content.madvise(mmap.MADV_RANDOM)  # rows are read in random order, so read-ahead would be wasted
     return np.frombuffer(content, dtype)

@@ -4,13 +4,14 @@ import contextlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from input_pipeline.errors import InputError
+from input_pipeline.files import named_errors
 from input_pipeline.text.documents import encode_documents, find_files, read_documents
 from input_pipeline.text.megatron_format import CHUNK, DTYPES, HEADER, MAGIC, VERSION, Description
 from input_pipeline.text.packing import check_tokens
@@ -82,7 +83,7 @@ class MegatronWriter:
         self.file: BinaryIO | None = None
 
     def __enter__(self) -> "MegatronWriter":
-        with self._named_errors(".bin"):
+        with named_errors(self.prefix + ".bin", "write"):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self.file = self._temporary(".bin").open("wb")
         return self
@@ -96,7 +97,7 @@ class MegatronWriter:
         if self.file is None:
             raise ValueError("the writer is not open")
         values = check_tokens(np.asarray(tokens), self.vocab_size)
-        with self._named_errors(".bin"):
+        with named_errors(self.prefix + ".bin", "write"):
             self.file.write(values.astype(DTYPES[self.code]).tobytes())
         self.sizes.append(len(values))
         self.tokens += len(values)
@@ -121,17 +122,17 @@ class MegatronWriter:
         assert self.file is not None
         if not self.sizes:
             raise InputError(f"no documents to write to {self.prefix}.bin")
-        with self._named_errors(".bin"):
+        with named_errors(self.prefix + ".bin", "write"):
             _flush_to_disk(self.file)
         self.description["documents"], self.description["tokens"] = len(self.sizes), self.tokens
-        with self._named_errors(".json"), self._temporary(".json").open("wb") as file:
+        with named_errors(self.prefix + ".json", "write"), self._temporary(".json").open("wb") as file:
             file.write(json.dumps(self.description, indent=2).encode() + b"\n")
             _flush_to_disk(file)
-        with self._named_errors(".idx"), self._temporary(".idx").open("wb") as file:
+        with named_errors(self.prefix + ".idx", "write"), self._temporary(".idx").open("wb") as file:
             self._write_index(file)
             _flush_to_disk(file)
         for suffix in SUFFIXES:
-            with self._named_errors(suffix):
+            with named_errors(self.prefix + suffix, "write"):
                 self._temporary(suffix).replace(self.prefix + suffix)
 
     def _write_index(self, file: BinaryIO) -> None:
@@ -147,14 +148,6 @@ class MegatronWriter:
             start = int(ends[-1])
         for at in range(0, count + 1, CHUNK):
             file.write(np.arange(at, min(at + CHUNK, count + 1)).astype("<i8").tobytes())
-
-    @contextlib.contextmanager
-    def _named_errors(self, suffix: str) -> Iterator[None]:
-        """Convert an OSError to an InputError that names the file."""
-        try:
-            yield
-        except OSError as e:
-            raise InputError(f"cannot write {self.prefix}{suffix}: {e.strerror}") from None
 
 
 def _flush_to_disk(file: BinaryIO) -> None:
