@@ -28,7 +28,6 @@ from rich.text import Text
 
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
 from dcvit.runs import files
-from dcvit.runs.files import Folder
 from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
@@ -61,10 +60,9 @@ class Parser(argparse.ArgumentParser):
         if any(action.dest == "config" for action in self._actions):
             from dcvit.config import load as config
 
-            names = ", ".join(path.stem for path in config.shipped())
             lines += [
                 "--config.KEY=VALUE overrides a key of the config; `dcvit help config` lists all keys.",
-                f"Configs of the package: {names}.\n",
+                f"Configs of the package: {', '.join(path.stem for path in config.shipped())}.\n",
             ]
         if self.examples:
             lines += ["examples:", *(f"  {line}" for line in self.examples), ""]
@@ -155,7 +153,7 @@ def utf8_path(text: str) -> Path:
     return local
 
 
-def folder(text: str) -> Folder:
+def folder(text: str) -> files.Folder:
     """Convert an option's value to a folder: a path as in `utf8_path`, or the URL of a supported store."""
     if "://" not in text:
         return utf8_path(text)
@@ -195,16 +193,15 @@ def log_to_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: not record.name.startswith("dcvit.dcmha"))
     handler.setFormatter(_LineFormatter())
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    previous = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
+    previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
+    for logger in previous:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     try:
         yield
     finally:
-        for logger, (level, propagate) in zip(loggers, previous, strict=True):
+        for logger, (level, propagate) in previous.items():
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
