@@ -9,17 +9,21 @@ TensorFlow reads TFRecord files only from the start, and its reader cannot seek 
 here. The checksums are computed by google-crc32c.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import logging
 import os
 import stat
 import struct
 import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -97,9 +101,55 @@ class ArrayRecordFile:
 RecordFile = TFRecordFile | ArrayRecordFile
 
 
+class Shard(NamedTuple):
+    """A file of which `take` records after the first `skip` records are used."""
+
+    file: RecordFile
+    skip: int
+    take: int
+
+
+class Records:
+    """The records of several files, numbered from 0 in the order of the files."""
+
+    def __init__(self, shards: Sequence[Shard]):
+        self.shards = shards
+        self.ends = list(itertools.accumulate(shard.take for shard in shards))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, index: int) -> bytes:
+        """Return the data of a record. Raises InputError if it is damaged, IndexError if there are fewer records."""
+        file, number = self._locate(index)
+        return file.read(number)
+
+    def describe(self, index: int) -> str:
+        """Return the file of a record and its number there."""
+        file, number = self._locate(index)
+        return f"{file.path}, record {number}"
+
+    def nbytes(self) -> int:
+        """Return the size of all records in bytes."""
+        return sum(file.nbytes(skip, skip + take) for file, skip, take in self.shards)
+
+    def _locate(self, index: int) -> tuple[RecordFile, int]:
+        part = bisect.bisect_right(self.ends, index)
+        if part == len(self.shards):
+            raise IndexError(index)
+        file, skip, take = self.shards[part]
+        return file, skip + index - (self.ends[part] - take)
+
+
 def open_records(path: str) -> RecordFile:
     """Open a file of records; the format follows from tensorflow-datasets' naming convention."""
     return (ArrayRecordFile if ".array_record" in Path(path).name else TFRecordFile)(path)
+
+
+def open_files(paths: Iterable[str]) -> list[RecordFile]:
+    """Open files of records by several threads, because a TFRecord file without index is read to find its records."""
+    with ThreadPoolExecutor(16) as threads:
+        return list(threads.map(open_records, paths))
 
 
 @functools.lru_cache(maxsize=OPEN_FILES)

@@ -3,21 +3,18 @@
 Images stay encoded until they are preprocessed. Nothing is downloaded or generated.
 """
 
-import bisect
-import itertools
 import json
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
 from input_pipeline.files import expand
 from input_pipeline.optional import require
 from input_pipeline.source import Example
-from input_pipeline.tfrecord import RecordFile, open_records
+from input_pipeline.tfrecord import Records, Shard, open_files
 
 NAME = re.compile(r"\w[\w-]*(/\w[\w.-]*)?")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -26,14 +23,6 @@ MANUAL_DOWNLOADS = {
     "imagenet2012": "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unextracted,",
     "imagenet2012_real": "ILSVRC2012_img_val.tar, unextracted,",
 }
-
-
-class Shard(NamedTuple):
-    """A file of a split: `take` records after the first `skip` records belong to the split."""
-
-    file: RecordFile
-    skip: int
-    take: int
 
 
 class Source:
@@ -74,8 +63,7 @@ class Source:
         self.class_names: tuple[str, ...] | None = next(
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
-        self.shards = _open_shards(chosen.file_instructions) if chosen.num_examples > 0 else []
-        self.ends = list(itertools.accumulate(shard.take for shard in self.shards))
+        self.records = Records(_open_shards(chosen.file_instructions) if chosen.num_examples > 0 else [])
         self.decoders = {
             key: tfds.decode.SkipDecoding()
             for key, feature in self.features.items()
@@ -83,11 +71,10 @@ class Source:
         }
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return len(self.records)
 
     def __getitem__(self, index: int) -> Example:
-        file, number = self._locate(index)
-        record = file.read(number)
+        record = self.records.read(index)
         try:
             example: Example = self.features.deserialize_example_np(record, decoders=self.decoders)
         except Exception as e:
@@ -96,18 +83,11 @@ class Source:
 
     def describe(self, index: int) -> str:
         """Return the file and record of an example."""
-        file, number = self._locate(index)
-        return f"{file.path}, record {number}"
+        return self.records.describe(index)
 
     def nbytes(self) -> int:
         """Return the size of all records of the split in bytes."""
-        return sum(file.nbytes(skip, skip + take) for file, skip, take in self.shards)
-
-    def _locate(self, index: int) -> tuple[RecordFile, int]:
-        """Return the file of an example and the number of its record."""
-        part = bisect.bisect_right(self.ends, index)
-        file, skip, take = self.shards[part]
-        return file, skip + index - (self.ends[part] - take)
+        return self.records.nbytes()
 
 
 def find_dataset(name: str, root: str) -> str:
@@ -175,10 +155,8 @@ def _open_shards(instructions: Sequence[Any]) -> list[Shard]:
     Args:
       instructions: `file_instructions` of a split, whose class tensorflow-datasets does not export.
     """
-    with ThreadPoolExecutor(16) as threads:  # a TFRecord file without index is read to find its records
-        files = list(threads.map(open_records, (str(i.filename) for i in instructions)))
     shards = []
-    for file, instruction in zip(files, instructions, strict=True):
+    for file, instruction in zip(open_files(str(i.filename) for i in instructions), instructions, strict=True):
         if len(file) != instruction.examples_in_shard:
             raise InputError(
                 f"{file.path} has {len(file)} records, but its dataset_info.json says {instruction.examples_in_shard}; "

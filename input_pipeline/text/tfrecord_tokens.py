@@ -1,9 +1,5 @@
 """Rows of tokens in TFRecord files: each record is a tf.train.Example with an int64 list `input_ids`."""
 
-import bisect
-import itertools
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 
 from input_pipeline.errors import InputError
@@ -12,7 +8,7 @@ from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import find_files
 from input_pipeline.text.tokenizer import vocabulary
-from input_pipeline.tfrecord import TFRecordFile
+from input_pipeline.tfrecord import Records, Shard, open_files
 
 KEY = "input_ids"
 
@@ -44,9 +40,8 @@ class Source:
         """
         self.context = packing.check_context(context)
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(tokenizer, vocab_size, end_of_text)
-        with ThreadPoolExecutor(16) as threads:  # a file without index is read to find its records
-            self.files = list(threads.map(TFRecordFile, map(str, find_files(path, contains="tfrecord").paths)))
-        self.ends = list(itertools.accumulate(map(len, self.files)))
+        files = open_files(map(str, find_files(path, contains="tfrecord").paths))
+        self.records = Records([Shard(file, 0, len(file)) for file in files])
         if len(self):
             try:
                 self[0]
@@ -54,11 +49,10 @@ class Source:
                 raise InputError(f"{self.describe(0)}: {e}") from None
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return len(self.records)
 
     def __getitem__(self, index: int) -> Example:
-        file, number = self._locate(index)
-        tokens = read_input_ids(file.read(number))
+        tokens = read_input_ids(self.records.read(index))
         if len(tokens) != self.context + 1:
             raise InputError(
                 f"a row of {len(tokens)} tokens, the config's context {self.context} needs {self.context + 1}"
@@ -67,19 +61,11 @@ class Source:
 
     def describe(self, index: int) -> str:
         """Return the file and record of a row."""
-        file, number = self._locate(index)
-        return f"{file.path}, record {number}"
+        return self.records.describe(index)
 
     def nbytes(self) -> int:
         """Return the size of all records in bytes."""
-        return sum(file.nbytes(0, len(file)) for file in self.files)
-
-    def _locate(self, index: int) -> tuple[TFRecordFile, int]:
-        """Return the file of a row and the number of its record. Raises IndexError if there are fewer rows."""
-        part = bisect.bisect_right(self.ends, index)
-        if part == len(self.files):
-            raise IndexError(index)
-        return self.files[part], index - (self.ends[part] - len(self.files[part]))
+        return self.records.nbytes()
 
 
 def read_input_ids(record: bytes) -> packing.Tokens:
