@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcvit import dcmha
+    from dcvit.inference.images import ImageModel
+    from dcvit.inference.texts import LanguageModel
     from dcvit.models.dcmha import DCMHA
-    from dcvit.training.loaded import LoadedModel
     from dcvit.training.run import train
 
 __version__ = "0.1.0"
 __all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet", "train"]
 
 
-def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> LoadedModel:
-    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.training.loaded.load`."""
-    from dcvit.training import loaded
+def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> ImageModel | LanguageModel:
+    """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.training.trained.load`."""
+    from dcvit.training import trained
 
-    return loaded.load(source, config=config, sharding=sharding)
+    return trained.load(source, config=config, sharding=sharding)
 
 
 def list_models() -> list[str]:

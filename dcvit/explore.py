@@ -54,16 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--layers {args.layers}: expected numbers with commas between them") from None
 
     from dcvit.pages import report
-    from dcvit.pages.exploration import Options, explore, open_explored
+    from dcvit.pages.exploration import Options, explore
     from dcvit.parallel import runtime
     from dcvit.runs.files import replace
+    from dcvit.training.trained import load
 
     report.check_path(args.out, "--out")
     runtime.configure()
     runtime.check_devices()
-    models = [open_explored(args.workdir, args.config)]
+    models = [load(args.workdir, config=args.config)]
     if args.compare is not None:
-        models.append(open_explored(args.compare))
+        models.append(load(args.compare))
     failed: list[str] = []
 
     def fail(line: str) -> None:

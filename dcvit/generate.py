@@ -64,21 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--stop: an empty string would end every text before it begins")
 
     from dcvit.inference.sampling import Sampling
-    from dcvit.inference.texts import read_prompts
-    from dcvit.models.lm import LM
+    from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts
     from dcvit.parallel import runtime
-    from dcvit.training.loaded import open_model
+    from dcvit.training.trained import open_model
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    sampling.check()
+    options = TextOptions(args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed, args.stop)
+    options.sampling.check()
     prompts = read_prompts(args.prompt, args.prompt_file)
     runtime.configure()
     runtime.check_devices()
-    model = open_model(args.workdir, args.config, args.checkpoint, overrides)
-    if not isinstance(model.module, LM):
-        raise ConfigError(
-            f"{args.config or args.workdir} is a model of images, not a language model: use `dcvit predict`"
-        )
+    model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
     tokenizer = model.open_tokenizer(args.tokenizer)
     live = len(prompts) == 1 and args.format == "text"
     started = False  # the prompt is printed with the first piece of text, so that an error is printed alone
@@ -90,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             started = True
 
     try:
-        result = model.continue_texts(
-            prompts, args.tokens, sampling=sampling, seed=args.seed, stop=args.stop, show=show, tokenizer=tokenizer
-        )
+        result = model.continue_texts(prompts, options, show, tokenizer)
     finally:
         if started:
             write("\n")

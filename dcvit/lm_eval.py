@@ -44,10 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--include_path: no folder {args.include_path}")
 
     from dcvit.inference import harness_tasks
-    from dcvit.models.lm import LM
+    from dcvit.inference.texts import LanguageModel
     from dcvit.parallel import runtime
-    from dcvit.training.loaded import open_model
-    from dcvit.training.trained import check_options
+    from dcvit.training.trained import check_options, open_model
 
     runtime.configure()
     runtime.check_devices()
@@ -58,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dcvit.inference.harness import HarnessModel  # imports lm_eval, which reads the variables of `prepare`
 
     def make_model() -> HarnessModel:  # after the tasks are checked
-        model = open_model(args.workdir, args.config, args.checkpoint, overrides)
-        if not isinstance(model.module, LM):
-            raise ConfigError(f"{args.config or args.workdir} is not a language model")
+        model = open_model(LanguageModel, args.workdir, args.config, args.checkpoint, overrides)
         return HarnessModel(
             model.module, model.params, model.open_tokenizer(args.tokenizer), end_tokens=model.end_tokens,
             batch_size=args.batch_size,

@@ -34,26 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.images:
         parser.error("no image files: give files, or folders of them")
 
-    from dcvit.inference import classifier
-    from dcvit.models.lm import LM
+    from dcvit.inference import images
     from dcvit.parallel import runtime
-    from dcvit.training.loaded import open_model
+    from dcvit.training.trained import open_model
 
     runtime.configure()
     runtime.check_devices()
-    model = open_model(args.workdir, args.config, args.checkpoint, overrides)
-    if isinstance(model.module, LM):
-        raise ConfigError(f"{args.config or args.workdir} is a language model: use `dcvit generate`")
+    model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides)
     failed: list[str] = []
 
     def fail(line: str) -> None:
         failed.append(line)
         cli.print_error(line)
 
-    files = classifier.find_images(args.images, fail)
-    batches = model.classify(classifier.read_images(files, model.pp, fail), args.topk)
+    files = images.find_images(args.images, fail)
+    batches = model.classify(images.read_images(files, model.pp, fail), args.topk)
     if args.format == "table":
-        lines = classifier.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        lines = images.PredictionLines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         for batch in batches:
             print(*lines.format(batch), sep="\n", flush=True)
     else:

@@ -11,8 +11,8 @@ from dcvit.errors import MetricsError
 from dcvit.export import formats
 from dcvit.export.source import Model
 from dcvit.runs import metrics
-from dcvit.training.model import example
 from dcvit.weights import dcvit_hf
+from dcvit.weights.modules import example
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric

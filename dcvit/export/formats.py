@@ -24,10 +24,10 @@ from dcvit.export.logits import nested
 from dcvit.export.source import Model
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training.inputs import OWN_TOKENIZER
-from dcvit.training.model import build, example
 from dcvit.weights import dcvit_hf, dinov2, gpt2, gpt_neox, hf_processor, hf_vit, llama, names, own, siglip, timm_vit
 from dcvit.weights import links as linking
 from dcvit.weights.family import Description, WrittenFamily
+from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 

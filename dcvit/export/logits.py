@@ -20,7 +20,7 @@ import input_pipeline
 from dcvit.export.source import Model
 from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
-from dcvit.training.model import build, example
+from dcvit.weights.modules import build, example
 from dcvit.weights.placement import place_params
 from input_pipeline.text.tokenizer import ByteTokenizer
 

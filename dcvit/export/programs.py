@@ -20,7 +20,7 @@ from dcvit.errors import CheckpointError, first_line
 from dcvit.export import formats
 from dcvit.export.logits import nested
 from dcvit.export.source import Model
-from dcvit.training.model import build, example
+from dcvit.weights.modules import build, example
 
 IMPLEMENTATION = "reference"  # plain operations, which every format has
 ONNX, STABLEHLO, SAVED_MODEL = "model.onnx", "model.stablehlo", "saved_model"

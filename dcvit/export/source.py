@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 import tensorstore as ts
 
 from dcvit.config import load as configs
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
-from dcvit.inference.classifier import read_class_names
+from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
-from dcvit.models.trees import check_tree, shapes_of
+from dcvit.models.trees import check_tree
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import find
-from dcvit.training import setup
-from dcvit.training.model import build, errors_name_file, example
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import Description
+from dcvit.weights.modules import errors_name_file, example, param_shapes
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Json, Tensor, Tensors
 
@@ -149,14 +146,3 @@ def _with_preprocessing(weights: Weights, params: Tensors) -> Description:
     pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
     log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
     return found._replace(pp=pp)
-
-
-def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a model by its path."""
-    found = example(description, params)
-    return _param_shapes(build(description), found.shape, found.dtype)
-
-
-@functools.lru_cache(maxsize=1)  # of the source and of the result
-def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
-    return shapes_of(setup.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,44 @@ CAST = ("kernel", "embedding", "pos_embedding", "w_q1", "w_q2", "w_qg", "w_k1", 
 DEFAULT_SAMPLING = Sampling()
 
 
-class TokenChoice(NamedTuple):
-    """The part of a compiled step that selects a token."""
+class Options(NamedTuple):
+    """How prompts of tokens are continued.
 
-    sampling: Sampling
-    vocab_size: int | None  # only tokens below this number are selected; None is no limit
-
-
-class Options(TypedDict, total=False):
-    """The options of `generate`."""
+    Fields:
+      max_tokens: the maximum number of new tokens per example.
+      sampling: how a token is drawn.
+      seed: seed of the random numbers.
+      stop: tokens that end an example.
+      begin: the token that replaces an empty prompt.
+      vocab_size: only tokens below this number are generated, such as the size of a tokenizer that is smaller than the
+        model's vocabulary; None is no limit.
+    """
 
     max_tokens: int
+    sampling: Sampling = DEFAULT_SAMPLING
+    seed: int = 0
+    stop: Sequence[int] = ()
+    begin: int | None = None
+    vocab_size: int | None = None
+
+    def check(self, model: LM) -> None:
+        """Raise ConfigError if a value is out of its range, or does not fit the model."""
+        self.sampling.check()
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens={self.max_tokens} should be 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} should be in 0 … 2^32-1")
+        if self.vocab_size is not None and not 1 <= self.vocab_size <= model.vocab_size:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} should be in 1 … {model.vocab_size}, the model's number of tokens"
+            )
+
+
+class Program(NamedTuple):
+    """The constants of a compiled step: the model, and how it selects a token among those below `vocab_size`."""
+
+    model: LM
     sampling: Sampling
-    seed: int
-    stop: Sequence[int]
-    begin: int | None
-    examples: Sequence[int] | None
     vocab_size: int | None
 
 
@@ -51,61 +73,47 @@ def generate(
     model: LM,
     params: Params,
     prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    sampling: Sampling = DEFAULT_SAMPLING,
-    seed: int = 0,
-    stop: Sequence[int] = (),
-    begin: int | None = None,
+    options: Options,
     examples: Sequence[int] | None = None,
-    vocab_size: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue prompts; yield the new token of every example after each step, None for an example that has ended.
 
-    An example ends before a token of `stop`. The iteration ends when all examples have ended or after `max_tokens`
-    steps; the caller may also stop earlier. The random numbers of an example depend only on `seed`, the number of the
-    example and the number of the token.
+    An example ends before a token of `options.stop`. The iteration ends when all examples have ended or after
+    `options.max_tokens` steps; the caller may also stop earlier. The random numbers of an example depend only on the
+    seed, the number of the example and the number of the token.
 
     Args:
       model: the language model.
       params: its parameters.
-      prompts: token sequences of any lengths; an empty one is replaced by the token `begin`.
-      max_tokens: the maximum number of new tokens per example.
-      sampling: how a token is drawn.
-      seed: seed of the random numbers.
-      stop: tokens that end an example.
-      begin: the token that replaces an empty prompt.
+      prompts: token sequences of any lengths; an empty one is replaced by the token `options.begin`.
+      options: see `Options`.
       examples: numbers of the examples; by default their indices in the batch.
-      vocab_size: only tokens below this number are generated, such as the size of a tokenizer that is smaller than the
-        model's vocabulary.
 
     Raises:
       ConfigError: the arguments do not fit each other or the model; raised before the first step.
       FloatingPointError: the model's logits are not finite; raised during iteration.
     """
-    sampling.check()
-    if max_tokens < 1:
-        raise ConfigError(f"max_tokens={max_tokens} should be 1 or more")
-    if not 0 <= seed < 2**32:
-        raise ConfigError(f"seed={seed} should be in 0 … 2^32-1")
-    if vocab_size is not None and not 1 <= vocab_size <= model.vocab_size:
-        raise ConfigError(f"vocab_size={vocab_size} should be in 1 … {model.vocab_size}, the model's number of tokens")
+    options.check(model)
     numbers = range(len(prompts)) if examples is None else examples
     if len(numbers) != len(prompts):
         raise ConfigError(f"{len(numbers)} example numbers for {len(prompts)} prompts")
-    checked = [_check_prompt(model, prompt, max_tokens, begin) for prompt in prompts]
+    checked = [_check_prompt(model, prompt, options) for prompt in prompts]
     if not checked:
         return iter(())
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(np.asarray(numbers, np.uint32))
-    return _generate(model, params, checked, keys, max_tokens, TokenChoice(sampling, vocab_size), frozenset(stop))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(options.seed)))(np.asarray(numbers, np.uint32))
+    return _generate(model, params, checked, keys, options)
 
 
 def complete(
-    model: LM, params: Params, prompts: Sequence[Sequence[int]], **options: Unpack[Options]
+    model: LM,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    examples: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return all new tokens of each example; the arguments and errors are those of `generate`."""
     completions: list[list[int]] = [[] for _ in prompts]
-    for step in generate(model, params, prompts, **options):
+    for step in generate(model, params, prompts, options, examples):
         for tokens, token in zip(completions, step, strict=True):
             if token is not None:
                 tokens.append(token)
@@ -126,21 +134,22 @@ def cast_params(model: LM, params: Params) -> Params:
     return converted
 
 
-def _check_prompt(model: LM, prompt: Sequence[int], max_tokens: int, begin: int | None) -> list[int]:
+def _check_prompt(model: LM, prompt: Sequence[int], options: Options) -> list[int]:
     """Return the tokens of a prompt, or `begin` if it is empty. Raise ConfigError if the model cannot continue it."""
     tokens = list(prompt)
     if not tokens:
-        if begin is None:
+        if options.begin is None:
             raise ConfigError("the prompt is empty and there is no end-of-text token to begin with: give a token")
-        tokens = [begin]
+        tokens = [options.begin]
     for token in tokens:
         if not 0 <= token < model.vocab_size:
             raise ConfigError(f"the prompt's token {token} should be in 0 … {model.vocab_size - 1}")
     if len(tokens) >= model.context:
         raise ConfigError(f"a prompt of {len(tokens)} tokens fills the model's context of {model.context}")
-    if len(tokens) + max_tokens > model.context:
+    if len(tokens) + options.max_tokens > model.context:
         raise ConfigError(
-            f"a prompt of {len(tokens)} tokens and {max_tokens} new ones exceed the model's context of {model.context}"
+            f"a prompt of {len(tokens)} tokens and {options.max_tokens} new ones exceed the model's context of "
+            f"{model.context}"
         )
     return tokens
 
@@ -150,24 +159,23 @@ def _generate(
     params: Params,
     prompts: Sequence[Sequence[int]],
     keys: Key[Array, " B"],
-    max_tokens: int,
-    choice: TokenChoice,
-    stop: frozenset[int],
+    options: Options,
 ) -> Iterator[list[int | None]]:
     """Run the decode loop of `generate` on checked arguments."""
-    longest = max(map(len, prompts))
+    program = Program(model, options.sampling, options.vocab_size)
+    longest, max_tokens, stop = max(map(len, prompts)), options.max_tokens, frozenset(options.stop)
     length, slots = (min(_round_up(n), model.context) for n in (longest, longest + max_tokens))
     padded = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     count = np.array([len(prompt) for prompt in prompts], np.int32)
     params = cast_params(model, params)
-    token, cache = _prefill(model, choice, slots, params, padded, count, keys)
+    token, cache = _prefill(program, slots, params, padded, count, keys)
     ended = [False] * len(prompts)
     for number in range(1, max_tokens + 1):
         latest = token
         if number < max_tokens:  # dispatch the next step before reading this one, so that the device does not wait
-            token, cache = _step(model, choice, params, cache, token, keys, np.int32(number))
+            token, cache = _step(program, params, cache, token, keys, np.int32(number))
         tokens = np.asarray(latest).tolist()
         if min(tokens) < 0:
             raise FloatingPointError("the model's logits are not finite")
@@ -177,10 +185,9 @@ def _generate(
         yield [None if end else token for end, token in zip(ended, tokens, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefill(
-    model: LM,
-    choice: TokenChoice,
+    program: Program,
     slots: int,
     params: Params,
     tokens: Int[Array, "B T"],
@@ -188,17 +195,16 @@ def _prefill(
     keys: Key[Array, " B"],
 ) -> tuple[Int[Array, " B"], Caches]:
     """Return the first new token of each example and the cache of its prompt, the first `count` of T tokens."""
-    cache = init_cache(model, tokens.shape[0], slots)
-    _, out = model.apply({"params": params}, tokens, cache=cache, count=count)
+    cache = init_cache(program.model, tokens.shape[0], slots)
+    _, out = program.model.apply({"params": params}, tokens, cache=cache, count=count)
     last = jnp.take_along_axis(out["pre_logits"], (count - 1)[:, None, None], axis=1)[:, 0]
     logits = unembed(last, head_kernel(params))  # of one token per example instead of all T
-    return _select(logits, keys, jnp.int32(0), choice), out["cache"]
+    return _select(logits, keys, jnp.int32(0), program), out["cache"]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    model: LM,
-    choice: TokenChoice,
+    program: Program,
     params: Params,
     cache: Caches,
     token: Int[Array, " B"],
@@ -206,17 +212,17 @@ def _step(
     number: Int[Array, ""],
 ) -> tuple[Int[Array, " B"], Caches]:
     """Return the token after `token` for each example, and the cache that includes `token`."""
-    logits, out = model.apply({"params": params}, token[:, None], cache=cache)
-    return _select(logits[:, 0], keys, number, choice), out["cache"]
+    logits, out = program.model.apply({"params": params}, token[:, None], cache=cache)
+    return _select(logits[:, 0], keys, number, program), out["cache"]
 
 
 def _select(
-    logits: Float[Array, "B V"], keys: Key[Array, " B"], number: Int[Array, ""], choice: TokenChoice
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], number: Int[Array, ""], program: Program
 ) -> Int[Array, " B"]:
     """Select the token of this number for each example; -1 if the logits are not finite."""
-    logits = logits[:, : choice.vocab_size]
+    logits = logits[:, : program.vocab_size]
     keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, choice.sampling), -1)
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, program.sampling), -1)
 
 
 def _round_up(length: int) -> int:

@@ -20,7 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dcvit.errors import ConfigError
-from dcvit.inference.generation import Params, cast_params, generate
+from dcvit.inference.generation import Options, Params, cast_params, generate
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.inference.texts import end_of_text
@@ -240,10 +240,9 @@ class HarnessModel(TemplateLM):
         """Return the text after each prompt; `numbers` seed the sampling."""
         streams = [TextStream(self.text.decode, options.until, after=prompt) for prompt in prompts]
         texts = ["" for _ in prompts]
-        steps = generate(
-            self.net, self.params, prompts, max_tokens=options.max_tokens, sampling=options.sampling, examples=numbers,
-            stop=(self.end,), vocab_size=min(self.text.vocab_size, self.net.vocab_size),
-        )  # fmt: skip
+        vocab_size = min(self.text.vocab_size, self.net.vocab_size)
+        token_options = Options(options.max_tokens, options.sampling, stop=(self.end,), vocab_size=vocab_size)
+        steps = generate(self.net, self.params, prompts, token_options, examples=numbers)
         for pieces in push_steps(steps, streams):
             for i, piece in pieces:
                 texts[i] += piece

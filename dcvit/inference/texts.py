@@ -1,21 +1,43 @@
-"""Continuation of text prompts with a language model and its tokenizer."""
+"""Language models with their tokenizer: continuation of text prompts."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
 
 from dcvit.errors import ConfigError, InputError
-from dcvit.inference.generation import Params, generate
+from dcvit.inference import generation
+from dcvit.inference.model import LoadedModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.models.lm import LM
 from input_pipeline.files import read_regular
-from input_pipeline.text.tokenizer import Tokenizer
+from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
 
 DEFAULT_TOKENS = 200
+Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
+
+
+class TextOptions(NamedTuple):
+    """How a text is continued.
+
+    Fields:
+      max_tokens: the maximum number of new tokens; None means `DEFAULT_TOKENS`, if the context allows.
+      sampling: how a token is drawn.
+      seed: seed of the random numbers.
+      stop: strings that end the text and are not part of it.
+    """
+
+    max_tokens: int | None = None
+    sampling: Sampling = generation.DEFAULT_SAMPLING
+    seed: int = 0
+    stop: Sequence[str] = ()
 
 
 class Continuation(NamedTuple):
@@ -87,41 +109,122 @@ def _default_tokens(model: LM, lengths: Sequence[int]) -> int:
     return max(1, min(DEFAULT_TOKENS, model.context - max(lengths, default=1)))
 
 
-def continue_texts(
-    model: LM,
-    params: Params,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    max_tokens: int | None,
-    sampling: Sampling,
-    seed: int,
-    stop: Sequence[str],
-    show: Callable[[str], None],
-    end_tokens: Sequence[int] = (),
-) -> Continuations:
-    """Continue text prompts as one batch.
+def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
+    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
+    if tokenizer.vocab_size > outputs:
+        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")
 
-    Args:
-      model: the language model.
-      params: its parameters.
-      tokenizer: the tokenizer of its training data.
-      prompts: the texts to continue; an empty one begins with an end-of-text token.
-      max_tokens: the maximum number of new tokens per prompt; by default `DEFAULT_TOKENS`, if the context allows.
-      sampling, seed: how a token is drawn, and the seed of the random numbers.
-      stop: strings that end a text.
-      show: called with each new piece of the first prompt's text.
-      end_tokens: tokens that end a text, besides the one between documents.
+
+def tokenizer_beside(path: str | None, default: str | None = None, outputs: int | None = None) -> Tokenizer:
+    """Open the tokenizer at `path`, or else `default`, that beside the weights, for a model with a number of outputs.
 
     Raises:
-      ConfigError: the prompts or the arguments do not fit the model.
-      FloatingPointError: the model's logits are not finite.
+      ConfigError: there is neither, or the tokenizer has more tokens than the model.
     """
+    if (file := path or default) is None:
+        raise ConfigError("the weights have no tokenizer.json beside them")
+    tokenizer = open_tokenizer(file, None)
+    if outputs is not None:
+        check_tokenizer(tokenizer, outputs)
+    return tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel(LoadedModel):
+    """A language model, with what turns text into its inputs.
+
+    Fields, besides those of `LoadedModel`:
+      open_tokenizer: returns the tokenizer at a path, or that of the training data for None.
+      end_tokens: tokens that end a text, besides the tokenizer's or the model's.
+    """
+
+    module: LM
+    open_tokenizer: Callable[[str | None], Tokenizer] = tokenizer_beside
+    end_tokens: Sequence[int] = ()
+
+    kind = "a language model: use `dcvit generate`"
+
+    def generate(
+        self,
+        prompt: str,
+        tokens: int | None = None,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> str:
+        """Return a continuation of a text; see `continue_texts`, `TextOptions` and `Sampling`.
+
+        Raises:
+          ConfigError: the model has no tokenizer, or an argument does not fit it.
+        """
+        ends = [stop] if isinstance(stop, str) else stop
+        options = TextOptions(tokens, Sampling(temperature, top_k, top_p), seed, ends)
+        return self.continue_texts([prompt], options).texts[0].text
+
+    def continue_texts(
+        self,
+        prompts: Sequence[str],
+        options: TextOptions,
+        show: Callable[[str], None] = lambda _: None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Continuations:
+        """Continue texts as one batch.
+
+        Args:
+          prompts: the texts to continue; an empty one begins with an end-of-text token.
+          options: see `TextOptions`.
+          show: called with each new piece of the first prompt's text.
+          tokenizer: the tokenizer, if not that of the training data.
+
+        Raises:
+          ConfigError: the prompts or the options do not fit the model.
+          FloatingPointError: the model's logits are not finite.
+        """
+        with self.on_devices():
+            return _continue_texts(self, tokenizer or self.tokenizer, prompts, options, show)
+
+    def predict(self, *_: object, **__: object) -> NoReturn:
+        """Raise ConfigError: text is generated."""
+        raise ConfigError("a language model does not classify images: use generate")
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the training data. Raises ConfigError if the model has none."""
+        return self.open_tokenizer(None)
+
+    def _batches(self, inputs: Tokens) -> Iterable[np.ndarray]:
+        return [_rows(self.module, self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)]
+
+
+def _rows(module: LM, given: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return tokens as rows. Raise InputError if they are not inputs of the model."""
+    tokens = np.asarray(given)
+    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+        raise InputError(f"expected a text, or tokens of shape T or B T, found {tokens.dtype} of {tokens.shape}")
+    if not 0 <= tokens.min() <= tokens.max() < module.vocab_size:
+        raise InputError(f"tokens should be in 0 … {module.vocab_size - 1}")
+    if module.position == "learned" and tokens.shape[-1] > module.context:
+        raise InputError(f"{tokens.shape[-1]} tokens are more than the model's context of {module.context}")
+    return np.atleast_2d(tokens).astype(np.int32)
+
+
+def _continue_texts(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    options: TextOptions,
+    show: Callable[[str], None],
+) -> Continuations:
+    """Continue texts; see `LanguageModel.continue_texts`."""
+    module = model.module
     encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    ends = [token for token in (end_of_text(model, tokenizer), *end_tokens) if token is not None]
+    ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
     lengths = [max(1, len(tokens)) for tokens in encoded]
-    max_tokens = _default_tokens(model, lengths) if max_tokens is None else max_tokens
-    streams = [TextStream(tokenizer.decode, stop, after=tokens) for tokens in encoded]
+    max_tokens = _default_tokens(module, lengths) if options.max_tokens is None else options.max_tokens
+    streams = [TextStream(tokenizer.decode, options.stop, after=tokens) for tokens in encoded]
     texts, counts = ["" for _ in prompts], [0 for _ in prompts]
 
     def add(i: int, piece: str) -> None:
@@ -129,10 +232,11 @@ def continue_texts(
         if i == 0:
             show(piece)
 
-    steps = generate(
-        model, params, encoded, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=ends,
-        begin=ends[0] if ends else None, vocab_size=min(tokenizer.vocab_size, model.vocab_size),
+    token_options = generation.Options(
+        max_tokens, options.sampling, options.seed, stop=ends, begin=ends[0] if ends else None,
+        vocab_size=min(tokenizer.vocab_size, module.vocab_size),
     )  # fmt: skip
+    steps = generation.generate(module, model.params, encoded, token_options)
     first_tokens, started = 0, 0.0  # the tokens of the first step, and the time after it
     for pieces in push_steps(steps, streams):
         for i, piece in pieces:

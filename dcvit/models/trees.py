@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, ConfigError, first_line
 from dcvit.models import Params
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
@@ -51,6 +52,19 @@ def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a tree by its path, such as "head/kernel"."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
+
+
+def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
+    """Return the tree of parameter shapes for model inputs like `example`.
+
+    Raises:
+      ConfigError: the model's fields do not fit each other or the input.
+    """
+    try:
+        shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"config.model: {first_line(e)}") from e
+    return shapes
 
 
 def stack(layers: Sequence[Params]) -> Params:

@@ -15,41 +15,22 @@ import numpy as np
 
 import input_pipeline
 from dcvit.errors import ConfigError, InputError, nearest
-from dcvit.inference import classifier
-from dcvit.inference.texts import read_prompts
+from dcvit.inference.images import ImageModel, find_images, read_images
+from dcvit.inference.model import LoadedModel
+from dcvit.inference.texts import LanguageModel, read_prompts
 from dcvit.interpret.attention_maps import layer_numbers
 from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.lending import lending
 from dcvit.models.head_settings import VARIANTS
-from dcvit.models.lm import LM
 from dcvit.pages.explorer.page import DIGITS, lending_facts, render
 from dcvit.pages.explorer.samples import Json, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
-from dcvit.runs import workdir as workdirs
-from dcvit.runs.files import folder
-from dcvit.training import loaded
-from dcvit.training.loaded import LoadedModel
-from dcvit.training.trained import TrainedModel, open_trained
 
 LOG = logging.getLogger(__name__)
 BATCH = 16  # examples of the averages over data that are computed at once
 CURVE_POINTS = 65  # of a curve of captured variance
 MAX_BYTES = 200_000_000  # of the arrays of a page, which a browser holds in memory
 MAX_MATRIX = 2**25  # numbers of a layer's H×T×T matrix; a page computes four
-
-
-class ExplorerModel(NamedTuple):
-    """A model of the page.
-
-    Fields:
-      name: the folder or file of the model.
-      model: the model.
-      trained: the run with its evaluators; None for weights of another library.
-    """
-
-    name: str
-    model: LoadedModel
-    trained: TrainedModel | None
 
 
 class Options(NamedTuple):
@@ -70,26 +51,13 @@ class Options(NamedTuple):
     ablate: bool = True
 
 
-def open_explored(source: str | Path, config: str | None = None) -> ExplorerModel:
-    """Open a run, a checkpoint, or weights of another library; see `dcvit.load`.
-
-    Raises:
-      CheckpointError: see `dcvit.load`.
-      ConfigError: see `dcvit.load`.
-    """
-    path = folder(str(source))
-    workdir = workdirs.find(path) if config is None else None
-    name = path.name or str(path)
-    if config is None and workdir is None:
-        return ExplorerModel(name, loaded.load(source), None)
-    trained = open_trained(workdir, config, path)
-    return ExplorerModel(name, loaded.load_trained(trained, workdir), trained)
-
-
 def explore(
-    models: Sequence[ExplorerModel], files: Sequence[Path], texts: Sequence[str], options: Options,
+    models: Sequence[LoadedModel],
+    files: Sequence[Path],
+    texts: Sequence[str],
+    options: Options,
     on_error: Callable[[str], None],
-) -> str:  # fmt: skip
+) -> str:
     """Return the page as HTML.
 
     Args:
@@ -106,43 +74,38 @@ def explore(
     """
     runs: list[Json] = []
     samples: list[Sample] = []
-    chosen = [_layers(explored, options) for explored in models]
-    given = [
-        (_text_samples if isinstance(explored.model.module, LM) else _image_samples)(
-            explored.model, files, texts, options, on_error
-        )
-        for explored in models
-    ]
+    chosen = [_layers(model, options) for model in models]
+    given = [_samples(model, files, texts, options, on_error) for model in models]
     _check_size(models, [lengths for lengths, _ in given], chosen)
-    for number, (explored, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
-        module = explored.model.module
-        averages = _averages(explored, options) if options.data else None
+    for number, (model, layers, (_, inputs_of)) in enumerate(zip(models, chosen, given, strict=True)):
+        averages = _averages(model, options.data, options.limit) if options.data else None
+        multilabel = isinstance(model, ImageModel) and model.multilabel
         for facts, inputs, label in inputs_of:
             try:
                 sample = make_sample(
-                    len(samples), module, explored.model.params, jnp.asarray(inputs), layers, label,
-                    multilabel=explored.model.multilabel, ablate=options.ablate,
+                    len(samples), model.module, model.params, jnp.asarray(inputs), layers, label,
+                    multilabel=multilabel, ablate=options.ablate,
                 )  # fmt: skip
             except FloatingPointError as e:
-                raise FloatingPointError(f"{explored.name}, {facts['name']}: {e}") from None
+                raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
             sample.facts |= facts | {"run": number}
             samples.append(sample)
-        run: Json = {"name": explored.name, "facts": _facts(explored), "diversity": _diversity(explored.model, layers)}
+        run: Json = {"name": model.source, "facts": _facts(model), "diversity": _diversity(model, layers)}
         runs.append(run | ({"lending": averages} if averages else {}))
     if not samples:
         raise InputError("no input could be read")
-    return render(f"{models[0].name} · explorer of composed heads", runs, samples)
+    return render(f"{models[0].source} · explorer of composed heads", runs, samples)
 
 
 Input = tuple[Json, np.ndarray, Callable[[int], str] | None]
 Inputs = tuple[list[int], Iterator[Input]]  # the numbers of tokens, before any is computed, and the inputs
 
 
-def _layers(explored: ExplorerModel, options: Options) -> list[int]:
+def _layers(model: LoadedModel, options: Options) -> list[int]:
     """Return the layers of a model that are shown. Raise ConfigError if there are none."""
-    module = explored.model.module
+    module = model.module
     if module.heads in VARIANTS:
-        raise ConfigError(f"{explored.name} has heads={module.heads!r}: expected plain attention or compositions")
+        raise ConfigError(f"{model.source} has heads={module.heads!r}: expected plain attention or compositions")
     try:
         return layer_numbers(module, options.layers)
     except ValueError as e:
@@ -150,16 +113,16 @@ def _layers(explored: ExplorerModel, options: Options) -> list[int]:
 
 
 def _check_size(
-    models: Sequence[ExplorerModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
+    models: Sequence[LoadedModel], lengths: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]
 ) -> None:
     """Raise ConfigError if the page of inputs with these numbers of tokens would be too large."""
     size = 0
-    for explored, tokens, shown in zip(models, lengths, layers, strict=True):
-        module, longest = explored.model.module, max(tokens, default=0)
+    for model, tokens, shown in zip(models, lengths, layers, strict=True):
+        module, longest = model.module, max(tokens, default=0)
         if module.num_heads * longest**2 > MAX_MATRIX:
             most = math.isqrt(MAX_MATRIX // module.num_heads)
             raise ConfigError(
-                f"an input of {longest} tokens is too long for a page of {explored.name}: give at most {most}, with a "
+                f"an input of {longest} tokens is too long for a page of {model.source}: give at most {most}, with a "
                 "smaller --length or image"
             )
         size += sum(packed_size(module, length, len(shown)) for length in tokens)
@@ -171,19 +134,26 @@ def _check_size(
         )
 
 
-def _image_samples(
+def _samples(
     model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
 ) -> Inputs:
-    """Return the facts, the preprocessed image and the names of classes for each image file."""
+    """Return the inputs of a model of either kind."""
+    if isinstance(model, LanguageModel):
+        return _text_samples(model, files, texts, options, on_error)
+    assert isinstance(model, ImageModel)
     if texts:
         raise ConfigError("--prompt needs a language model: give image files")
+    return _image_samples(model, files, on_error)
+
+
+def _image_samples(model: ImageModel, files: Sequence[Path], on_error: Callable[[str], None]) -> Inputs:
+    """Return the facts, the preprocessed image and the names of classes for each image file."""
     if not files:
         raise ConfigError("no image files: give files, or folders of them")
     module = model.module
-    assert not isinstance(module, LM)
     extra = module.registers + (module.pool_type in ("tok", "tok+gap"))
-    found = classifier.find_images(files, on_error)
-    batches = map(model.checked, classifier.read_images(found, model.pp, on_error))
+    found = find_images(files, on_error)
+    batches = map(model.checked, read_images(found, model.pp, on_error))
     first = next(batches, None)
     if first is None:
         return [], iter(())
@@ -192,7 +162,7 @@ def _image_samples(
     return [tokens] * len(found), _images(model, itertools.chain([first], batches), extra)
 
 
-def _images(model: LoadedModel, batches: Iterable[tuple[Sequence[str], np.ndarray]], extra: int) -> Iterator[Input]:
+def _images(model: ImageModel, batches: Iterable[tuple[Sequence[str], np.ndarray]], extra: int) -> Iterator[Input]:
     """Yield the inputs of batches of images; `extra` is the number of tokens before the patches."""
     module = model.module
     for names, images in batches:
@@ -204,7 +174,11 @@ def _images(model: LoadedModel, batches: Iterable[tuple[Sequence[str], np.ndarra
 
 
 def _text_samples(
-    model: LoadedModel, files: Sequence[Path], texts: Sequence[str], options: Options, on_error: Callable[[str], None]
+    model: LanguageModel,
+    files: Sequence[Path],
+    texts: Sequence[str],
+    options: Options,
+    on_error: Callable[[str], None],
 ) -> Inputs:
     """Return the facts, the tokens and the names of tokens for each text, cut to the length of the options."""
     if not files and not texts:
@@ -226,32 +200,30 @@ def _text_samples(
     return [inputs.shape[1] for _, inputs, _ in found], iter(found)
 
 
-def _facts(explored: ExplorerModel) -> str:
+def _facts(model: LoadedModel) -> str:
     """Return a line about a model."""
-    module = explored.model.module
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(explored.model.params))
+    module = model.module
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     composed = f"compose {module.compose}, rank {module.rank}, groups {module.groups}" if module.compose else "plain"
     return (
-        f"{'language model' if isinstance(module, LM) else 'image model'}, layers {module.depth}, heads "
+        f"{'language model' if isinstance(model, LanguageModel) else 'image model'}, layers {module.depth}, heads "
         f"{module.num_heads}, width {module.width}, {parameters:,} parameters; attention: {composed}"
     )
 
 
-def _averages(explored: ExplorerModel, options: Options) -> Json:
+def _averages(model: LoadedModel, data: str, limit: int) -> Json:
     """Return the averages over the data of an evaluator as JSON data."""
-    if explored.trained is None:
-        raise ConfigError(f"--data {options.data}: {explored.name} is no run, so that no data belongs to it")
-    evaluators = explored.trained.evaluators()[2]
-    if options.data not in evaluators:
-        raise ConfigError(
-            f"--data {options.data}: no evaluator of the config; {nearest(str(options.data), evaluators)}"
-        )
-    evaluator = evaluators[options.data]
-    explored.trained.check_params(explored.model.params, evaluator.example, explored.name)
-    is_text = isinstance(explored.model.module, LM)
+    if model.open_evaluators is None:
+        raise ConfigError(f"--data {data}: {model.source} is no run, so that no data belongs to it")
+    evaluators = model.open_evaluators()
+    if data not in evaluators:
+        raise ConfigError(f"--data {data}: no evaluator of the config; {nearest(data, evaluators)}")
+    evaluator = evaluators[data]
+    model.check_inputs(evaluator.example, model.source)
+    is_text = isinstance(model, LanguageModel)
 
     def batches() -> Iterator[np.ndarray]:
-        left = options.limit
+        left = limit
         for batch in input_pipeline.eval_batches(evaluator.source, getattr(evaluator, "pp", ""), BATCH):
             rows = (batch["tokens"][:, :-1] if is_text else batch["image"])[batch["_mask"] > 0][:left]
             left -= len(rows)
@@ -260,9 +232,7 @@ def _averages(explored: ExplorerModel, options: Options) -> Json:
             if not left:
                 return
 
-    return lending_facts(
-        lending(explored.model.module, explored.model.params, map(jnp.asarray, batches())), options.data
-    )
+    return lending_facts(lending(model.module, model.params, map(jnp.asarray, batches())), data)
 
 
 def _diversity(model: LoadedModel, layers: Sequence[int]) -> dict[str, list[float]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from dcvit.inference.generation import Params, cast_params, generate
+from dcvit.inference.generation import Options, Params, cast_params, generate
 from dcvit.models import lm
 from dcvit.reproduction import step_times
 from dcvit.training.setup import load_setup
@@ -59,7 +59,7 @@ def decoder(net: lm.LM, batch: int, prompt: int, tokens: int) -> Callable[[], fl
     prompts = np.random.default_rng(0).integers(net.vocab_size, size=(batch, prompt)).tolist()
 
     def decode() -> float:
-        steps = generate(net, params, prompts, max_tokens=tokens)
+        steps = generate(net, params, prompts, Options(tokens))
         next(steps)
         started = time.perf_counter()
         count = sum(batch for _ in itertools.islice(steps, tokens - 1))

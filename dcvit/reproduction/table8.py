@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from dcvit.config.load import load
 from dcvit.models import flops
+from dcvit.models.trees import param_shapes
 from dcvit.models.vit import ViT
 from dcvit.reproduction import arms, seeded, step_times
 from dcvit.reproduction.seeded import Train
 from dcvit.reproduction.tables import Chart, Row, Table
 from dcvit.training.model import make_model
 from dcvit.training.seeds import workdir_of
-from dcvit.training.setup import param_shapes
 
 STEPS, METRIC = 1500, "test/top1"
 STAND_INS = {"digits": "vit_digits", "scenes": "vit_scenes"}  # by name, the config

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import flax.linen as nn
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from dcvit.config.load import defaults, run_config
-from dcvit.errors import CheckpointError, ConfigError, check_call, first_line
-from dcvit.models import Params, lm, vit
+from dcvit.errors import CheckpointError, ConfigError, check_call
+from dcvit.models import Params
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.files import Folder
 from dcvit.runs.restoring import is_checkpoint
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
-from dcvit.weights import preprocessing
 from dcvit.weights.families import is_weights, open_weights
-from dcvit.weights.family import Description
-from dcvit.weights.tensors import Tensors
+from dcvit.weights.modules import build, errors_name_file
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 SIZES = ("width", "depth", "num_heads", "num_key_heads", "mlp_dim", "patch_size")  # of models, in shapes of parameters
-MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
 def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
@@ -65,57 +60,6 @@ def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
     except (ValueError, AttributeError) as e:
         raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
     return model
-
-
-@contextlib.contextmanager
-def errors_name_file(path: Path) -> Iterator[None]:
-    """Inside the context, raise a CheckpointError that names the file for each error of its description."""
-    try:
-        yield
-    except (CheckpointError, ConfigError) as e:
-        raise CheckpointError(f"{path}: {str(e).removeprefix('config.model: ')}") from None
-
-
-def build(description: Description) -> vit.ViT | lm.LM:
-    """Return the module of a model of another library.
-
-    Raises:
-      CheckpointError: a field is unknown or has an invalid value.
-    """
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in description.fields.items()}
-    try:
-        return MAKERS[description.model_name](description.num_outputs, **fields)
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"the description of the model is invalid: {first_line(e)}") from None
-
-
-def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
-    """Return the shape of an input for one example: two tokens, or an image.
-
-    The size of the images is that of the preprocessing. Without one, it follows from the number of position embeddings,
-    whose grid is taken to be as square as possible, or else is 14×14 patches.
-
-    Raises:
-      CheckpointError: the size of the preprocessing does not fit the position embeddings, or there is no embedding.
-    """
-    if description.model_name == "lm":
-        return jax.ShapeDtypeStruct((1, 2), np.int32)
-    kernel = params.get("embedding/kernel")
-    if kernel is None or len(kernel.shape) != 4:
-        raise CheckpointError("it has no embedding/kernel of four dimensions; it is not a vision transformer")
-    height, width, channels, _ = kernel.shape
-    tokens = params["pos_embedding"].shape[1] if "pos_embedding" in params else None
-    try:
-        size = preprocessing.size_of(description.pp)
-    except CheckpointError:
-        rows = max(n for n in range(1, int(tokens**0.5) + 1) if tokens % n == 0) if tokens else 14
-        size = rows * height, (tokens // rows if tokens else 14) * width
-    if tokens not in (None, found := (size[0] // height) * (size[1] // width)):
-        raise CheckpointError(
-            f"the model has {tokens} position embeddings, expected {found}, for patches of {height}x{width} of images "
-            f"of {size[0]}x{size[1]}, the size in pp={description.pp!r}"
-        )
-    return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
 
 
 def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callable[[Params], Params] | None:

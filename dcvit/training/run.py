@@ -8,9 +8,11 @@ from pathlib import Path
 
 from dcvit.config import load as configs
 from dcvit.errors import ConfigError
+from dcvit.inference.images import ImageModel
+from dcvit.inference.texts import LanguageModel
 from dcvit.runs import metrics, steps
 from dcvit.runs.files import Folder, folder
-from dcvit.training import loaded, trainer
+from dcvit.training import trained, trainer
 from dcvit.training.seeds import check_no_seeds
 from dcvit.training.setup import make_setup
 
@@ -35,9 +37,9 @@ class TrainingRun:
         """The steps of the saved checkpoints."""
         return steps.saved_steps(self.workdir)
 
-    def load(self) -> loaded.LoadedModel:
+    def load(self) -> ImageModel | LanguageModel:
         """Load the model of the latest checkpoint; see `dcvit.load`."""
-        return loaded.load(str(self.workdir))
+        return trained.load(str(self.workdir))
 
 
 def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **overrides: object) -> TrainingRun:

@@ -28,6 +28,7 @@ from dcvit.config.keys import is_rate
 from dcvit.config.load import UNITS, Options, duration, is_duration, load
 from dcvit.dcmha import dispatch
 from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.models.trees import param_shapes
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
 from dcvit.runs.files import Folder
@@ -205,19 +206,6 @@ def evaluation_mesh(config: ConfigDict, model: nn.Module) -> tuple[Mesh, Strateg
         if multihost.is_first():
             LOG.warning("%s: evaluating with fsdp %d instead", e, mesh.size)
         return mesh, "fsdp"
-
-
-def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
-    """Return the tree of parameter shapes for model inputs like `example`.
-
-    Raises:
-      ConfigError: the model's fields do not fit each other or the input.
-    """
-    try:
-        shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
-    except (ValueError, TypeError) as e:
-        raise ConfigError(f"config.model: {first_line(e)}") from e
-    return shapes
 
 
 def predictor(model: nn.Module) -> Predict:

@@ -1,4 +1,4 @@
-"""Trained models: the model of a config, with the checkpoint of its parameters."""
+"""Trained models: the model of a config, with the checkpoint of its parameters, and `dcvit.load`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,22 +16,33 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError, nearest
+from dcvit.inference.images import ImageModel, read_class_names
+from dcvit.inference.model import Kind, LoadedModel, of_kind
+from dcvit.inference.texts import LanguageModel, check_tokenizer, tokenizer_beside
 from dcvit.models.lm import LM
-from dcvit.models.trees import Tensors, check_tree, shapes_of
-from dcvit.parallel.sharding import Strategy, with_shardings
-from dcvit.runs.files import Folder
+from dcvit.models.trees import Tensors, check_tree, param_shapes, shapes_of
+from dcvit.models.vit import ViT
+from dcvit.parallel.sharding import Strategy, check_model, make_mesh, with_shardings
+from dcvit.runs import workdir as workdirs
+from dcvit.runs.files import Folder, folder
 from dcvit.runs.identity import is_free
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_tokenizer
-from dcvit.training.model import errors_name_file, example, make_model, warn_of_other_function
-from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, param_shapes, predictor
+from dcvit.training.model import make_model, warn_of_other_function
+from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, predictor
 from dcvit.training.tasks import task_class
+from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.loading import holds_weights, load_params
+from dcvit.weights.modules import build, errors_name_file, example
+from dcvit.weights.placement import check_finite, place_params
+from dcvit.weights.tensors import tokenizer_of
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
+
+SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis of all devices, by strategy
 
 
 class TrainedModel:
@@ -151,12 +163,6 @@ class TrainedModel:
             raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
 
 
-def check_tokenizer(tokenizer: Tokenizer, outputs: int) -> None:
-    """Raise ConfigError if the tokenizer has more tokens than a model has outputs."""
-    if tokenizer.vocab_size > outputs:
-        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {outputs}")
-
-
 def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
     """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
     if workdir is None and (config is None or checkpoint is None):
@@ -207,3 +213,110 @@ def _text_options(config: ConfigDict) -> Mapping[str, Any]:
         with contextlib.suppress(input_pipeline.MissingDataError):
             stated = read_description(find_prefix(options["path"]))
     return {**stated, **options}
+
+
+def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> ImageModel | LanguageModel:
+    """Load a trained model.
+
+    Args:
+      source: a workdir, one of its checkpoints, or weights of another library; see `dcvit.weights.families.FAMILIES`.
+      config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
+      sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
+        whole model on each device). By default the model is on the first device.
+
+    Raises:
+      CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
+      ConfigError: an argument or the config is invalid.
+    """
+    if sharding is not None and sharding not in SHARDINGS:
+        raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
+    try:
+        path = folder(str(source))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    workdir = workdirs.find(path) if config is None else None
+    if config is None and workdir is None:
+        if not isinstance(path, Path):
+            raise CheckpointError(
+                f"{source} is no run; copy weights of other libraries to a local folder, to read them"
+            )
+        return _load_weights(path, sharding)
+    return load_trained(open_trained(workdir, config, path), workdir, sharding)
+
+
+def open_model(
+    kind: type[Kind],
+    workdir: Folder | None,
+    config: str | None,
+    checkpoint: Folder | None,
+    overrides: Sequence[str] = (),
+) -> Kind:
+    """Load the model that the options `--workdir`, `--config` and `--checkpoint` name together.
+
+    Args:
+      kind: the class of model that the command needs.
+      workdir: a training run; or, without other options, anything else that `load` opens.
+      config, checkpoint, overrides: see `open_trained`.
+
+    Raises:
+      CheckpointError: see `load`.
+      ConfigError: see `load` and `open_trained`; or the model is of another kind.
+    """
+    alone = config is None and checkpoint is None and not overrides
+    if workdir is not None and alone and (workdirs.find(workdir) not in (None, workdir) or holds_weights(workdir)):
+        model: LoadedModel = load(str(workdir))
+    else:
+        model = load_trained(open_trained(workdir, config, checkpoint, overrides), workdir)
+    return of_kind(model, kind, config or workdir)
+
+
+def load_trained(
+    trained: TrainedModel, workdir: Folder | None, sharding: str | None = None
+) -> ImageModel | LanguageModel:
+    """Load the parameters of a model that a command has opened; see `load`."""
+    module = trained.model
+    class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
+    mesh = _mesh(sharding, module)
+    params = trained.params(mesh=mesh, strategy=sharding or "ddp")
+    check_finite(params, str(trained.checkpoint))
+    common: dict[str, Any] = {
+        "params": params, "config": trained.record(), "source": trained.checkpoint.name or str(trained.checkpoint),
+        "mesh": mesh, "open_evaluators": lambda: trained.evaluators()[2],
+    }  # fmt: skip
+    if isinstance(module, LM):
+        return LanguageModel(module, open_tokenizer=trained.tokenizer, **common)
+    assert isinstance(module, ViT)
+    return ImageModel(
+        module, pp=trained.pp_predict, class_names=class_names, multilabel=trained.is_multilabel, **common
+    )
+
+
+def _load_weights(path: Path, sharding: str | None) -> ImageModel | LanguageModel:
+    """Load weights of another library."""
+    weights = open_weights(path)
+    described = weights.description
+    tensors = weights.parameters()
+    with errors_name_file(path):
+        module = build(described)
+        shapes = param_shapes(module, example(described, tensors))
+    mesh = _mesh(sharding, module)
+    params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
+    config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
+    common: dict[str, Any] = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
+    if isinstance(module, LM):
+        file = tokenizer_of(weights.path)
+        open_tokenizer = functools.partial(
+            tokenizer_beside, default=str(file) if file else None, outputs=described.num_outputs
+        )
+        return LanguageModel(module, open_tokenizer=open_tokenizer, end_tokens=described.end_tokens, **common)
+    names = described.class_names or [str(i) for i in range(described.num_outputs or 0)]
+    return ImageModel(module, pp=described.pp, class_names=names, **common)
+
+
+def _mesh(sharding: str | None, module: nn.Module) -> Mesh | None:
+    """Return the mesh of all devices for a sharding strategy. Raise ConfigError if it does not fit the model."""
+    if sharding is None:
+        return None
+    mesh = make_mesh([(SHARDINGS[sharding], -1)])
+    check_model(mesh, module)
+    return mesh

@@ -9,7 +9,8 @@ from language_models import chain_model
 from dcvit import cli
 from dcvit import generate as command
 from dcvit.inference.text_stream import TextStream
-from dcvit.training import loaded
+from dcvit.inference.texts import LanguageModel
+from dcvit.training import trained
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 SENTENCE = "xé世🎉 go"  # all bytes differ, so that they form a chain
@@ -19,8 +20,8 @@ SENTENCE = "xé世🎉 go"  # all bytes differ, so that they form a chain
 def say(monkeypatch, capsys):
     """Run the command with a model that writes SENTENCE and end; return (exit status, stdout, stderr)."""
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
-    opened = loaded.LoadedModel(*model, config={}, open_tokenizer=lambda path: ByteTokenizer())
-    monkeypatch.setattr(loaded, "open_model", lambda *options: opened)
+    opened = LanguageModel(*model, config={}, open_tokenizer=lambda path: ByteTokenizer())
+    monkeypatch.setattr(trained, "open_model", lambda *options: opened)
 
     def run(*words):
         status = cli.run(command.main, list(words))

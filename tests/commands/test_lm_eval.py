@@ -22,7 +22,8 @@ from dcvit import cli
 from dcvit import lm_eval as command
 from dcvit.errors import ConfigError
 from dcvit.inference import harness_tasks, task_files
-from dcvit.training import loaded, trained
+from dcvit.inference.texts import LanguageModel
+from dcvit.training import trained
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("harness_library")
@@ -99,8 +100,8 @@ def call(one, monkeypatch, capsys):
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
-    opened = loaded.LoadedModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
-    monkeypatch.setattr(loaded, "open_model", lambda *options: opened)
+    opened = LanguageModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
+    monkeypatch.setattr(trained, "open_model", lambda *options: opened)
     monkeypatch.setattr(trained, "check_options", lambda *options: None)
 
     def run(*argv):

@@ -21,7 +21,7 @@ from dcvit.__main__ import dispatch
 from dcvit.cli import run
 from dcvit.config import load as configs
 from dcvit.errors import escaped
-from dcvit.inference import classifier
+from dcvit.inference import images as inference
 from dcvit.training import setup
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -101,11 +101,11 @@ def test_probabilities_are_sigmoids_if_the_loss_is(workdir, images, tmp_path, ca
 
 
 def test_more_images_than_a_batch_are_classified(workdir, tmp_path, capsys):
-    for i in range(classifier.BATCH + 3):
+    for i in range(inference.BATCH + 3):
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / f"{i:03}.png")
     status, out, _ = call(capsys, predict.main, "--workdir", workdir, tmp_path, "--topk", "1", "--format", "csv")
     assert status == 0
-    assert out.count("\n") == classifier.BATCH + 4
+    assert out.count("\n") == inference.BATCH + 4
 
 
 def test_unreadable_files_are_errors_and_the_others_are_classified(workdir, images, tmp_path, capsys):
@@ -190,11 +190,11 @@ def test_unusable_class_names_and_preprocessing_are_one_line_errors(workdir, ima
 
 
 def predictions(file, *labels):
-    return [classifier.Prediction(file, rank, label, 1 / 2**rank) for rank, label in enumerate(labels, start=1)]
+    return [inference.Prediction(file, rank, label, 1 / 2**rank) for rank, label in enumerate(labels, start=1)]
 
 
 def test_lines_are_aligned_in_each_batch_and_never_become_narrower():
-    lines = classifier.PredictionLines(None)
+    lines = inference.PredictionLines(None)
     batch = [predictions("a.png", "cat", "dog"), predictions("[red]猫.png", "mouse", "cat")]
     assert lines.format(batch) == [
         "a.png        cat    50.0 %  dog    25.0 %",
@@ -205,9 +205,9 @@ def test_lines_are_aligned_in_each_batch_and_never_become_narrower():
 
 def test_lines_of_a_narrow_terminal_have_one_class_each():
     batch = [predictions("a long name.png", "cat", "dog")]
-    (line,) = classifier.PredictionLines(None).format(batch)
-    assert classifier.PredictionLines(len(line)).format(batch) == [line]
-    assert classifier.PredictionLines(len(line) - 1).format(batch) == [
+    (line,) = inference.PredictionLines(None).format(batch)
+    assert inference.PredictionLines(len(line)).format(batch) == [line]
+    assert inference.PredictionLines(len(line) - 1).format(batch) == [
         "a long name.png",
         "  cat  50.0 %",
         "  dog  25.0 %",
@@ -215,7 +215,7 @@ def test_lines_of_a_narrow_terminal_have_one_class_each():
 
 
 def test_characters_that_control_a_terminal_are_escaped_in_names_of_files_and_classes():
-    (line,) = classifier.PredictionLines(None).format([predictions("a\n\x1b[31m\u202e\udcff.png", "c\rt")])
+    (line,) = inference.PredictionLines(None).format([predictions("a\n\x1b[31m\u202e\udcff.png", "c\rt")])
     assert line == "a\\n\\x1b[31m\\u202e\\udcff.png  c\\rt  50.0 %"
 
 
@@ -232,13 +232,13 @@ def test_batch_is_yielded_before_the_files_of_the_next_are_read(tmp_path, monkey
     """Any number of files needs the memory of one batch."""
     data, read = io.BytesIO(), []
     Image.new("L", (8, 8), 255).save(data, "PNG")
-    monkeypatch.setattr(classifier, "read_regular", lambda path: read.append(path) or data.getvalue())
-    files = [Path(f"{i}.png") for i in range(2 * classifier.BATCH + 1)]
-    images = classifier.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
-    batches = classifier.classify(Mean(), {}, images, class_names=["light", "dark"], topk=1, multilabel=False)
+    monkeypatch.setattr(inference, "read_regular", lambda path: read.append(path) or data.getvalue())
+    files = [Path(f"{i}.png") for i in range(2 * inference.BATCH + 1)]
+    images = inference.read_images(files, "decode(1)|value_range(-1, 1)", pytest.fail)
+    batches = inference.classify(Mean(), {}, images, class_names=["light", "dark"], topk=1, multilabel=False)
     for number in (1, 2):
         batch = next(batches)
-        assert (len(batch), len(read)) == (classifier.BATCH, number * classifier.BATCH)
+        assert (len(batch), len(read)) == (inference.BATCH, number * inference.BATCH)
         assert {prediction.label for (prediction,) in batch} == {"light"}
     assert [len(batch) for batch in batches] == [1]
 

@@ -8,7 +8,7 @@ from language_models import DC, GPT3, LLAMA, VOCAB, chain_model, random_model
 
 from dcvit.errors import ConfigError
 from dcvit.inference import generation
-from dcvit.inference.generation import complete, generate
+from dcvit.inference.generation import Options, complete, generate
 from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
 
@@ -24,7 +24,7 @@ MODELS = [
 def test_greedy_tokens_are_those_of_the_full_forward_pass(fields):
     model, params = random_model(**fields)
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
-    completions = complete(model, params, PROMPTS, max_tokens=9, sampling=GREEDY)
+    completions = complete(model, params, PROMPTS, Options(9, GREEDY))
     rows = np.zeros((len(PROMPTS), model.context), np.int32)
     for row, prompt, found in zip(rows, PROMPTS, completions, strict=True):
         assert len(found) == 9
@@ -37,17 +37,18 @@ def test_greedy_tokens_are_those_of_the_full_forward_pass(fields):
 @pytest.mark.slow
 def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
     model, params = random_model(**LLAMA, depth=1)
-    options = {"max_tokens": 9, "sampling": Sampling(1.5, top_p=0.9)}
+    options = Options(9, Sampling(1.5, top_p=0.9))
+    seeded = options._replace(seed=1)
     prompts = [prompt[:7] for prompt in PROMPTS]
-    batch = complete(model, params, prompts, **options, seed=1)
-    assert batch == complete(model, params, prompts, **options, seed=1)
-    assert batch != complete(model, params, prompts, **options, seed=2)
-    assert batch[::-1] == complete(model, params, prompts[::-1], **options, seed=1, examples=[3, 2, 1, 0])
+    batch = complete(model, params, prompts, seeded)
+    assert batch == complete(model, params, prompts, seeded)
+    assert batch != complete(model, params, prompts, options._replace(seed=2))
+    assert batch[::-1] == complete(model, params, prompts[::-1], seeded, examples=[3, 2, 1, 0])
     for i, prompt in enumerate(prompts):
-        assert complete(model, params, [prompt], **options, seed=1, examples=[i]) == [batch[i]]
-    same = complete(model, params, [prompts[1]] * 4, **options)
+        assert complete(model, params, [prompt], seeded, examples=[i]) == [batch[i]]
+    same = complete(model, params, [prompts[1]] * 4, options)
     assert len(set(map(tuple, same))) == 4
-    longer = complete(model, params, [prompts[1]], **options | {"max_tokens": 10})
+    longer = complete(model, params, [prompts[1]], options._replace(max_tokens=10))
     assert longer[0][:9] == same[0]
 
 
@@ -55,8 +56,8 @@ def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
 def test_similar_lengths_share_one_compiled_step():
     model, params = random_model(**LLAMA, depth=1, context=64)
     before = generation._step._cache_size(), generation._prefill._cache_size()
-    complete(model, params, PROMPTS, max_tokens=20)
-    complete(model, params, [prompt[:5] for prompt in PROMPTS], max_tokens=22, seed=5)
+    complete(model, params, PROMPTS, Options(20))
+    complete(model, params, [prompt[:5] for prompt in PROMPTS], Options(22, seed=5))
     assert (generation._step._cache_size(), generation._prefill._cache_size()) == (before[0] + 1, before[1] + 1)
 
 
@@ -79,23 +80,23 @@ def test_cast_parameters_give_bitwise_equal_logits():
 @pytest.mark.slow
 def test_an_example_ends_before_a_stop_token_and_the_others_continue():
     model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
-    options = {"max_tokens": 6, "sampling": GREEDY, "stop": [5, 9]}
-    steps = list(generate(model, params, [[1], [6], [4], [2]], **options))
+    options = Options(6, GREEDY, stop=[5, 9])
+    steps = list(generate(model, params, [[1], [6], [4], [2]], options))
     assert steps == [[2, 7, None, 3], [3, 8, None, 4], [4, None, None, None]]
-    assert complete(model, params, [[1], [6], [4], [2]], **options) == [[2, 3, 4], [7, 8], [], [3, 4]]
-    assert list(generate(model, params, [[4]], **options)) == []
-    assert complete(model, params, [], **options) == []
+    assert complete(model, params, [[1], [6], [4], [2]], options) == [[2, 3, 4], [7, 8], [], [3, 4]]
+    assert list(generate(model, params, [[4]], options)) == []
+    assert complete(model, params, [], options) == []
 
 
 def test_an_empty_prompt_begins_with_the_given_token():
     model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
-    options = {"max_tokens": 6, "sampling": GREEDY, "stop": [5, 9]}
-    assert complete(model, params, [[], [1, 1]], **options, begin=6) == [[7, 8], [2, 3, 4]]
+    options = Options(6, GREEDY, stop=[5, 9])
+    assert complete(model, params, [[], [1, 1]], options._replace(begin=6)) == [[7, 8], [2, 3, 4]]
 
 
 def test_only_tokens_of_the_vocabulary_are_generated():
     model, params = chain_model([1, 2, 3, 4, 5, 6, 7, 8, 9], size=10)
-    (found,) = complete(model, params, [[1]], max_tokens=6, sampling=GREEDY, stop=[5, 9], vocab_size=3)
+    (found,) = complete(model, params, [[1]], Options(6, GREEDY, stop=[5, 9], vocab_size=3))
     assert found[0] == 2
     assert 3 not in found
 
@@ -103,7 +104,7 @@ def test_only_tokens_of_the_vocabulary_are_generated():
 def test_a_generation_can_be_abandoned_and_repeated():
     model, params = chain_model([1, 2, 3, 4], size=10)
     for _ in range(2):
-        steps = generate(model, params, [[1]], max_tokens=6, sampling=GREEDY)
+        steps = generate(model, params, [[1]], Options(6, GREEDY))
         assert next(steps) == [2]
         steps.close()
 
@@ -131,8 +132,10 @@ def test_a_generation_can_be_abandoned_and_repeated():
 )
 def test_invalid_arguments_are_errors_before_the_first_step(prompts, options, message):
     model = lm.Model(VOCAB, context=18)
+    given = {"max_tokens": 5, **options}
+    examples = given.pop("examples", None)
     with pytest.raises(ConfigError, match=message) as error:
-        generate(model, {}, prompts, **{"max_tokens": 5, **options})
+        generate(model, {}, prompts, Options(**given), examples)
     assert "\n" not in str(error.value)
 
 
@@ -141,4 +144,4 @@ def test_logits_that_are_not_finite_are_an_error():
     model, params = chain_model([1, 2], size=10)
     params["head"]["kernel"][3, 4] = np.nan
     with pytest.raises(FloatingPointError, match="logits are not finite"):
-        complete(model, params, [[1], [3]], max_tokens=3)
+        complete(model, params, [[1], [3]], Options(3))

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from dcvit import cli, predict
-from dcvit.inference.classifier import find_images
+from dcvit.inference.images import find_images
 from dcvit.inference.texts import read_prompts
 from input_pipeline import InputError, open_source, tfrecord
 from input_pipeline.files import expand, files_below, read_regular

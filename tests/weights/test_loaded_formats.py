@@ -13,6 +13,7 @@ from dcvit.errors import CheckpointError
 from dcvit.export import formats
 from dcvit.export.source import open_model
 from dcvit.inference.sampling import Sampling
+from dcvit.inference.texts import TextOptions
 
 WRITERS = {
     "npz": formats.write_npz, "bv": formats.write_bv, "safetensors": formats.write_safetensors, "hf": formats.write_hf,
@@ -109,7 +110,7 @@ def text(tmp_path):
 
 
 def continued(model):
-    return model.continue_texts(["cab"], 6, sampling=Sampling(temperature=2.0, top_p=1.0), seed=1).texts[0]
+    return model.continue_texts(["cab"], TextOptions(6, Sampling(temperature=2.0), seed=1)).texts[0]
 
 
 @pytest.mark.slow

@@ -1,29 +1,37 @@
-"""Classification of image files with a trained model."""
+"""Models of images: classification of files, pictures and arrays."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Float32
+from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
-from dcvit.errors import ConfigError, InputError, escaped
-from dcvit.models import Outputs
+from dcvit.errors import ConfigError, InputError, escaped, type_name
+from dcvit.inference.model import BATCH, LoadedModel, apply
+from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
 from input_pipeline.files import files_below, read_regular
 
+# An image: the path of a file, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
+ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
+# One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
+Images: TypeAlias = ImageInput | Sequence[ImageInput]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-BATCH = 64  # images that are classified at once; a power of two
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 
 
 class Prediction(NamedTuple):
@@ -40,6 +48,60 @@ class Prediction(NamedTuple):
     rank: int
     label: str
     probability: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageModel(LoadedModel):
+    """A model of images, with what turns files into its inputs.
+
+    Fields, besides those of `LoadedModel`:
+      pp: the preprocessing of an encoded image, see `input_pipeline.Preprocess`.
+      class_names: a name for each class.
+      multilabel: the probabilities of classes are independent of each other.
+    """
+
+    module: ViT
+    pp: str = ""
+    class_names: Sequence[str] = ()
+    multilabel: bool = False
+
+    kind = "a model of images, not a language model: use `dcvit predict`"
+
+    def predict(self, images: Images, topk: int = 5) -> list[list[Prediction]]:
+        """Return the `topk` most probable classes of each image, the most probable first.
+
+        Raises:
+          ConfigError: the model has no head or no preprocessing of images.
+          InputError: an image cannot be read, or does not have the shape of the others.
+        """
+        return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
+
+    def classify(
+        self, batches: Iterable[tuple[Sequence[str], Float32[np.ndarray, "_ height width channels"]]], topk: int
+    ) -> Iterator[list[list[Prediction]]]:
+        """Yield the predictions for each batch of preprocessed images and their names."""
+        if not self.module.num_classes:
+            raise ConfigError("a model without a head has no classes: use features")
+        if topk < 1:
+            raise ConfigError(f"topk={topk} should be 1 or more")
+        with self.on_devices():
+            yield from classify(
+                self.module, self.params, map(self.checked, batches), class_names=self.class_names, topk=topk,
+                multilabel=self.multilabel,
+            )  # fmt: skip
+
+    def generate(self, *_: object, **__: object) -> NoReturn:
+        """Raise ConfigError: images are classified."""
+        raise ConfigError("an image model does not generate text: use predict")
+
+    def checked(self, batch: tuple[Sequence[str], np.ndarray]) -> tuple[Sequence[str], np.ndarray]:
+        """Return a batch of images. Raise CheckpointError if the parameters are not for images of its shape."""
+        one = jax.ShapeDtypeStruct((1, *batch[1].shape[1:]), np.float32)
+        self.check_inputs(one, "images from config.pp_predict")
+        return batch
+
+    def _batches(self, inputs: Images) -> Iterable[np.ndarray]:
+        return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
 
 
 def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:
@@ -117,13 +179,6 @@ def classify(
         padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
         rows = np.asarray(normalize(apply(model, params, jnp.asarray(padded))[0]))
         yield [_best(name, row, class_names, topk) for name, row in zip(names, rows, strict=False)]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model: nn.Module, params: Mapping[str, Any], inputs: Array) -> tuple[Array, Outputs]:
-    """Return the first result of a model, such as its logits, and its named intermediates."""
-    found: tuple[Array, Outputs] = model.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
-    return found
 
 
 def _best(file: str, scores: Float32[np.ndarray, " C"], class_names: Sequence[str], topk: int) -> list[Prediction]:
@@ -205,3 +260,43 @@ def preprocess_images(
             names, batch = [], []
     if names:
         yield names, np.stack(batch)
+
+
+def _image_batches(images: Images, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
+    """Return batches of preprocessed images with their names."""
+    if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
+        batch = images[None] if images.ndim == 3 else images
+        starts = range(0, len(batch), BATCH)
+        chunks = [batch[start : start + BATCH] for start in starts]
+        return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]
+    single = isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray) and images.ndim < 4)
+    several: Sequence[Any] = [images] if single else images  # type: ignore[assignment]
+    encoded = [_encoded(i, image) for i, image in enumerate(several)]
+    return preprocess_images(encoded, pp, _raise)
+
+
+def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
+    """Return the name of an image and a function that returns its encoded bytes; a picture becomes a PNG."""
+    if isinstance(image, str | Path):
+        return str(image), functools.partial(read_regular, image)
+    if isinstance(image, np.ndarray):
+        found = f"{image.dtype} of {image.shape}"
+        try:
+            image = Image.fromarray(image) if image.dtype == np.uint8 and image.size else None
+        except TypeError:
+            image = None
+        if image is None:
+            raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}")
+    if not isinstance(image, Image.Image):
+        raise InputError(f"image {number}: expected a path, a picture or an array, got {type_name(type(image))}")
+    if image.mode in ("I", "F"):  # a PNG would lose bits
+        raise InputError(f"image {number}: the picture has 32 bits a channel; expected 8 or 16")
+    if image.mode not in PNG_MODES:  # such as CMYK
+        image = image.convert("RGB")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return str(number), file.getvalue
+
+
+def _raise(message: str) -> NoReturn:
+    raise InputError(message)

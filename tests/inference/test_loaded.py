@@ -15,11 +15,11 @@ import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
-from dcvit.inference.sampling import Sampling
+from dcvit.inference import images as image_models
+from dcvit.inference.images import ImageModel
+from dcvit.inference.texts import LanguageModel, TextOptions
 from dcvit.models import lm, vit
-from dcvit.training import loaded
-from dcvit.training.loaded import LoadedModel
-from dcvit.training.trained import open_trained
+from dcvit.training import trained
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES = ["tests/data/four.png", "tests/data/seven.png"]
@@ -38,7 +38,7 @@ def text(lm_workdir):
 
 def small(module, example, **fields):
     params = jax.jit(module.init)(jax.random.key(0), example)["params"]
-    return LoadedModel(module, params, {}, **fields)
+    return (ImageModel if isinstance(module, vit.ViT) else LanguageModel)(module, params, {}, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +124,16 @@ class TestGeneration:
     def test_no_tokens_are_an_error_and_no_prompts_none(self, words):
         with pytest.raises(ConfigError, match="max_tokens=0 should be 1 or more"):
             words.generate("a", 0)
-        found = words.continue_texts([], sampling=Sampling())
+        found = words.continue_texts([], TextOptions())
         assert (found.texts, found.tokens, found.positions) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3])])
 def test_a_model_on_one_of_several_devices_may_use_kernels(wrap):
     """The compiler cannot split them, and without a mesh it may have to split any program."""
-    model = LoadedModel(vit.Model(3, depth=0), {"x": wrap(np.ones(2, np.float32))}, {})
+    model = ImageModel(vit.Model(3, depth=0), {"x": wrap(np.ones(2, np.float32))}, {})
     assert splits_arrays()
-    with loaded._devices(model.mesh, model.params):
+    with model.on_devices():
         assert not splits_arrays()
         np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["x"])(model.params), [2, 2])
 
@@ -194,7 +194,7 @@ class TestErrors:
 
     def test_object_that_is_no_image_is_one_line(self):
         with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
-            loaded._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
+            image_models._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
 
     @pytest.mark.slow
     def test_model_without_a_head_has_features_and_no_classes(self, model):
@@ -251,12 +251,12 @@ class TestErrors:
         params["head"]["bias"] = np.where(np.arange(10) == 2, value, params["head"]["bias"])
         flat = flax.traverse_util.flatten_dict(params, sep="/")
         np.savez(tmp_path / "a.npz", **flat)
-        trained = open_trained(digits_workdir, None, tmp_path / "a.npz")
+        opened = trained.open_trained(digits_workdir, None, tmp_path / "a.npz")
         with pytest.raises(CheckpointError, match=rf"a\.npz: head/bias has numbers .*float32, such as {value};"):
-            loaded.load_trained(trained, digits_workdir)
+            trained.load_trained(opened, digits_workdir)
 
     def test_weights_in_a_store_are_refused_by_name(self, monkeypatch):
-        monkeypatch.setattr(loaded, "folder", PurePosixPath)
-        monkeypatch.setattr(loaded.workdirs, "find", lambda _: None)
+        monkeypatch.setattr(trained, "folder", PurePosixPath)
+        monkeypatch.setattr(trained.workdirs, "find", lambda _: None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")

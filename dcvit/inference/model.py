@@ -1,0 +1,149 @@
+"""Loaded models: a flax module with its parameters, and what images and texts have in common.
+
+`dcvit.load` returns one of the two kinds, `dcvit.inference.images.ImageModel` and
+`dcvit.inference.texts.LanguageModel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from dcvit.dcmha.reference import AttentionMatrices
+from dcvit.errors import ConfigError, InputError, nearest
+from dcvit.interpret.activations import Activations, Hook, run_with_cache
+from dcvit.interpret.attention_maps import attention_maps
+from dcvit.models import Outputs, Params
+from dcvit.models.trees import check_tree, param_shapes, shapes_of
+
+BATCH = 64  # images that are processed at once; a power of two
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model with its parameters.
+
+    Fields:
+      module: the flax module.
+      params: its parameters.
+      config: the config of its run.
+      source: name of the folder or file that it was loaded from.
+      mesh: the mesh that the parameters are sharded over.
+      open_evaluators: returns the evaluators of its run by name; None for weights of another library.
+    """
+
+    module: Any
+    params: Params
+    config: Mapping[str, Any]
+    source: str = dataclasses.field(default="", kw_only=True)
+    mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
+    open_evaluators: Callable[[], Mapping[str, Any]] | None = dataclasses.field(default=None, kw_only=True)
+
+    kind: ClassVar[str]  # what the model is, and the command for it, for messages
+
+    def features(self, inputs: Any, name: str = "pre_logits") -> np.ndarray:
+        """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", as B ….
+
+        Args:
+          inputs: one or several images, or a text or its tokens.
+          name: the path of the intermediate.
+
+        Raises:
+          ConfigError: the model has no intermediate of this name; the message has the nearest one.
+          InputError: an image cannot be read or does not have the shape of the others, or tokens are out of range.
+        """
+        arrays = [self._intermediate(batch, name) for batch in self._batches(inputs)]
+        if not arrays:
+            raise InputError("no image is given")
+        return np.concatenate(arrays)
+
+    def attention(self, inputs: Any, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
+        """Return the attention matrices B H T S of the given layers, by default of all, by their numbers from 0.
+
+        Raises:
+          ConfigError: there is no layer of a number, or the inputs are too many for one batch.
+          InputError: see `features`.
+        """
+        return jax.device_get(self._on_one_batch(inputs, functools.partial(attention_maps, layers=layers)))
+
+    def run_with_cache(
+        self, inputs: Any, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
+    ) -> Activations:
+        """Return the output and the named arrays of a forward pass; see `dcvit.interpret.activations.run_with_cache`.
+
+        Raises:
+          ConfigError: the model has no array of a name, a hook returns another shape, or the inputs are too many for
+            one batch.
+          InputError: see `features`.
+        """
+        return self._on_one_batch(inputs, functools.partial(run_with_cache, hooks=hooks, names=names))
+
+    def check_inputs(self, inputs: jax.ShapeDtypeStruct, what: str) -> None:
+        """Raise CheckpointError, which names `what`, if the parameters are not for model inputs of a shape."""
+        check_tree(shapes_of(self.params), _param_shapes(self.module, inputs.shape, np.dtype(inputs.dtype)), what)
+
+    def on_devices(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the model runs on the mesh of its parameters; kernels need one."""
+        if self.mesh is not None:
+            return jax.set_mesh(self.mesh)
+        arrays = [x for x in jax.tree.leaves(self.params) if isinstance(x, jax.Array)]
+        devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
+        return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
+
+    def _batches(self, inputs: Any) -> Iterable[np.ndarray]:
+        """Return batches of model inputs."""
+        raise NotImplementedError
+
+    def _intermediate(self, batch: np.ndarray, name: str) -> np.ndarray:
+        with self.on_devices():
+            outputs: Any = apply(self.module, self.params, jnp.asarray(batch))[1]
+        for part in name.split("/"):
+            if not isinstance(outputs, Mapping) or part not in outputs:
+                known = shapes_of(outputs) if isinstance(outputs, Mapping) else {}
+                raise ConfigError(f"the model has no intermediate {name!r}; {nearest(part, known)}")
+            outputs = outputs[part]
+        return np.asarray(outputs)
+
+    def _on_one_batch(self, inputs: Any, function: Callable[[Any, Params, jax.Array], Result]) -> Result:
+        """Return the result of a function of module, parameters and one batch of inputs."""
+        batches = list(self._batches(inputs))
+        if len(batches) != 1:
+            raise ConfigError(f"expected 1 … {BATCH} images at once")
+        with self.on_devices():
+            try:
+                return function(self.module, self.params, jnp.asarray(batches[0]))
+            except ValueError as e:
+                raise ConfigError(str(e)) from None
+
+
+Kind = TypeVar("Kind", bound=LoadedModel)
+
+
+def of_kind(model: LoadedModel, kind: type[Kind], what: object) -> Kind:
+    """Return a model, named `what` in messages. Raise ConfigError if it is not of the kind that a command needs."""
+    if not isinstance(model, kind):
+        raise ConfigError(f"{what} is {model.kind}")
+    return model
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(module: nn.Module, params: Mapping[str, Any], inputs: Array) -> tuple[Array, Outputs]:
+    """Return the first result of a module, such as its logits, and its named intermediates."""
+    found: tuple[Array, Outputs] = module.apply({"params": params}, inputs, train=False)  # type: ignore[assignment]
+    return found
+
+
+@functools.lru_cache
+def _param_shapes(module: nn.Module, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
+    return shapes_of(param_shapes(module, jax.ShapeDtypeStruct(shape, dtype)))
