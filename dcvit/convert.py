@@ -36,15 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_without_config(argv)
 
-    from dcvit.export.conversion import convert
     from dcvit.parallel import runtime
+    from dcvit.training.saved import open_saved
+    from dcvit.weights.export.conversion import convert
 
     runtime.configure()
     # By default, these signals would leave a temporary folder. SIGHUP is ignored under `nohup`.
     signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
-        print(f"{args.target}: {convert(args.source, args.target, args.to)}")
+        print(f"{args.target}: {convert(args.source, args.target, args.to, open_saved)}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

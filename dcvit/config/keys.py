@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dcvit.errors import has_type
 
+OWN_TOKENIZER = "{workdir}/tokenizer.json"  # option `tokenizer` of text: the run trains it and keeps it in its workdir
 UNITS = ("steps", "epochs", "examples", "percent")
 # Fields of models, keys of `config.model`, that change the training of a model or the way it is computed. Given the
 # parameters, they do not change its function.

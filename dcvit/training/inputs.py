@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
+from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.config.load import INPUT_KEYS, Options, replaced
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel.mesh import BATCH
@@ -27,7 +28,6 @@ from input_pipeline.text.train_tokenizer import train_tokenizer
 
 T = TypeVar("T")
 TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its tokenizer
-OWN_TOKENIZER = f"{{workdir}}/{TOKENIZER}"  # value of the option `tokenizer` of such a run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -295,12 +295,11 @@ def _load_weights(path: Path, sharding: str | None) -> ImageModel | LanguageMode
     """Load weights of another library."""
     weights = open_weights(path)
     described = weights.description
-    tensors = weights.parameters()
     with errors_name_file(path):
         module = build(described)
-        shapes = param_shapes(module, example(described, tensors))
+        shapes = param_shapes(module, example(described, weights.params))
     mesh = _mesh(sharding, module)
-    params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
+    params = place_params(weights.params, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     common: dict[str, Any] = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
     if isinstance(module, LM):

@@ -7,7 +7,10 @@ first whose `matches` is true reads a file.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -58,21 +61,49 @@ DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.flo
 
 
 class Weights(NamedTuple):
-    """A recognized file."""
+    """The parameters of a model in files, which are read when they are asked for, and what the model is.
+
+    Fields:
+      path: the file or folder.
+      family: the name of the family in `FAMILIES`, or "dcvit" for a run of this project.
+      description: the model.
+      params: the parameters by path in the tree of unrolled layers.
+      record: the content of the run's config.json; empty for others than runs.
+      workdir: the folder of the run.
+    """
 
     path: Path
     family: str
     description: Description
-    links: list[Link]
-    tensors: Tensors
+    params: Tensors
+    record: Mapping[str, Any] = MappingProxyType({})
+    workdir: Path | None = None
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return each parameter by its path in the tree of unrolled layers; see `dcvit.weights.links.parameters`."""
-        return linking.parameters(self.links, self.tensors)
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(math.prod(tensor.shape) for tensor in self.params.values())
+
+    def read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the path and the value of each parameter."""
+        return ((name, tensor.read()) for name, tensor in self.params.items())
+
+    def tree(self) -> dict[str, Any]:
+        """Return all parameters as a nested dict of arrays."""
+        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(dict(self.read()), sep="/")
+        return tree
 
     def config(self) -> Json:
         """Return the keys of a config that the weights, and the tokenizer beside them, determine."""
         return names.config(self.description, tokenizer_of(self.path))
+
+    def in_float32(self) -> Weights:
+        """Return the weights with parameters that are converted to float32 when they are read."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            return Tensor(tensor.shape, lambda: tensor.read().astype(np.float32))
+
+        return self._replace(params={name: wide(tensor) for name, tensor in self.params.items()})
 
     def folded(self) -> Weights:
         """Return the weights of an image model with mean and standard deviation folded into its first layer.
@@ -80,14 +111,8 @@ class Weights(NamedTuple):
         Raises:
           CheckpointError: the preprocessing has no mean and standard deviation.
         """
-        links, pp = preprocessing.fold(self.links, self.description.pp)
-        return self._replace(links=links, description=self.description._replace(pp=pp))
-
-    def tree(self) -> dict[str, Any]:
-        """Return all parameters as a nested dict of arrays."""
-        arrays = {path: tensor.read() for path, tensor in self.parameters().items()}
-        tree: dict[str, Any] = flax.traverse_util.unflatten_dict(arrays, sep="/")
-        return tree
+        params, pp = preprocessing.fold(self.params, self.description.pp)
+        return self._replace(params=params, description=self.description._replace(pp=pp))
 
 
 def is_weights(path: Path) -> bool:
@@ -128,7 +153,7 @@ def open_weights(path: str | Path) -> Weights:
             linking.check_names(links, file.tensors, f"{path} ({name})", family.unused)
             linking.check_shapes(links, file.tensors, f"{path} ({name})")
             _check_case(links, path)
-            return Weights(path, name, description, links, file.tensors)
+            return Weights(path, name, description, linking.parameters(links, file.tensors))
     some = ", ".join(list(file.tensors)[: linking.MAX_NAMED])
     raise CheckpointError(f"{path}: its tensors are those of no known model ({', '.join(FAMILIES)}), found {some}")
 

@@ -40,7 +40,7 @@ def open_parameters(source: Folder) -> Tensors:
     """
     if isinstance(source, Path) and not restoring.is_checkpoint(source):
         if is_weights(source):
-            return open_weights(source).parameters()
+            return open_weights(source).params
         if located := big_vision_files.locate(source):
             return big_vision_files.open_arrays(located)
         if not source.exists():

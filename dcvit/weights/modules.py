@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, first_line
 from dcvit.models import lm, trees, vit
-from dcvit.models.trees import shapes_of
+from dcvit.models.trees import check_tree, shapes_of
 from dcvit.weights import preprocessing
+from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensors
 
+log = logging.getLogger(__name__)
 MAKERS: dict[str, Callable[..., vit.ViT | lm.LM]] = {"vit": vit.Model, "lm": lm.Model}
 
 
@@ -85,3 +88,34 @@ def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[i
 @functools.lru_cache(maxsize=1)  # the source and the result of a conversion are the same model
 def _param_shapes(net: vit.ViT | lm.LM, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, tuple[int, ...]]:
     return shapes_of(trees.param_shapes(net, jax.ShapeDtypeStruct(shape, dtype)))
+
+
+def checked(weights: Weights) -> Weights:
+    """Return weights for conversion, with a preprocessing of images.
+
+    Raises:
+      CheckpointError: the parameters are not those of their description.
+    """
+    with errors_name_file(weights.path):
+        shapes = param_shapes(weights.description, weights.params)
+    check_tree({path: tensor.shape for path, tensor in weights.params.items()}, shapes, str(weights.path))
+    return weights._replace(description=_with_preprocessing(weights))
+
+
+def _with_preprocessing(weights: Weights) -> Description:
+    """Return the description, with big_vision's usual preprocessing if the weights name none.
+
+    Without it, the description of an image model has no size, which other libraries need. The size is that of the
+    position embeddings; without them, or for other than square grids or 1 or 3 channels, nothing is assumed.
+    """
+    found, params = weights.description, weights.params
+    if found.model_name != "vit" or found.pp or "pos_embedding" not in params:
+        return found
+    _, height, width, channels = example(found, params).shape
+    patch_height, patch_width = params["embedding/kernel"].shape[:2]
+    if height * patch_width != width * patch_height or channels not in (1, 3):
+        return found
+    size = height if height == width else [height, width]
+    pp = f"{'decode' if channels == 3 else 'decode(1)'}|resize({size})|value_range(-1, 1)"
+    log.info("%s names no preprocessing; assumed: %s", weights.path, pp)
+    return found._replace(pp=pp)

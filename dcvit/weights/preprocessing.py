@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
-from dcvit.weights.links import Arrays, Link
+from dcvit.models.trees import Tensor, Tensors
 from input_pipeline.preprocess.builder import Step, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)
@@ -195,36 +195,30 @@ def resized(size: int, crop_pct: float) -> int:
     return math.floor(size / crop_pct)
 
 
-def fold(links: Sequence[Link], pp: str) -> tuple[list[Link], str]:
+def fold(params: Tensors, pp: str) -> tuple[dict[str, Tensor], str]:
     """Fold mean and standard deviation into the weights of the first layer.
 
     For inputs v in [-1, 1] instead of (p - mean) / std of pixels p in [0, 1]:
     W' = W / (2·std) and b' = b + Σ W·(0.5 - mean) / std.
 
     Args:
-      links: the links of a model.
+      params: the parameters of a model by path.
       pp: its preprocessing string.
 
     Returns:
-      The links, those of the first layer joined to one, and the preprocessing string with `value_range(-1, 1)`.
+      The parameters, and the preprocessing string with `value_range(-1, 1)`.
     """
     mean, std = (np.asarray(values, np.float64)[None, None, :, None] for values in mean_and_std(pp))
-    by_ours = {link.ours: link for link in links}
-    kernel, bias = by_ours[("embedding/kernel",)], by_ours[("embedding/bias",)]
+    kernel, bias = params["embedding/kernel"], params["embedding/bias"]
 
-    def to_ours(weight: np.ndarray, offset: np.ndarray) -> Arrays:
-        (w,), (b,) = kernel.to_ours(weight), bias.to_ours(offset)
-        w = w.astype(np.float64)
-        added = (w * (0.5 - mean) / std).sum((0, 1, 2))
-        return (w / (2 * std)).astype(np.float32), (b + added).astype(np.float32)
+    def scaled_kernel() -> np.ndarray:
+        return (kernel.read().astype(np.float64) / (2 * std)).astype(np.float32)
 
-    def to_theirs(w: np.ndarray, b: np.ndarray) -> Arrays:
-        w = w.astype(np.float64) * (2 * std)
-        b = (b - (w * (0.5 - mean) / std).sum((0, 1, 2))).astype(np.float32)
-        return *kernel.to_theirs(w.astype(np.float32)), *bias.to_theirs(b)
+    def shifted_bias() -> np.ndarray:
+        added = (kernel.read().astype(np.float64) * (0.5 - mean) / std).sum((0, 1, 2))
+        return (bias.read() + added).astype(np.float32)
 
-    stem = Link(
-        kernel.theirs + bias.theirs, kernel.ours + bias.ours, to_ours, to_theirs, kernel.shapes + bias.shapes
-    )  # fmt: skip
-    others = [link for link in links if link not in (kernel, bias)]
-    return [stem, *others], RANGE.sub("value_range(-1, 1)", pp)
+    first_layer = {
+        "embedding/kernel": Tensor(kernel.shape, scaled_kernel), "embedding/bias": Tensor(bias.shape, shifted_bias)
+    }  # fmt: skip
+    return {**params, **first_layer}, RANGE.sub("value_range(-1, 1)", pp)

@@ -13,11 +13,11 @@ from small_models import logits_of, make_tokens, param_shapes, random_params
 import dcvit
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.export import conversion
-from dcvit.export.source import open_model
 from dcvit.models import lm
 from dcvit.training.model import make_loader, make_model
+from dcvit.training.saved import open_saved
 from dcvit.weights import llama
+from dcvit.weights.export import conversion
 from dcvit.weights.family import Description
 from dcvit.weights.links import write
 from dcvit.weights.safetensors_writer import write_shards
@@ -102,7 +102,7 @@ def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
 def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, caplog, to, name):
     folder, _, params = weights
     (tmp_path / "out").mkdir()
-    conversion.WRITERS[to](open_model(folder), tmp_path / "out")
+    conversion.WRITERS[to](open_saved(folder), tmp_path / "out")
     config = settings(tmp_path / "out" / name, norm_epsilon=1e-6)
     model = make_model(config)
     shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))

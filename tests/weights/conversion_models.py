@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import small_models
 
-from dcvit.export import formats
-from dcvit.export.source import Model
 from dcvit.models import lm, vit
+from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf
+from dcvit.weights.export import conversion, formats
+from dcvit.weights.families import Weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensor
 
@@ -41,7 +42,7 @@ def language_model(preset="DCFormer++-405M", **fields):
     net = lm.Model(small_models.VOCAB, preset=preset, **{**small_models.SMALL, **fields})
     params = random_params(net, jax.ShapeDtypeStruct((1, 2), jnp.int32))
     description = Description("lm", small_models.VOCAB, fields_of(net, "lm"))
-    return net, params, Model(Path("lm"), "dcvit", description, tensors(params), {})
+    return net, params, Weights(Path("lm"), "dcvit", description, tensors(params))
 
 
 def image_model(shape=(16, 16, 3), **fields):
@@ -50,7 +51,12 @@ def image_model(shape=(16, 16, 3), **fields):
     params = random_params(net, jax.ShapeDtypeStruct((1, *shape), jnp.float32))
     described = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(net, "vit").items()}
     pp = PP if shape[0] == shape[1] else PP.replace("(16)", f"({list(shape[:2])})")
-    return net, params, Model(Path("vit"), "dcvit", Description("vit", 10, described, pp), tensors(params), {})
+    return net, params, Weights(Path("vit"), "dcvit", Description("vit", 10, described, pp), tensors(params))
+
+
+def convert(source, target, to):
+    """Convert a model as the command does; return the report."""
+    return conversion.convert(source, target, to, open_saved)
 
 
 def write(model, folder):

@@ -6,7 +6,8 @@ import pytest
 
 from dcvit.models import lm
 from dcvit.weights import links
-from dcvit.weights.tensors import Tensor
+from dcvit.weights.families import FAMILIES
+from dcvit.weights.tensors import Tensor, open_file
 
 
 def libraries():
@@ -49,6 +50,16 @@ def as_tensors(arrays):
     return {name: Tensor(np.shape(array), lambda array=array: np.asarray(array)) for name, array in arrays.items()}
 
 
+def tensors_of(weights):
+    """The tensors in the file of opened weights."""
+    return open_file(weights.path).tensors
+
+
+def links_of(weights):
+    """The links by which weights were read."""
+    return FAMILIES[weights.family].links(weights.description, tensors_of(weights))
+
+
 def written_back(weights):
     """The tensors that the links of opened weights write from the parameters that they read."""
-    return dict(links.write(weights.links, weights.parameters()))
+    return dict(links.write(links_of(weights), weights.params))

@@ -15,12 +15,11 @@ import tensorstore
 
 import dcvit
 from dcvit.errors import CheckpointError
-from dcvit.export import formats
-from dcvit.export.source import Model
 from dcvit.models import vit
 from dcvit.weights import big_vision, own, vit_links
 from dcvit.weights import links as linking
-from dcvit.weights.families import FAMILIES, open_weights
+from dcvit.weights.export import formats
+from dcvit.weights.families import FAMILIES, Weights, open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.tensors import Tensor
 
@@ -321,7 +320,7 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
 )
 def test_class_of_transformers_is_the_first_that_can_express_a_model(fields, outputs, family):
     """None stands for none, so that the export has this project's own class."""
-    model = Model(Path(), "", Description("vit", outputs, {**FIELDS, **fields}, PP), {}, {})
+    model = Weights(Path(), "", Description("vit", outputs, {**FIELDS, **fields}, PP), {})
     if family:
         assert formats.native_family(model, formats.NATIVE["vit"])[0] == family
     else:

@@ -31,13 +31,13 @@ from trained_workdirs import load_params
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.export import conversion, formats, libraries, logits, programs
-from dcvit.export.source import open_model
 from dcvit.models import lm, vit
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.training.model import build, example
+from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf, own, preprocessing, siglip, timm_vit
+from dcvit.weights.export import conversion, formats, libraries, logits, programs
 from dcvit.weights.family import Description
+from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
 from input_pipeline import memory
@@ -72,7 +72,7 @@ def plain_image_model():
 
 
 def values(path):
-    return dict(open_model(path).read())
+    return dict(open_saved(path).read())
 
 
 def same_bits(a, b):
@@ -83,17 +83,17 @@ def same_bits(a, b):
 @pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.slow if to == "dcvit" else ()) for to in OWN])
 @pytest.mark.parametrize("name", ["lm", "vit"])
 def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
-    report = conversion.convert(folders[name], tmp_path / "out", to)
+    report = conversion_models.convert(folders[name], tmp_path / "out", to)
     assert report.difference == 0
     assert same_bits(values(tmp_path / "out"), values(folders[name]))
-    assert build(open_model(tmp_path / "out").description) == build(open_model(folders[name]).description)
+    assert build(open_saved(tmp_path / "out").description) == build(open_saved(folders[name]).description)
 
 
 @pytest.mark.slow
 def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
     """It takes the keys below params/ of an .npz file, and the arrays named params~… of a folder, with JAX's spec."""
-    conversion.convert(folders["vit"], tmp_path / "npz", "npz")
-    conversion.convert(folders["vit"], tmp_path / "bv", "bv")
+    conversion_models.convert(folders["vit"], tmp_path / "npz", "npz")
+    conversion_models.convert(folders["vit"], tmp_path / "bv", "bv")
     expected = values(folders["vit"])
     with np.load(tmp_path / "npz" / "params.npz") as loaded:
         assert same_bits({k.removeprefix("params/"): loaded[k] for k in loaded if k.startswith("params/")}, expected)
@@ -107,14 +107,14 @@ def test_big_vision_reads_the_names_and_layouts(folders, tmp_path):
 
 def test_large_arrays_have_several_chunks(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
-    assert conversion.convert(folders["vit"], tmp_path / "bv", "bv").difference == 0
+    assert conversion_models.convert(folders["vit"], tmp_path / "bv", "bv").difference == 0
     assert len([*(tmp_path / "bv" / "params~head~kernel").glob("[0-9]*")]) > 1
     assert same_bits(values(tmp_path / "bv"), values(folders["vit"]))
 
 
 def test_a_safetensors_file_alone_holds_the_model(folders, tmp_path):
     shutil.copyfile(folders["lm"] / "model.safetensors", tmp_path / "weights")
-    assert open_model(tmp_path / "weights").description == open_model(folders["lm"]).description
+    assert open_saved(tmp_path / "weights").description == open_saved(folders["lm"]).description
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_an_operation_that_onnx_lacks_is_named(folders, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("to", ["npz", "bv", "safetensors"])
 def test_the_card_loads_own_formats(to, folders, tmp_path):
-    conversion.convert(folders["lm"], tmp_path / "out", to)
+    conversion_models.convert(folders["lm"], tmp_path / "out", to)
     run_snippets(tmp_path / "out", tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_the_card_describes_run_data_metrics_and_load(digits_workdir, tmp_path, 
 def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_path, library_promotion):
     assert cli.run(convert.main, [str(lm_workdir), str(tmp_path / "run"), "--to", "dcvit"]) == 0
     assert same_bits(values(tmp_path / "run"), values(lm_workdir))
-    source, converted = (open_model(path).description for path in (lm_workdir, tmp_path / "run"))
+    source, converted = (open_saved(path).description for path in (lm_workdir, tmp_path / "run"))
     assert (build(converted), converted.pp) == (build(source), source.pp)
     assert cli.run(evaluate.main, ["--workdir", str(tmp_path / "run")]) == 0
 
@@ -235,7 +235,7 @@ def test_a_converted_workdir_is_the_same_model_and_is_evaluated(lm_workdir, tmp_
 @pytest.mark.slow
 def test_foreign_images_become_runs_that_predict(tmp_path, capsys, library_promotion):
     Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "a.png")
-    conversion.convert(conversion_models.write(plain_image_model(), tmp_path / "vit"), tmp_path / "run", "dcvit")
+    conversion_models.convert(conversion_models.write(plain_image_model(), tmp_path / "vit"), tmp_path / "run", "dcvit")
     argv = ["--workdir", str(tmp_path / "run"), str(tmp_path / "a.png"), "--format", "json"]
     assert cli.run(predict.main, argv) == 0
     assert len(json.loads(capsys.readouterr().out)) == 5
@@ -247,12 +247,12 @@ def test_foreign_texts_become_runs_that_generate_with_their_tokenizer(tmp_path, 
     model = conversion_models.language_model("Transformer++-405M", compose=None, depth=1)[2]
     source = conversion_models.write(model, tmp_path / "source")
     argv = ["--prompt", "ab", "--tokens", "3", "--workdir"]
-    conversion.convert(source, tmp_path / "tokens", "dcvit")
+    conversion_models.convert(source, tmp_path / "tokens", "dcvit")
     assert cli.run(generate.main, [*argv, str(tmp_path / "tokens")]) == 2
     assert "give --tokenizer" in capsys.readouterr().err
     vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnop?")}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?")).save(str(source / "tokenizer.json"))
-    conversion.convert(source, tmp_path / "text", "dcvit")
+    conversion_models.convert(source, tmp_path / "text", "dcvit")
     assert cli.run(generate.main, [*argv, str(tmp_path / "text")]) == 0
     assert set(capsys.readouterr().out.split()[0]) <= set(vocabulary)
 
@@ -284,7 +284,7 @@ def test_a_comparison_of_equal_logits_is_a_warning(tmp_path, caplog):
     zeros = {name: np.zeros(model.params[name].shape, np.float32) for name in ("head/kernel", "head/bias")}
     model.params.update((name, Tensor(x.shape, lambda x=x: x)) for name, x in zeros.items())
     source = conversion_models.write(model, tmp_path / "source")
-    conversion.convert(source, tmp_path / "out", "npz")
+    conversion_models.convert(source, tmp_path / "out", "npz")
     assert f"all logits of {source} are equal" in caplog.text
 
 
@@ -292,7 +292,7 @@ def test_an_archive_larger_than_the_available_memory_is_compared(folders, tmp_pa
     """Its arrays are read one at a time."""
     largest = max(array.nbytes for array in values(folders["lm"]).values())
     monkeypatch.setattr(memory, "available", lambda: largest + 1000)
-    assert conversion.convert(folders["lm"], tmp_path / "out", "npz").difference == 0
+    assert conversion_models.convert(folders["lm"], tmp_path / "out", "npz").difference == 0
     assert (tmp_path / "out" / "params.npz").stat().st_size > 2 * largest
 
 
@@ -301,8 +301,8 @@ def test_a_run_without_a_head_is_converted(tmp_path):
     """Its config has num_classes=0, which descriptions have None for."""
     _, params, model = conversion_models.image_model(depth=1)
     write_run(tmp_path / "run", model, {name: x for name, x in params.items() if name != "head"}, num_classes=0)
-    assert conversion.convert(tmp_path / "run", tmp_path / "out", "safetensors").difference == 0
-    assert open_model(tmp_path / "out").description.num_outputs is None
+    assert conversion_models.convert(tmp_path / "run", tmp_path / "out", "safetensors").difference == 0
+    assert open_saved(tmp_path / "out").description.num_outputs is None
 
 
 def failing(change):
@@ -433,7 +433,7 @@ def break_source(case, source, folders, monkeypatch):
 
 def test_errors_name_the_nearest_format(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'safetensors'"):
-        conversion.convert(tmp_path, tmp_path / "x", "safetensor")
+        conversion_models.convert(tmp_path, tmp_path / "x", "safetensor")
 
 
 NATIVE = {
@@ -452,12 +452,12 @@ def test_plain_models_become_native_classes_and_come_back_bitwise(kind, tmp_path
     pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
     make = conversion_models.image_model if kind == "vit" else conversion_models.language_model
     source = conversion_models.write(make(**NATIVE[kind])[2], tmp_path / "source")
-    report = conversion.convert(source, tmp_path / "hf", "hf")
+    report = conversion_models.convert(source, tmp_path / "hf", "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
     assert not (tmp_path / "hf" / "modeling_dcvit.py").exists()
     assert report.result == "transformers"
     assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
-    back = conversion.convert(tmp_path / "hf", tmp_path / "run", "dcvit")
+    back = conversion_models.convert(tmp_path / "hf", tmp_path / "run", "dcvit")
     assert back.source == "transformers"
     assert back.difference == pytest.approx(report.difference, abs=1e-6)
     assert same_bits(values(tmp_path / "run"), values(source))
@@ -474,7 +474,7 @@ def test_images_that_are_not_square_need_a_class_that_takes_them(kind, fields, t
     pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
     pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
     model = conversion_models.image_model((8, 32, 3), compose=None, **fields)[2]
-    report = conversion.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
+    report = conversion_models.convert(conversion_models.write(model, tmp_path / "source"), tmp_path / "hf", "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == kind
     assert report.result == "transformers"
     assert report.difference < 2e-5 * (report.allowed / conversion.TOLERANCE)
@@ -500,7 +500,7 @@ def test_a_source_that_transformers_cannot_evaluate_is_evaluated_by_dcvit(tmp_pa
 
     monkeypatch.setattr(libraries, "transformers_logits", fail)
     monkeypatch.setattr(libraries, "installed", lambda *_: True)
-    report = conversion.convert(tmp_path / "hf", tmp_path / "out", "npz")
+    report = conversion_models.convert(tmp_path / "hf", tmp_path / "out", "npz")
     assert (report.source, report.difference) == ("dcvit", 0)
     (record,) = [record.getMessage() for record in caplog.records if "cannot evaluate" in record.getMessage()]
     assert record == f"transformers cannot evaluate {tmp_path / 'hf'}, so dcvit does: RuntimeError: no kernel"
@@ -510,10 +510,11 @@ MEASURE = """
 import sys
 from pathlib import Path
 
-from dcvit.export import conversion, formats
+from dcvit.training.saved import open_saved
+from dcvit.weights.export import conversion, formats
 
 formats.SHARD_BYTES = int(sys.argv[3])
-report = conversion.convert(Path(sys.argv[1]), Path(sys.argv[2]), "safetensors")
+report = conversion.convert(Path(sys.argv[1]), Path(sys.argv[2]), "safetensors", open_saved)
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(peak.split()[1], report.difference)
 """
@@ -573,15 +574,15 @@ def test_the_usual_preprocessing_is_assumed_only_if_none_is_named(folders, tmp_p
     arrays = {f"params/{k}": v for k, v in plain_image_model().read()}
     np.savez(tmp_path / "params.npz", **arrays)
     with caplog.at_level("INFO", "dcvit"):
-        model = open_model(tmp_path / "params.npz")
+        model = open_saved(tmp_path / "params.npz")
         (tmp_path / "hf").mkdir()
         formats.write_hf(model, tmp_path / "hf")
-    assert (model.origin, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
+    assert (model.family, model.description.pp) == ("big_vision", "decode|resize(16)|value_range(-1, 1)")
     assert "names no preprocessing" in caplog.text
     assert f"class of the model: {NATIVE_VIT}" in caplog.text
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["image_size"] == 16
     assert formats.native_family(model, ("timm",))[0] == "timm"
-    assert open_model(folders["vit"]).description.pp == conversion_models.PP
+    assert open_saved(folders["vit"]).description.pp == conversion_models.PP
 
 
 @pytest.mark.interop
@@ -663,7 +664,7 @@ def test_only_a_known_class_of_the_model_type_is_called(named, tmp_path):
 
 def test_the_known_classes_are_those_that_are_written(folders):
     for folder in folders.values():
-        model = open_model(folder)
+        model = open_saved(folder)
         config = dcvit_hf.config(model.description)
         assert libraries.class_name(config) in dcvit_hf.CLASSES[config["model_type"]].values()
     assert libraries.class_name(formats.native_family(plain_image_model(), ("hf_vit",))[1]) == NATIVE_VIT

@@ -71,7 +71,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert difference < 2e-5
 
     (tmp_path / "ours").mkdir()
-    write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.parameters()))
+    write_shards(tmp_path / "ours", links.write(dcformer.links(weights.description), weights.params))
     written = {name: tensor.read() for name, tensor in open_file(tmp_path / "ours").tensors.items()}
     assert written.keys() == state.keys()
     for tensor, array in written.items():

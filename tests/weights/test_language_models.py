@@ -14,6 +14,7 @@ from foreign_models import (
     libraries,
     our_logits,
     random_tokens,
+    tensors_of,
     with_random_weights,
     written_back,
 )
@@ -98,7 +99,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
     assert difference < 2e-5
 
     (tmp_path / "ours").mkdir()
-    params = {k: x.read() for k, x in weights.parameters().items()}
+    params = {k: x.read() for k, x in weights.params.items()}
     family = FAMILIES[weights.family]
     back = family.links(weights.description)
     write_shards(tmp_path / "ours", links.write(back, as_tensors(params)), max_shard_bytes=40_000)
@@ -115,7 +116,7 @@ def test_both_directions_keep_logits_and_every_bit(name, tmp_path):
 
 
 def same_params(a, b):
-    a, b = ({k: x.read() for k, x in weights.parameters().items()} for weights in (a, b))
+    a, b = ({k: x.read() for k, x in weights.params.items()} for weights in (a, b))
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_array_equal(a[name], b[name])
@@ -174,7 +175,7 @@ def saved(tmp_path):
 @pytest.mark.slow
 def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_parameters(saved):
     folder = saved("gpt2 tied")
-    expected = {name: x.read() for name, x in open_weights(folder).parameters().items()}
+    expected = {name: x.read() for name, x in open_weights(folder).params.items()}
 
     def old(tensors):
         tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
@@ -185,12 +186,12 @@ def test_first_releases_of_gpt_2_have_no_prefix_and_buffers_that_are_not_paramet
 
     rewrite(folder, old, tie_word_embeddings="absent")
     found = open_weights(folder)
-    params = found.parameters()
+    params = found.params
     assert params.keys() == expected.keys()
     for name, value in ((name, tensor.read()) for name, tensor in params.items()):
         np.testing.assert_array_equal(value, expected[name])
     buffers = {f"h.{i}.attn.{name}" for i in range(DEPTH) for name in ("bias", "masked_bias")}
-    assert found.tensors.keys() - buffers == written_back(found).keys()
+    assert tensors_of(found).keys() - buffers == written_back(found).keys()
 
 
 @pytest.mark.interop
@@ -219,8 +220,8 @@ def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
     folder = saved("llama grouped tied")
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].copy()})
     weights = open_weights(folder)
-    assert "head/kernel" not in {k: x.read() for k, x in weights.parameters().items()}
-    assert written_back(weights).keys() == weights.tensors.keys()
+    assert "head/kernel" not in {k: x.read() for k, x in weights.params.items()}
+    assert written_back(weights).keys() == tensors_of(weights).keys()
     rewrite(folder, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         open_weights(folder).tree()

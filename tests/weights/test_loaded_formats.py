@@ -10,10 +10,10 @@ import small_models
 
 import dcvit
 from dcvit.errors import CheckpointError
-from dcvit.export import formats
-from dcvit.export.source import open_model
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
+from dcvit.training.saved import open_saved
+from dcvit.weights.export import formats
 
 WRITERS = {
     "npz": formats.write_npz, "bv": formats.write_bv, "safetensors": formats.write_safetensors, "hf": formats.write_hf,
@@ -61,7 +61,7 @@ def test_texts_have_the_same_logits_and_end(to, tmp_path):
     np.testing.assert_allclose(loaded.features(tokens, "logits"), logits_of(net)(params, tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("read", [dcvit.load, open_model])
+@pytest.mark.parametrize("read", [dcvit.load, open_saved])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -168,7 +168,7 @@ def test_the_tokenizer_of_transformers_keeps_special_tokens_and_template(given, 
     model = described(model, end_tokens=(len(LETTERS) - 1,))._replace(path=source)
     if by_run:
         formats.write_dcvit(model, run)
-        model = open_model(run)
+        model = open_saved(run)
     formats.write_hf(model, folder)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks to run code"))
     found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -205,10 +205,10 @@ def test_a_converted_workdir_keeps_class_names_and_the_end_of_texts(text, tmp_pa
     formats.write_dcvit(described(model, end_tokens=(len(LETTERS) - 1, 3))._replace(path=folder), tmp_path / "run")
     assert f"one token that ends a text, here {len(LETTERS) - 1}; others are lost: [3]" in caplog.text
     assert dcvit.load(tmp_path / "run").tokenizer.end_of_text == len(LETTERS) - 1
-    assert open_model(tmp_path / "run").description.end_tokens == (len(LETTERS) - 1,)  # of a later export
+    assert open_saved(tmp_path / "run").description.end_tokens == (len(LETTERS) - 1,)  # of a later export
     (tmp_path / "tokens").mkdir()
     formats.write_dcvit(described(model, end_tokens=(3,)), tmp_path / "tokens")
-    assert open_model(tmp_path / "tokens").description.end_tokens == (3,)  # without a tokenizer
+    assert open_saved(tmp_path / "tokens").description.end_tokens == (3,)  # without a tokenizer
     images = described(conversion_models.image_model(depth=1, **PLAIN)[2], class_names=NAMES)
     (tmp_path / "images").mkdir()
     formats.write_dcvit(images, tmp_path / "images")

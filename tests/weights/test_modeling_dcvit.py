@@ -12,10 +12,10 @@ import optax
 import pytest
 import small_models
 
-from dcvit.export import formats
-from dcvit.export.source import open_model
+from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf
 from dcvit.weights import links as linking
+from dcvit.weights.export import formats
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip("torch", reason="needs PyTorch; pip install -e .[interop]")
@@ -171,7 +171,7 @@ def test_the_folder_generates_as_remote_code_and_is_read_back(tmp_path, monkeypa
     with torch.no_grad():
         theirs.layers[0].mlp.fc_in.weight.mul_(2)
     theirs.save_pretrained(tmp_path / "tuned")
-    tuned = open_model(tmp_path / "tuned")
+    tuned = open_saved(tmp_path / "tuned")
     assert tuned.description == model.description._replace(fields=non_default(model.description.fields))
     kernel = "Transformer/decoderblock_0/MlpBlock_0/in/kernel"
     np.testing.assert_array_equal(tuned.params[kernel].read(), 2 * model.params[kernel].read())
@@ -185,7 +185,7 @@ def test_a_tuned_model_of_two_classes_without_names_is_read_back(tmp_path):
     theirs, _ = to_torch(model._replace(description=description, params=conversion_models.tensors(params)), tmp_path)
     theirs.save_pretrained(tmp_path / "tuned")
     assert "id2label" not in json.loads((tmp_path / "tuned" / "config.json").read_text())
-    assert open_model(tmp_path / "tuned").description.num_outputs == 2
+    assert open_saved(tmp_path / "tuned").description.num_outputs == 2
 
 
 def non_default(fields):

@@ -11,9 +11,9 @@ from conversion_models import PP, image_model, language_model, write
 
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.export import formats
 from dcvit.training.model import make_loader, make_model
 from dcvit.weights import hf_processor
+from dcvit.weights.export import formats
 from dcvit.weights.families import open_weights
 from dcvit.weights.tensors import PROCESSOR
 

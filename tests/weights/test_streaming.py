@@ -81,7 +81,7 @@ def targets(shapes, mesh, strategy):
 def test_parameters_are_placed_on_eight_devices_as_the_strategy_says(small, axes, strategy):
     weights, shapes = small
     like = targets(shapes, make_mesh(axes), strategy)
-    arrays = place_params(weights.parameters(), like, "file")
+    arrays = place_params(weights.params, like, "file")
     for path, array in jax.tree.leaves_with_path(arrays):
         target = like
         for key in path:
@@ -102,10 +102,10 @@ def test_parameters_that_do_not_fit_are_listed_before_any_is_read(small):
     like = targets(shapes, make_mesh([("data", 8)]), "ddp")
     head = jax.tree.map(lambda x: x, {**like, "head": {"kernel": like["embedding"]["embedding"]}})
     with pytest.raises(CheckpointError, match=r"1 only in the model: head/kernel"):
-        place_params(unreadable(weights.parameters()), head, "file")
+        place_params(unreadable(weights.params), head, "file")
     wide = {**like, "embedding": {"embedding": head["head"]["kernel"].update(shape=(49, 32))}}
     with pytest.raises(CheckpointError, match=r"embedding/embedding \(checkpoint \(48, 32\), model \(49, 32\)\)"):
-        place_params(unreadable(weights.parameters()), wide, "file")
+        place_params(unreadable(weights.params), wide, "file")
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_number_that_is_not_finite_is_named(small, value):
     weights, shapes = small
-    tensors = weights.parameters()
+    tensors = weights.params
     path = "Transformer/decoderblock_1/mlp_norm/scale"
     scale = tensors[path].read().astype(np.float32)
     scale[[3, 5]] = value
@@ -179,7 +179,7 @@ def test_a_number_that_is_not_finite_is_named(small, value):
 
 def test_two_tensors_of_the_same_parameter_are_refused(small):
     weights, shapes = small
-    tensors = weights.parameters()
+    tensors = weights.params
     stack = tensors["Transformer/decoderblock_1/mlp_norm/scale"]._replace(shape=(2, 32))
     with pytest.raises(CheckpointError, match="hold the same parameter Transformer/decoderblock_0/mlp_norm/scale"):
         place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
@@ -191,7 +191,7 @@ def test_a_stack_with_a_missing_layer_is_refused(small, missing):
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
-    tensors = weights.parameters()
+    tensors = weights.params
     lost = tensors.pop(f"Transformer/decoderblock_{missing}/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(1, 32\), model \(2, 32\)\)"):
         place_params(tensors, shapes, "file")
@@ -226,7 +226,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-params = open_weights(source).parameters()
+params = open_weights(source).params
 write_shards(out, ((name, x.read()) for name, x in params.items()), max_shard_bytes=max_shard_bytes)
 print(peak - before)
 """

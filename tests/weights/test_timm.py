@@ -120,7 +120,7 @@ def test_preprocessed_pixels_are_near_timms(tmp_path):
 
 
 @pytest.mark.slow
-def test_mean_and_std_fold_into_the_stem_and_back(tmp_path):
+def test_mean_and_std_fold_into_the_stem(tmp_path):
     """Folded, the model takes images in [-1, 1]."""
     model = create("deit3_small_patch16_224")
     read = weights.open_weights(save(model, tmp_path / "a"))
@@ -129,9 +129,6 @@ def test_mean_and_std_fold_into_the_stem_and_back(tmp_path):
     pixels = np.random.default_rng(0).random((2, 32, 32, 3)).astype(np.float32)
     normal = ((pixels - DIGITS["mean"]) / DIGITS["std"]).astype(np.float32)
     np.testing.assert_allclose(of_dcvit(folded, 2 * pixels - 1), of_torch(model, normal), rtol=0, atol=2e-5)
-    for name, value in links.write(folded.links, folded.parameters()):
-        if name.startswith("patch_embed"):
-            np.testing.assert_allclose(value, read.tensors[name].read(), rtol=1e-5, atol=1e-6)
 
 
 def meta_model(name):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import torch
+from foreign_models import links_of, tensors_of
 from small_models import jit
 
 from dcvit.models import vit
@@ -67,15 +68,16 @@ def check_written_back(weights, sums=()):
 
     `sums` names the tensors of tokens in front and of their position embeddings, of which only the sum is a parameter.
     """
-    written = dict(linking.write(weights.links, weights.parameters()))
-    assert written.keys() == {name for link in weights.links for name in link.theirs}
-    ignored = {name for link in weights.links if not link.ours for name in link.theirs}
+    links, tensors = links_of(weights), tensors_of(weights)
+    written = dict(linking.write(links, weights.params))
+    assert written.keys() == {name for link in links for name in link.theirs}
+    ignored = {name for link in links if not link.ours for name in link.theirs}
     for name, value in written.items():
         if name not in sums and name not in ignored:
-            np.testing.assert_array_equal(value, weights.tensors[name].read(), err_msg=name, strict=True)
+            np.testing.assert_array_equal(value, tensors[name].read(), err_msg=name, strict=True)
     if sums:
         *tokens, positions = (np.atleast_3d(written[name]) for name in sums)
-        *read, table = (weights.tensors[name].read() for name in sums)
+        *read, table = (tensors[name].read() for name in sums)
         before, expected = np.concatenate(tokens, axis=1), np.concatenate(read, axis=1)
         count = table.shape[1] - weights.tree()["pos_embedding"].shape[1]
         np.testing.assert_array_equal(before[:, :count] + positions[:, :count], expected[:, :count] + table[:, :count])
@@ -88,7 +90,7 @@ def export(weights, folder, family=None):
     module = FAMILIES[family or weights.family]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(module.config(weights.description)))
-    tensors = dict(linking.write(module.links(weights.description), weights.parameters()))
+    tensors = dict(linking.write(module.links(weights.description), weights.params))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert open_file(folder).tensors.keys() == tensors.keys()
     return folder

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.export import formats
-from dcvit.export.logits import nested
-from dcvit.export.source import Model
+from dcvit.weights.export import formats
+from dcvit.weights.export.logits import nested
+from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
 
 IMPLEMENTATION = "reference"  # plain operations, which every format has
@@ -41,38 +41,38 @@ def library(name: str) -> ModuleType:
         raise CheckpointError(f'{name} is not installed: pip install "dcvit[interop]"') from None
 
 
-def _apply(model: Model) -> Apply:
-    net = build(model.description).clone(implementation=IMPLEMENTATION)
+def _apply(weights: Weights) -> Apply:
+    net = build(weights.description).clone(implementation=IMPLEMENTATION)
     return lambda params, x: net.apply({"params": params}, x)[0]
 
 
-def input_name(model: Model) -> str:
+def input_name(weights: Weights) -> str:
     """Return the name of the input: "images", B height width channels in [-1, 1], or "tokens", B T."""
-    return "images" if model.description.model_name == "vit" else "tokens"
+    return "images" if weights.description.model_name == "vit" else "tokens"
 
 
-def _tail(model: Model) -> tuple[int, ...]:
+def _tail(weights: Weights) -> tuple[int, ...]:
     """Return the sizes of an input after its batch axis that are fixed."""
-    return example(model.description, model.params).shape[1:] if model.description.model_name == "vit" else ()
+    return example(weights.description, weights.params).shape[1:] if weights.description.model_name == "vit" else ()
 
 
-def write_onnx(model: Model, folder: Path) -> None:
+def write_onnx(weights: Weights, folder: Path) -> None:
     """Write `model.onnx`, with the parameters inside. Tokens have a fixed length, the model's context.
 
     Raises:
       CheckpointError: an operation or the size of the model cannot be expressed, or jax2onnx is not installed.
     """
     jax2onnx = library("jax2onnx")
-    if model.size * 4 >= ONNX_BYTES:
-        raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {model.size * 4:,}")
-    shape: tuple[int | str, ...] = ("B", *(_tail(model) or (formats.context_of(model),)))
-    dtype = np.dtype(np.float32 if _tail(model) else np.int32)
-    apply, params = _apply(model), nested(dict(model.read()))
+    if weights.size * 4 >= ONNX_BYTES:
+        raise CheckpointError(f"onnx holds at most {ONNX_BYTES:,} bytes, the model has {weights.size * 4:,}")
+    shape: tuple[int | str, ...] = ("B", *(_tail(weights) or (formats.context_of(weights),)))
+    dtype = np.dtype(np.float32 if _tail(weights) else np.int32)
+    apply, params = _apply(weights), nested(dict(weights.read()))
     try:
         with _silent():
             proto = jax2onnx.to_onnx(
                 lambda x: apply(params, x), inputs=[_Input(shape, dtype)], model_name="dcvit",
-                input_names=[input_name(model)], output_names=["logits"],
+                input_names=[input_name(weights)], output_names=["logits"],
             )  # fmt: skip
     except Exception as e:  # the library has no error type of its own
         raise CheckpointError(f"onnx cannot express the model: {_operation(e)}") from None
@@ -86,44 +86,44 @@ class _Input:
         self.shape, self.dtype = shape, dtype
 
 
-def write_stablehlo(model: Model, folder: Path) -> None:
+def write_stablehlo(weights: Weights, folder: Path) -> None:
     """Write `model.stablehlo`, a function of the parameters and the inputs, and the parameters as safetensors.
 
     Raises:
       CheckpointError: an operation cannot be exported, or flatbuffers is not installed.
     """
     library("flatbuffers")  # writes the file, and JAX does not require it
-    tail = _tail(model)
-    limit = [] if tail else [f"t <= {formats.context_of(model)}"]
+    tail = _tail(weights)
+    limit = [] if tail else [f"t <= {formats.context_of(weights)}"]
     free = jax.export.symbolic_shape("b" if tail else "b, t", constraints=limit)
     x = jax.ShapeDtypeStruct((*free, *tail), np.float32 if tail else np.int32)
-    flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in model.params.items()}
-    apply = _apply(model)
+    flat = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in weights.params.items()}
+    apply = _apply(weights)
     try:
         exported = jax.export.export(jax.jit(lambda p, x: apply(nested(p), x)), platforms=PLATFORMS)(flat, x)
     except Exception as e:
         raise CheckpointError(f"stablehlo cannot express the model: {_operation(e)}") from None
     (folder / STABLEHLO).write_bytes(exported.serialize())
-    formats.write_safetensors(model, folder, formats.ONE_FILE)
+    formats.write_safetensors(weights, folder, formats.ONE_FILE)
 
 
-def write_savedmodel(model: Model, folder: Path) -> None:
+def write_savedmodel(weights: Weights, folder: Path) -> None:
     """Write `saved_model/`, whose signature `serving_default` takes images or tokens and returns logits.
 
     Raises:
       CheckpointError: an operation cannot be expressed, or TensorFlow or orbax-export is not installed.
     """
     tf, export = library("tensorflow"), library("orbax.export")
-    tail, apply = _tail(model), _apply(model)
-    if model.description.fields.get("position") == "learned":
-        rest: tuple[int | None, ...] = (formats.context_of(model),)  # a longer row has no position embeddings
+    tail, apply = _tail(weights), _apply(weights)
+    if weights.description.fields.get("position") == "learned":
+        rest: tuple[int | None, ...] = (formats.context_of(weights),)  # a longer row has no position embeddings
     else:
         rest = tail or (None,)
-    signature = tf.TensorSpec((None, *rest), tf.float32 if tail else tf.int32, name=input_name(model))
+    signature = tf.TensorSpec((None, *rest), tf.float32 if tail else tf.int32, name=input_name(weights))
     try:
         with _silent():
             module = export.JaxModule(
-                nested(dict(model.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
+                nested(dict(weights.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
                 input_polymorphic_shape="b, t" if rest == (None,) else "b, ...",
             )  # fmt: skip
             config = export.ServingConfig("serving_default", input_signature=[signature])
@@ -138,8 +138,8 @@ def _operation(error: Exception) -> str:
     return f"{found[1]} is not supported" if found else first_line(error)
 
 
-def _in_float32(write: Callable[[Model, Path], None]) -> Callable[[Model, Path], None]:
-    return lambda model, folder: write(model.in_float32(), folder)
+def _in_float32(write: Callable[[Weights, Path], None]) -> Callable[[Weights, Path], None]:
+    return lambda weights, folder: write(weights.in_float32(), folder)
 
 
 WRITERS = {
@@ -177,11 +177,11 @@ def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, lengt
     return np.asarray(apply(np.pad(x, ((0, 0), (0, length - x.shape[1])))))[:, : x.shape[1]]
 
 
-def run_stablehlo(path: Path, model: Model, x: np.ndarray) -> np.ndarray:
+def run_stablehlo(path: Path, weights: Weights, x: np.ndarray) -> np.ndarray:
     """Evaluate a StableHLO file with the parameters of a model."""
     exported = jax.export.deserialize(bytearray(path.read_bytes()))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(exported.call(dict(model.read()), x))
+        return np.asarray(exported.call(dict(weights.read()), x))
 
 
 @contextlib.contextmanager

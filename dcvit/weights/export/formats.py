@@ -18,14 +18,14 @@ import numpy as np
 import tensorstore as ts
 
 from dcvit.config import load as configs
+from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
-from dcvit.export import tokenizer_files
-from dcvit.export.logits import nested
-from dcvit.export.source import Model
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.training.inputs import OWN_TOKENIZER
 from dcvit.weights import dcvit_hf, dinov2, gpt2, gpt_neox, hf_processor, hf_vit, llama, names, own, siglip, timm_vit
 from dcvit.weights import links as linking
+from dcvit.weights.export import tokenizer_files
+from dcvit.weights.export.logits import nested
+from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, WrittenFamily
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
@@ -48,23 +48,23 @@ log = logging.getLogger(__name__)
 STEP = 0  # of the checkpoint in a workdir without training
 
 
-def write_npz(model: Model, folder: Path) -> None:
+def write_npz(weights: Weights, folder: Path) -> None:
     """Write `params.npz`, one array at a time; `numpy.savez` would hold all."""
     with zipfile.ZipFile(folder / "params.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, array in model.read():
+        for name, array in weights.read():
             with archive.open(f"{own.ROOT}{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
-    _write_json(folder / "config.json", own.config(model.description))
+    _write_json(folder / "config.json", own.config(weights.description))
 
 
-def write_bv(model: Model, folder: Path) -> None:
+def write_bv(weights: Weights, folder: Path) -> None:
     """Write a folder of big_vision: one zarr array for each parameter, with ~ for / in its name."""
-    for name, array in model.read():
+    for name, array in weights.read():
         path = str(folder.absolute() / f"{own.ROOT}{name}".replace("/", "~"))
         spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
         store = ts.open(spec, create=True, dtype=array.dtype, shape=array.shape, chunk_layout=_layout(array)).result()
         store.write(array).result()
-    _write_json(folder / "config.json", own.config(model.description))
+    _write_json(folder / "config.json", own.config(weights.description))
 
 
 def _layout(array: np.ndarray) -> ts.ChunkLayout:
@@ -75,34 +75,34 @@ def _layout(array: np.ndarray) -> ts.ChunkLayout:
     return ts.ChunkLayout(chunk_shape=shape)
 
 
-def write_safetensors(model: Model, folder: Path, max_shard_bytes: int | None = None) -> None:
+def write_safetensors(weights: Weights, folder: Path, max_shard_bytes: int | None = None) -> None:
     """Write `model.safetensors`, or shards with their index; the description is in the headers, too."""
     size = max_shard_bytes or SHARD_BYTES
-    write_shards(folder, model.read(), max_shard_bytes=size, metadata=own.metadata(model.description))
-    _write_json(folder / "config.json", own.config(model.description))
+    write_shards(folder, weights.read(), max_shard_bytes=size, metadata=own.metadata(weights.description))
+    _write_json(folder / "config.json", own.config(weights.description))
 
 
-def write_dcvit(model: Model, folder: Path) -> None:
+def write_dcvit(weights: Weights, folder: Path) -> None:
     """Write a workdir: a checkpoint of the parameters, and the config, that of the run if the model has one.
 
     Raises:
       CheckpointError: the model has no head.
     """
-    if not model.description.num_outputs:
-        raise CheckpointError(f"{model.path}: the model has no head, which a run needs; choose another format")
-    params = nested(dict(model.read()))
-    tokenizer = tokenizer_of(model.path)
-    record = {**json.loads(json.dumps(configs.defaults())), **_config(model.description, tokenizer), **model.config}
+    if not weights.description.num_outputs:
+        raise CheckpointError(f"{weights.path}: the model has no head, which a run needs; choose another format")
+    params = nested(dict(weights.read()))
+    tokenizer = tokenizer_of(weights.path)
+    record = {**json.loads(json.dumps(configs.defaults())), **_config(weights.description, tokenizer), **weights.record}
     if isinstance(record["model"], dict):
         record["model"] = {k: v for k, v in record["model"].items() if k != "scan"}
-    if model.workdir:
+    if weights.workdir:
         for name in (DATA, "accepted.json"):
-            if (model.workdir / name).is_file():
-                shutil.copyfile(model.workdir / name, folder / name)
-    if own_tokenizer := tokenizer_of(model.workdir or model.path):
+            if (weights.workdir / name).is_file():
+                shutil.copyfile(weights.workdir / name, folder / name)
+    if own_tokenizer := tokenizer_of(weights.workdir or weights.path):
         tokenizer_files.copy(own_tokenizer, folder)
-    if model.description.class_names and not model.workdir:
-        _write_json(folder / DATA, {"class_names": list(model.description.class_names)})
+    if weights.description.class_names and not weights.workdir:
+        _write_json(folder / DATA, {"class_names": list(weights.description.class_names)})
     _write_json(folder / "config.json", record)
     about: Json = {"config": record}
     if (folder / DATA).is_file():
@@ -125,7 +125,7 @@ def _config(description: Description, tokenizer: Path | None) -> Json:
     return found
 
 
-def native_family(model: Model, families: tuple[str, ...]) -> tuple[str, Json]:
+def native_family(weights: Weights, families: tuple[str, ...]) -> tuple[str, Json]:
     """Return the first family that can express a model, and its config.json.
 
     Raises:
@@ -134,71 +134,71 @@ def native_family(model: Model, families: tuple[str, ...]) -> tuple[str, Json]:
     reasons = []
     for name in families:
         try:
-            return name, WRITTEN[name].config(model.description)
+            return name, WRITTEN[name].config(weights.description)
         except CheckpointError as e:
             reasons.append(f"{name}: {e}")
     raise CheckpointError("; ".join(reasons))
 
 
-def write_hf(model: Model, folder: Path) -> None:
+def write_hf(weights: Weights, folder: Path) -> None:
     """Write a folder of transformers: the native class, or else this project's modeling file with its weights.
 
     Raises:
       CheckpointError: neither can express the model; the message names the field.
     """
     try:
-        name, config = native_family(model, NATIVE[model.description.model_name])
+        name, config = native_family(weights, NATIVE[weights.description.model_name])
     except CheckpointError as native:
         try:
-            name, config = OURS, WRITTEN[OURS].config(model.description)
+            name, config = OURS, WRITTEN[OURS].config(weights.description)
         except CheckpointError as e:
             raise CheckpointError(f"{e} ({native})") from None
         shutil.copyfile(MODELING, folder / MODELING.name)
         log.info("transformers has no class for the model: %s", native)
     log.info("class of the model: %s", config["architectures"][0])
-    labels = names.id2label(model.description.class_names) if model.description.class_names else {}
-    _write_json(folder / "config.json", {**config, **_image_size(model), **labels})
-    write_shards(folder, _theirs(name, model), max_shard_bytes=SHARD_BYTES)
-    if model.description.model_name == "vit":
+    labels = names.id2label(weights.description.class_names) if weights.description.class_names else {}
+    _write_json(folder / "config.json", {**config, **_image_size(weights), **labels})
+    write_shards(folder, _theirs(name, weights), max_shard_bytes=SHARD_BYTES)
+    if weights.description.model_name == "vit":
         try:
-            _write_json(folder / PROCESSOR, hf_processor.write(model.description.pp))
+            _write_json(folder / PROCESSOR, hf_processor.write(weights.description.pp))
         except CheckpointError as e:
             log.info("%s is not written: %s", PROCESSOR, e)
         return
-    found = [*model.description.end_tokens, model.description.fields.get("end_of_text")]
+    found = [*weights.description.end_tokens, weights.description.fields.get("end_of_text")]
     ends = list(dict.fromkeys(end for end in found if end is not None))
     tokens: Json = {"eos_token_id": ends if ends[1:] else ends[0], "pad_token_id": ends[0]} if ends else {}
     _write_json(folder / GENERATION, tokens)
-    tokenizer_files.write_hf(model.workdir or model.path, folder, ends)
+    tokenizer_files.write_hf(weights.workdir or weights.path, folder, ends)
 
 
-def _image_size(model: Model) -> Json:
+def _image_size(weights: Weights) -> Json:
     """Return the keys of config.json for the size of the images, if the inputs are images."""
-    if model.description.model_name == "lm":
+    if weights.description.model_name == "lm":
         return {}
-    height, width, channels = example(model.description, model.params).shape[1:]
+    height, width, channels = example(weights.description, weights.params).shape[1:]
     return {"image_size": height if height == width else [height, width], "num_channels": channels}
 
 
-def context_of(model: Model) -> int:
+def context_of(weights: Weights) -> int:
     """Return the number of tokens in a row of a language model."""
-    return int(getattr(build(model.description), "context", 0))
+    return int(getattr(build(weights.description), "context", 0))
 
 
-def write_timm(model: Model, folder: Path) -> None:
+def write_timm(weights: Weights, folder: Path) -> None:
     """Write `model.safetensors` and config.json for timm, which reads a single file.
 
     Raises:
       CheckpointError: timm cannot express the model; the message names the field.
     """
-    name, config = native_family(model, ("timm",))
-    labels = {"label_names": list(model.description.class_names)} if model.description.class_names else {}
+    name, config = native_family(weights, ("timm",))
+    labels = {"label_names": list(weights.description.class_names)} if weights.description.class_names else {}
     _write_json(folder / "config.json", {**config, **labels})
-    write_shards(folder, _theirs(name, model), max_shard_bytes=ONE_FILE)
+    write_shards(folder, _theirs(name, weights), max_shard_bytes=ONE_FILE)
 
 
-def _theirs(family: str, model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    return linking.write(WRITTEN[family].links(model.description), model.params)
+def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
+    return linking.write(WRITTEN[family].links(weights.description), weights.params)
 
 
 def _write_json(path: Path, content: Json) -> None:

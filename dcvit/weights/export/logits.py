@@ -17,9 +17,9 @@ from jaxtyping import PyTree
 from PIL import Image
 
 import input_pipeline
-from dcvit.export.source import Model
 from dcvit.models import Params, lm, vit
 from dcvit.models.decoder import token_context
+from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
 from dcvit.weights.placement import place_params
 from input_pipeline.text.tokenizer import ByteTokenizer
@@ -31,12 +31,12 @@ TOKENS = 128  # of a row without windows
 EPSILON = 1e-3  # smallest scale of logits for the tolerance
 
 
-def inputs(model: Model) -> np.ndarray:
+def inputs(weights: Weights) -> np.ndarray:
     """Return real inputs: scikit-learn's digits at the model's resolution, or source code of Python as tokens."""
-    shape = example(model.description, model.params).shape
-    if model.description.model_name == "vit":
+    shape = example(weights.description, weights.params).shape
+    if weights.description.model_name == "vit":
         return _digits(*shape[1:])
-    net = build(model.description)
+    net = build(weights.description)
     assert isinstance(net, lm.LM)
     length = net.window + BEYOND if net.window_pattern != "none" else TOKENS
     return _text(min(length, net.context), net.vocab_size)
@@ -60,15 +60,15 @@ def _text(length: int, vocab_size: int) -> np.ndarray:
     return (spread % vocab_size).astype(np.int32)
 
 
-def compute(model: Model, x: np.ndarray) -> np.ndarray:
+def compute(weights: Weights, x: np.ndarray) -> np.ndarray:
     """Return the float32 logits of a model of this project, computed on the host.
 
     Raises:
       CheckpointError: a parameter is damaged or not finite.
     """
     with jax.default_device(_host()), jax.default_matmul_precision("highest"):
-        net = build(model.description)
-        read = functools.partial(_read, model)
+        net = build(weights.description)
+        read = functools.partial(_read, weights)
         return _language_logits(net, read, x) if isinstance(net, lm.LM) else np.asarray(_compiled(net)(read(""), x))
 
 
@@ -76,13 +76,13 @@ def _host() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
 
 
-def _read(model: Model, path: str) -> PyTree:
+def _read(weights: Weights, path: str) -> PyTree:
     """Read the parameters at or below a path of the tree, "" for all, in float32."""
     place = jax.sharding.SingleDeviceSharding(_host())
     below = f"{path}/" if path else ""
-    chosen = {name: x for name, x in model.params.items() if name == path or name.startswith(below)}
+    chosen = {name: x for name, x in weights.params.items() if name == path or name.startswith(below)}
     like = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=place) for name, tensor in chosen.items()}
-    tree: PyTree = place_params(chosen, nested(like), str(model.path))
+    tree: PyTree = place_params(chosen, nested(like), str(weights.path))
     for part in path.split("/") if path else ():
         tree = tree[part]
     return tree

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import dcvit
 from dcvit.errors import MetricsError
-from dcvit.export import formats
-from dcvit.export.source import Model
 from dcvit.runs import metrics
 from dcvit.weights import dcvit_hf
+from dcvit.weights.export import formats
+from dcvit.weights.families import Weights
 from dcvit.weights.modules import example
 
 CARD = "README.md"
@@ -71,36 +71,36 @@ print(function.call(load_file("model.safetensors"), numpy.zeros({shape}, numpy.{
 ```"""
 
 
-def write(model: Model, folder: Path, to: str, report: str) -> None:
+def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     """Write the model card: config, data, metrics, parameters, how to load the model, and the comparison."""
-    fields = {**model.description.fields, "outputs": model.description.num_outputs}
-    kind = {"vit": "vision transformer", "lm": "language model"}[model.description.model_name]
+    fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
+    kind = {"vit": "vision transformer", "lm": "language model"}[weights.description.model_name]
     sections = [
         "---\n# license: to be chosen by the author of the weights\n---",
-        f"# {model.path.name or 'model'}",
-        f"A {kind} with {model.size:,} parameters, converted from {_origin(model)} to `{to}` by dcvit "
+        f"# {weights.path.name or 'model'}",
+        f"A {kind} with {weights.size:,} parameters, converted from {_origin(weights)} to `{to}` by dcvit "
         f"{dcvit.__version__}; {report}.",
-        "## Load\n\nIn this folder:\n\n" + _load(model, folder, to),
-        _inputs(model),
+        "## Load\n\nIn this folder:\n\n" + _load(weights, folder, to),
+        _inputs(weights),
         "## Config\n\n" + _table(fields, "field"),
     ]
-    if data := _data(model.config):
+    if data := _data(weights.record):
         sections.append("## Data\n\n" + _table(data, "key"))
-    if values := _metrics(model):
+    if values := _metrics(weights):
         sections.append("## Metrics\n\n" + _table(values, "metric"))
     (folder / CARD).write_text("\n\n".join(section for section in sections if section) + "\n")
 
 
-def _origin(model: Model) -> str:
-    return "a run" if model.workdir else f"weights of the family `{model.origin}`"
+def _origin(weights: Weights) -> str:
+    return "a run" if weights.workdir else f"weights of the family `{weights.family}`"
 
 
-def _load(model: Model, folder: Path, to: str) -> str:
+def _load(weights: Weights, folder: Path, to: str) -> str:
     """Return the code that loads the result."""
-    image = model.description.model_name == "vit"
-    shape = (1, *example(model.description, model.params).shape[1:])
+    image = weights.description.model_name == "vit"
+    shape = (1, *example(weights.description, weights.params).shape[1:])
     if to == "onnx" and not image:
-        shape = (1, formats.context_of(model))
+        shape = (1, formats.context_of(weights))
     slots = {
         "shape": shape, "dtype": "float32" if image else "int32", "name": "images" if image else "tokens",
         "inputs": "torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
@@ -119,15 +119,15 @@ def _load(model: Model, folder: Path, to: str) -> str:
     return READ + (f"\n\n{NUMPY}" if to == "npz" else "")
 
 
-def _inputs(model: Model) -> str:
+def _inputs(weights: Weights) -> str:
     """Return the section about the inputs."""
-    if model.description.model_name == "vit":
-        height, width, channels = example(model.description, model.params).shape[1:]
-        pp = model.description.pp
+    if weights.description.model_name == "vit":
+        height, width, channels = example(weights.description, weights.params).shape[1:]
+        pp = weights.description.pp
         steps = f", preprocessed by `{pp}`" if pp else ""
         return f"Inputs are images of {height}×{width} pixels with {channels} channels{steps}."
     return "Inputs are rows of tokens; tokens are " + (
-        "bytes." if _data(model.config).get("kind") == "stdlib" else "those of the tokenizer of the source."
+        "bytes." if _data(weights.record).get("kind") == "stdlib" else "those of the tokenizer of the source."
     )
 
 
@@ -138,10 +138,10 @@ def _data(config: Mapping[str, object]) -> dict[str, object]:
     return data if isinstance(data, dict) else {}
 
 
-def _metrics(model: Model) -> dict[str, object]:
+def _metrics(weights: Weights) -> dict[str, object]:
     """Return the last value of each metric of a run; of a damaged file none."""
     try:
-        rows = metrics.read(model.workdir / "metrics.jsonl") if model.workdir else []
+        rows = metrics.read(weights.workdir / "metrics.jsonl") if weights.workdir else []
     except MetricsError:
         rows = []
     values: dict[str, object] = {}

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
-from dcvit.export import card, formats, libraries, logits, programs
-from dcvit.export.source import Model, from_weights, open_model
-from dcvit.weights.families import open_weights
+from dcvit.weights.export import card, formats, libraries, logits, programs
+from dcvit.weights.families import Weights, open_weights
+from dcvit.weights.modules import checked
 
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
-WRITERS: dict[str, Callable[[Model, Path], None]] = {
+WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
     "npz": formats.write_npz,
     "bv": formats.write_bv,
@@ -32,6 +32,7 @@ WRITERS: dict[str, Callable[[Model, Path], None]] = {
 }
 
 
+Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +57,14 @@ class Report(NamedTuple):
         )
 
 
-def convert(source: Path, target: Path, to: str) -> Report:
+def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
     """Convert a model, compare the logits of both sides, and move the result to `target`.
+
+    Args:
+      source: a workdir, one of its checkpoints, or weights of another library.
+      target: a new folder.
+      to: the format, of `WRITERS`.
+      open_saved: opens the source and, to compare, a result that this project reads, which may be a workdir.
 
     Raises:
       ConfigError: the target exists or the format is unknown.
@@ -71,14 +78,14 @@ def convert(source: Path, target: Path, to: str) -> Report:
         raise ConfigError(f"{target} exists; give a new path")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} is inside of {source}; give a path outside")
-    model = open_model(source)
+    weights = open_saved(source)
     try:
         with _new_folder(target) as folder:
-            _write(model, folder, to)
-            report = compare(model, folder, to)
+            _write(weights, folder, to)
+            report = compare(weights, folder, to, open_saved)
             if not report.difference <= report.allowed:
                 raise CheckpointError(f"{source} to {to}: {report}")
-            card.write(model, folder, to, str(report))
+            card.write(weights, folder, to, str(report))
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             folder.rename(target)
     except OSError as e:
@@ -86,10 +93,10 @@ def convert(source: Path, target: Path, to: str) -> Report:
     return report
 
 
-def _write(model: Model, folder: Path, to: str) -> None:
+def _write(weights: Weights, folder: Path, to: str) -> None:
     """Write a model in a format. A failure in a library that writes files, as on a full disk, is an OSError."""
     try:
-        WRITERS[to](model, folder)
+        WRITERS[to](weights, folder)
     except (CheckpointError, ConfigError, InputError, OSError):
         raise
     except Exception as e:  # TensorStore and safetensors have error types of their own
@@ -134,57 +141,58 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def compare(model: Model, folder: Path, to: str) -> Report:
+def compare(weights: Weights, folder: Path, to: str, open_saved: Opener) -> Report:
     """Compare the logits of a model with those of the files in a folder, for real inputs.
 
     Raises:
       CheckpointError: the format cannot express the model, or some logits are not finite.
     """
-    x = logits.inputs(model)
-    expected, by = _source_logits(model, x)
+    x = logits.inputs(weights)
+    expected, by = _source_logits(weights, x)
     try:
-        found, result_by = _result_logits(model, folder, to, x)
+        found, result_by = _result_logits(weights, folder, to, x) or (
+            logits.compute(open_saved(folder), x), "dcvit, which read the files back"
+        )  # fmt: skip
     except (CheckpointError, OSError):
         raise
     except Exception as e:  # each library has error types of its own
         raise CheckpointError(f"{to} cannot express the model: {first_line_with_type(e)}") from None
     for side, values, library in (("source", expected, by), ("result", found, result_by)):
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{model.path} to {to}: the logits of the {side}, by {library}, are not finite")
+            raise CheckpointError(f"{weights.path} to {to}: the logits of the {side}, by {library}, are not finite")
     if np.ptp(expected) == 0:
-        log.warning("all logits of %s are equal, as with a head of zeros: their comparison shows little", model.path)
+        log.warning("all logits of %s are equal, as with a head of zeros: their comparison shows little", weights.path)
     largest, scale = logits.difference(expected, found)
     return Report(largest, TOLERANCE * scale, by, result_by)
 
 
-def _source_logits(model: Model, x: np.ndarray) -> tuple[np.ndarray, str]:
+def _source_logits(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the logits of the source, and what computed them: the original library where it can."""
-    small = model.size * 4 <= libraries.MAX_BYTES
-    if model.origin in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
+    small = weights.size * 4 <= libraries.MAX_BYTES
+    if weights.family in formats.TRANSFORMERS and small and libraries.installed("torch", "transformers"):
         try:
-            found = libraries.transformers_logits(model.path, x) if model.path.is_dir() else None
+            found = libraries.transformers_logits(weights.path, x) if weights.path.is_dir() else None
         except Exception as e:  # it has many types of exceptions for a file that it does not read
-            log.warning("transformers cannot evaluate %s, so dcvit does: %s", model.path, first_line_with_type(e))
+            log.warning("transformers cannot evaluate %s, so dcvit does: %s", weights.path, first_line_with_type(e))
             found = None
         if found is not None:
             return found, "transformers"
-    return logits.compute(model, x), "dcvit"
+    return logits.compute(weights, x), "dcvit"
 
 
-def _result_logits(model: Model, folder: Path, to: str, x: np.ndarray) -> tuple[np.ndarray, str]:
-    """Return the logits of the result, and what computed them."""
+def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tuple[np.ndarray, str] | None:
+    """Return the logits of the result, and the library of the format that computed them; None if none can."""
     if to == "onnx":
         return programs.run_onnx(folder / programs.ONNX, x), "onnxruntime"
     if to == "savedmodel":
         return programs.run_savedmodel(folder / programs.SAVED_MODEL, x), "TensorFlow"
     if to == "stablehlo":
-        weights = from_weights(open_weights(folder))
-        return programs.run_stablehlo(folder / programs.STABLEHLO, weights, x), "jax.export"
-    if model.size * 4 <= libraries.MAX_BYTES:
+        return programs.run_stablehlo(folder / programs.STABLEHLO, checked(open_weights(folder)), x), "jax.export"
+    if weights.size * 4 <= libraries.MAX_BYTES:
         if to == "hf" and libraries.installed("torch", "transformers"):
             found = libraries.transformers_logits(folder, x)
             if found is not None:
                 return found, "transformers"
         if to == "timm" and libraries.installed("torch", "timm"):
             return libraries.timm_logits(folder, x), "timm"
-    return logits.compute(open_model(folder), x), "dcvit, which read the files back"
+    return None

@@ -1,0 +1,79 @@
+"""Weights of a run, in the tree of unrolled layers, with a description of its model; for conversion."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import tensorstore as ts
+
+from dcvit.config import load as configs
+from dcvit.config.keys import TRAINING_ONLY_FIELDS
+from dcvit.errors import ConfigError, InputError
+from dcvit.inference.images import read_class_names
+from dcvit.models import lm, vit
+from dcvit.models.trees import check_tree
+from dcvit.runs.checkpointer import as_tensor, open_params
+from dcvit.runs.workdir import find
+from dcvit.training.trained import TrainedModel, open_trained
+from dcvit.weights.families import Weights, open_weights
+from dcvit.weights.family import Description
+from dcvit.weights.modules import checked, param_shapes
+from dcvit.weights.placement import unrolled
+from dcvit.weights.tensors import Tensor
+
+
+def open_saved(path: Path) -> Weights:
+    """Open a workdir, one of its checkpoints, or weights of another library.
+
+    Raises:
+      CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
+    """
+    workdir = find(path)
+    if not isinstance(workdir, Path):
+        return checked(open_weights(path))
+    trained = open_trained(workdir, None, None if workdir == path else path)
+    return _from_run(path, workdir, trained)
+
+
+def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
+    """Return the weights of a run, with the parameters of a scan split into layers."""
+    net = trained.model
+    outputs_key = "vocab_size" if isinstance(net, lm.LM) else "num_classes"
+    fields = {}
+    for field in dataclasses.fields(net):
+        value = getattr(net, field.name)
+        if field.name not in (*TRAINING_ONLY_FIELDS, outputs_key, "parent", "name") and value != field.default:
+            fields[field.name] = list(value) if isinstance(value, tuple) else value
+    name, pp = ("lm", "") if isinstance(net, lm.LM) else ("vit", trained.pp_predict)
+    outputs: int | None = getattr(net, outputs_key) or None  # 0 is no head, too
+    has_names = isinstance(net, vit.ViT) and (workdir / "data.json").is_file()
+    names = read_class_names(workdir, outputs) if has_names and outputs else ()
+    ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
+    description = Description(name, outputs, fields, pp, tuple(names), ends)
+    params = _unrolled(open_params(trained.checkpoint))
+    shapes = param_shapes(description, params)
+    check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))
+    record = configs.read_json(workdir / "config.json").to_dict()
+    return Weights(path, "dcvit", description, params, record, workdir)
+
+
+def _end_tokens(trained: TrainedModel, known: int | None) -> tuple[int, ...]:
+    """Return the token that ends a text in the data of a run; () if there is none besides the model's."""
+    end = trained.record()["input"].get("data", {}).get("end_of_text")
+    if not isinstance(end, int):
+        try:
+            end = trained.tokenizer().end_of_text
+        except (ConfigError, InputError):  # the data came as tokens, or the tokenizer is not here
+            return ()
+    return () if end in (None, known) else (end,)
+
+
+def _unrolled(arrays: Mapping[str, ts.TensorStore]) -> dict[str, Tensor]:
+    """Return the parameters of single layers, which a scan stacks in the arrays of a checkpoint, by their paths."""
+    parts = unrolled({path: tuple(array.shape) for path, array in arrays.items()})
+    return {
+        name: as_tensor(arrays[path] if layer is None else arrays[path][layer], name)
+        for name, (path, layer) in parts.items()
+    }

@@ -1,0 +1,5 @@
+"""Conversion of models to formats of other libraries: `dcvit convert`.
+
+`formats` and `programs` write a model, `logits` and `libraries` evaluate both sides, `card` describes the result, and
+`conversion` puts these together.
+"""
