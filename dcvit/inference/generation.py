@@ -29,7 +29,7 @@ DEFAULT_SAMPLING = Sampling()
 
 
 class Options(NamedTuple):
-    """How prompts of tokens are continued.
+    """Options of `generate`: length, sampling and special tokens.
 
     Fields:
       max_tokens: the maximum number of new tokens per example.

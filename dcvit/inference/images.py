@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import flax.linen as nn
 import jax
@@ -20,16 +20,12 @@ from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
 from dcvit.errors import ConfigError, InputError, escaped, type_name
-from dcvit.inference.model import BATCH, LoadedModel, apply
+from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
 from input_pipeline.files import files_below, read_regular
 
-# An image: the path of a file, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
-ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
-# One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
-Images: TypeAlias = ImageInput | Sequence[ImageInput]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 
@@ -100,7 +96,7 @@ class ImageModel(LoadedModel):
         self.check_inputs(one, "images from config.pp_predict")
         return batch
 
-    def _batches(self, inputs: Images) -> Iterable[np.ndarray]:
+    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
         return (images for _, images in map(self.checked, _image_batches(inputs, self.pp)))
 
 
@@ -262,7 +258,7 @@ def preprocess_images(
         yield names, np.stack(batch)
 
 
-def _image_batches(images: Images, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
+def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str], np.ndarray]]:
     """Return batches of preprocessed images with their names."""
     if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
         batch = images[None] if images.ndim == 3 else images

@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -18,14 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
+from PIL import Image
 
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.errors import ConfigError, InputError, nearest
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
+from dcvit.models.lm import LM
 from dcvit.models.trees import check_tree, param_shapes, shapes_of
+from dcvit.models.vit import ViT
 
+# An image: the path of a file, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
+ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
+# One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
+Images: TypeAlias = ImageInput | Sequence[ImageInput]
+Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
 Result = TypeVar("Result")
 
@@ -43,7 +52,7 @@ class LoadedModel:
       open_evaluators: returns the evaluators of its run by name; None for weights of another library.
     """
 
-    module: Any
+    module: ViT | LM
     params: Params
     config: Mapping[str, Any]
     source: str = dataclasses.field(default="", kw_only=True)
@@ -52,7 +61,7 @@ class LoadedModel:
 
     kind: ClassVar[str]  # what the model is, and the command for it, for messages
 
-    def features(self, inputs: Any, name: str = "pre_logits") -> np.ndarray:
+    def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
         """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", as B ….
 
         Args:
@@ -68,7 +77,7 @@ class LoadedModel:
             raise InputError("no image is given")
         return np.concatenate(arrays)
 
-    def attention(self, inputs: Any, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
+    def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
         """Return the attention matrices B H T S of the given layers, by default of all, by their numbers from 0.
 
         Raises:
@@ -78,7 +87,7 @@ class LoadedModel:
         return jax.device_get(self._on_one_batch(inputs, functools.partial(attention_maps, layers=layers)))
 
     def run_with_cache(
-        self, inputs: Any, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
+        self, inputs: Images | Tokens, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
     ) -> Activations:
         """Return the output and the named arrays of a forward pass; see `dcvit.interpret.activations.run_with_cache`.
 
@@ -101,7 +110,7 @@ class LoadedModel:
         devices = {device for x in arrays for device in x.devices()} or {jax.local_devices()[0]}
         return jax.set_mesh(Mesh([*devices], ("own",))) if len(devices) == 1 else contextlib.nullcontext()
 
-    def _batches(self, inputs: Any) -> Iterable[np.ndarray]:
+    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
         """Return batches of model inputs."""
         raise NotImplementedError
 
@@ -115,7 +124,9 @@ class LoadedModel:
             outputs = outputs[part]
         return np.asarray(outputs)
 
-    def _on_one_batch(self, inputs: Any, function: Callable[[Any, Params, jax.Array], Result]) -> Result:
+    def _on_one_batch(
+        self, inputs: Images | Tokens, function: Callable[[ViT | LM, Params, jax.Array], Result]
+    ) -> Result:
         """Return the result of a function of module, parameters and one batch of inputs."""
         batches = list(self._batches(inputs))
         if len(batches) != 1:

@@ -7,13 +7,13 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from dcvit.errors import ConfigError, InputError
 from dcvit.inference import generation
-from dcvit.inference.model import LoadedModel
+from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.models.lm import LM
@@ -21,11 +21,10 @@ from input_pipeline.files import read_regular
 from input_pipeline.text.tokenizer import Tokenizer, open_tokenizer
 
 DEFAULT_TOKENS = 200
-Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
 
 
 class TextOptions(NamedTuple):
-    """How a text is continued.
+    """Options of the continuation of a text.
 
     Fields:
       max_tokens: the maximum number of new tokens; None means `DEFAULT_TOKENS`, if the context allows.
@@ -195,11 +194,11 @@ class LanguageModel(LoadedModel):
         """The tokenizer of the training data. Raises ConfigError if the model has none."""
         return self.open_tokenizer(None)
 
-    def _batches(self, inputs: Tokens) -> Iterable[np.ndarray]:
+    def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
         return [_rows(self.module, self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)]
 
 
-def _rows(module: LM, given: Sequence[int] | np.ndarray) -> np.ndarray:
+def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
     """Return tokens as rows. Raise InputError if they are not inputs of the model."""
     tokens = np.asarray(given)
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:

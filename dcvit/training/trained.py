@@ -37,7 +37,7 @@ from dcvit.weights.family import Description
 from dcvit.weights.loading import holds_weights, load_params
 from dcvit.weights.modules import build, errors_name_file, example
 from dcvit.weights.placement import check_finite, place_params
-from dcvit.weights.tensors import tokenizer_of
+from dcvit.weights.tensors import Json, tokenizer_of
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
 from input_pipeline.text.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, WordTokenizer, open_tokenizer
@@ -279,7 +279,7 @@ def load_trained(
     mesh = _mesh(sharding, module)
     params = trained.params(mesh=mesh, strategy=sharding or "ddp")
     check_finite(params, str(trained.checkpoint))
-    common: dict[str, Any] = {
+    common: Json = {
         "params": params, "config": trained.record(), "source": trained.checkpoint.name or str(trained.checkpoint),
         "mesh": mesh, "open_evaluators": lambda: trained.evaluators()[2],
     }  # fmt: skip
@@ -301,7 +301,7 @@ def _load_weights(path: Path, sharding: str | None) -> ImageModel | LanguageMode
     mesh = _mesh(sharding, module)
     params = place_params(weights.params, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
-    common: dict[str, Any] = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
+    common: Json = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
     if isinstance(module, LM):
         file = tokenizer_of(weights.path)
         open_tokenizer = functools.partial(

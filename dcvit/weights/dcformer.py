@@ -15,15 +15,17 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
+from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.links import Arrays, Link, linear, same
-from dcvit.weights.lm_fields import LMFields, check_expressible, vocab_size
+from dcvit.weights.lm_fields import ConfigTable, LMFields
 from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
 
 EMBEDDING, HEAD, QK_NORM = "tok_embeddings.weight", "output.weight", "layers.0.attention.q_norm.scale"
-ARCHITECTURES = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}
 PATTERNS = {None: "1:1", "LG": "1:1", "LGLL": "3:1", "LGL6": "7:1"}
+# A pattern of local and global layers in turn needs no name, and may then have any window.
+NAMED = {ours: theirs for theirs, ours in PATTERNS.items() if theirs != "LG"}
 WINDOW = 256  # of every named pattern
 COMPOSITIONS = [(where, side) for where in ("pre", "post") for side in "qk"]
 # Copies of other weights for decoding, the identity in place of a static projection, and caches.
@@ -32,67 +34,97 @@ UNUSED = re.compile(
 )
 
 
-def matches(tensors: Tensors, config: Json) -> bool:
-    return {EMBEDDING, "layers.0.attention.dyn_w_proj.qkw"} <= set(tensors)
+def _keys(kind: str) -> list[Key]:
+    """Return the keys of a type; some of them only one of the types has."""
+    pythia = kind == "dcpythia"
+    keys = [
+        field("dim", "width"),
+        field("n_layer", "depth", hf.depth),
+        field("n_head", "num_heads"),
+        Key("n_local_heads", _check_key_heads, lambda fields: fields["num_heads"]),
+        written("head_dim", lambda fields: fields["width"] // fields["num_heads"]),
+        field("intermediate_size", "mlp_dim", default=lambda found: 4 * found["width"] if pythia else None),
+        field("block_size", "context", default=2048),
+        field("norm_eps", "norm_epsilon", hf.number, 1e-5),
+        field("rope_base", "rotary_base", hf.number),
+        only("tie_word_embeddings", False),
+        only("use_dcmha", True),
+        only("query_wise", False),
+        written("is_training", False),
+        Key(
+            "use_qk_norm",
+            lambda config, _: {"qk_norm": "rmsnorm" if hf.flag(config, "use_qk_norm", False) else None},
+            lambda fields: fields["qk_norm"] is not None,
+        ),
+        Key("window_type", _windows, lambda fields: NAMED.get(fields["window_pattern"])),
+        written("window_size", lambda fields: None if fields["window_pattern"] == "none" else fields["window"]),
+    ]
+    if pythia:
+        return [
+            *keys,
+            Key("rotary_pct", _rotary_fraction, lambda fields: fields["rotary_fraction"]),
+            field("use_linear_bias", "use_bias", hf.flag, True),
+            field("use_parallel_residual", "parallel", hf.flag, True),
+        ]
+    return [
+        *keys,
+        Key("mgate", _mlp_groups, lambda fields: True if fields["mlp_groups"] else ABSENT),
+        written("mgate_dim", lambda fields: fields["mlp_groups"] or ABSENT),
+    ]
 
 
-def describe(tensors: Tensors, config: Json) -> Description:
-    fields = _fields({"use_qk_norm": QK_NORM in tensors, **config} if config else {})
-    return fields.describe(hf.size(config, "vocab_size"))
-
-
-def _fields(config: Json) -> LMFields:
-    pythia = hf.check_type(config, *ARCHITECTURES) == "dcpythia"
-    width, heads = hf.size(config, "dim"), hf.size(config, "n_head")
-    hf.check_only(config, use_dcmha=True, query_wise=False, tie_word_embeddings=False)
-    if config.get("n_local_heads") not in (None, -1, heads):
+def _check_key_heads(config: Json, found: Json) -> Json:
+    if config.get("n_local_heads") not in (None, -1, found["num_heads"]):
         raise CheckpointError(f"config.json: n_local_heads={config['n_local_heads']!r} is not supported, only n_head")
+    return {}
+
+
+def _windows(config: Json, _: Json) -> Json:
+    """Return the fields of the windows, of `window_type` and `window_size`."""
     kind, size = config.get("window_type"), config.get("window_size", WINDOW)
     if kind not in (*PATTERNS,):
         raise CheckpointError(f"config.json: window_type={kind!r} is not supported; supported: LG, LGLL, LGL6, null")
     if kind is not None and size != WINDOW:
         raise CheckpointError(f"config.json: window_size={size!r} with window_type={kind!r} is not supported")
     window = WINDOW if size is None else hf.size(config, "window_size", WINDOW)
-    head_dim = width // heads
-    rotary = int(head_dim * hf.fraction(config, "rotary_pct", 0.25)) if pythia else head_dim
-    mgate = not pythia and hf.flag(config, "mgate", False)
-    return LMFields(
-        width=width, depth=hf.depth(config, "n_layer"), num_heads=heads, context=hf.size(config, "block_size", 2048),
-        mlp_dim=hf.size(config, "intermediate_size", 4 * width if pythia else None),
-        mlp="gelu" if pythia else "swiglu", mlp_groups=hf.size(config, "mgate_dim", 44) if mgate else None,
-        rotary_fraction=rotary / max(head_dim, 1), rotary_base=hf.number(config, "rope_base"),
-        norm="layernorm" if pythia else "rmsnorm", norm_epsilon=hf.number(config, "norm_eps", 1e-5),
-        use_bias=pythia and hf.flag(config, "use_linear_bias", True),
-        parallel=pythia and hf.flag(config, "use_parallel_residual", True),
-        window_pattern="none" if size is None else PATTERNS[kind], window=window, prefill_window=window + 1,
-        qk_norm="rmsnorm" if hf.flag(config, "use_qk_norm", False) else None, compose="both", compose_gelu="exact",
-    ).canonical()  # fmt: skip
+    pattern = "none" if size is None else PATTERNS[kind]
+    return {"window_pattern": pattern, "window": window, "prefill_window": window + 1}
+
+
+def _rotary_fraction(config: Json, found: Json) -> Json:
+    head_dim = found["width"] // found["num_heads"]
+    rotary = int(head_dim * hf.fraction(config, "rotary_pct", 0.25))
+    return {"rotary_fraction": rotary / max(head_dim, 1)}
+
+
+def _mlp_groups(config: Json, _: Json) -> Json:
+    return {"mlp_groups": hf.size(config, "mgate_dim", 44) if hf.flag(config, "mgate", False) else None}
+
+
+SHARED: Json = {"compose": "both", "compose_gelu": "exact"}
+CONSTANTS: dict[str, Json] = {
+    "dcformer": {**SHARED, "norm": "rmsnorm", "mlp": "swiglu"},
+    "dcpythia": {**SHARED, "norm": "layernorm", "mlp": "gelu"},
+}
+CONFIG = ConfigTable(
+    "",
+    {"dcformer": "DCFormer", "dcpythia": "DCPythia"},
+    _keys,
+    constants=CONSTANTS.__getitem__,
+    type_of=lambda fields: "dcpythia" if fields.norm == "layernorm" else "dcformer",
+)
+
+
+def matches(tensors: Tensors, config: Json) -> bool:
+    return {EMBEDDING, "layers.0.attention.dyn_w_proj.qkw"} <= set(tensors)
+
+
+def describe(tensors: Tensors, config: Json) -> Description:
+    return CONFIG.describe({"use_qk_norm": QK_NORM in tensors, **config} if config else {})
 
 
 def config(description: Description) -> Json:
-    fields = LMFields.of(description)
-    pythia = fields.norm == "layernorm"
-    kind = "dcpythia" if pythia else "dcformer"
-    local = fields.window_pattern != "none"
-    # A pattern of local and global layers in turn needs no name, and may then have any window.
-    named = {ours: theirs for theirs, ours in PATTERNS.items() if theirs != "LG"}
-    values = {
-        "architectures": [ARCHITECTURES[kind]], "model_type": kind, "vocab_size": vocab_size(description),
-        "dim": fields.width, "n_layer": fields.depth, "n_head": fields.num_heads, "n_local_heads": fields.num_heads,
-        "head_dim": fields.head_dim, "intermediate_size": fields.hidden, "block_size": fields.context,
-        "norm_eps": fields.norm_epsilon, "rope_base": fields.rotary_base, "tie_word_embeddings": False,
-        "use_dcmha": True, "query_wise": False, "is_training": False, "use_qk_norm": fields.qk_norm is not None,
-        "window_type": named.get(fields.window_pattern), "window_size": fields.window if local else None,
-    }  # fmt: skip
-    if pythia:
-        values |= {
-            "rotary_pct": fields.rotary_fraction, "use_linear_bias": fields.use_bias,
-            "use_parallel_residual": fields.parallel,
-        }  # fmt: skip
-    elif fields.mlp_groups:
-        values |= {"mgate": True, "mgate_dim": fields.mlp_groups}
-    check_expressible(fields, _fields(values), ARCHITECTURES[kind])
-    return values
+    return CONFIG.config(description)
 
 
 def unused(name: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import importlib
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dcvit.weights.links import Link
@@ -27,6 +30,17 @@ class Description(NamedTuple):
     pp: str = ""
     class_names: tuple[str, ...] = ()
     end_tokens: tuple[int, ...] = ()
+
+
+def defaults(model_name: str, names: Sequence[str]) -> Json:
+    """Return the defaults of fields of a model, in the order of the names, as a JSON file has them.
+
+    The module is imported by its name, as that of `config.model_name`: its `load` imports this package.
+    """
+    model: Any = importlib.import_module(f"dcvit.models.{model_name}")
+    fields = dataclasses.fields(typing.get_type_hints(model.Model)["return"])
+    values = {field.name: field.default for field in fields}
+    return {name: list(x) if isinstance(x := values[name], tuple) else x for name in names}
 
 
 class Family(Protocol):

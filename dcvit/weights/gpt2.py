@@ -11,14 +11,35 @@ import re
 import numpy as np
 
 from dcvit.weights import hf_config as hf
+from dcvit.weights.config_table import field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.links import Arrays, Link, same
-from dcvit.weights.lm_fields import LMFields, check_expressible, vocab_size
+from dcvit.weights.lm_fields import ConfigTable, LMFields
 from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, norm_layer
 
 PREFIX, HEAD = "transformer.", "lm_head.weight"
 BUFFERS = re.compile(r"(.*\.)?attn\.(masked_)?bias")
+CONFIG = ConfigTable(
+    "GPT-2",
+    {"gpt2": "GPT2LMHeadModel"},
+    keys=lambda _: [
+        field("n_embd", "width", default=768),
+        field("n_layer", "depth", hf.depth, 12),
+        field("n_head", "num_heads", default=12),
+        field("n_inner", "mlp_dim", default=lambda found: 4 * found["width"]),
+        field("n_positions", "context", default=1024),
+        field("layer_norm_epsilon", "norm_epsilon", hf.number, 1e-5),
+        field("activation_function", "mlp", hf.activation, "gelu_new", hf.activation_name),
+        field("tie_word_embeddings", "tied", hf.flag, True),
+        *(written(name, 0.0) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")),
+        only("scale_attn_weights", True, written=False),
+        only("scale_attn_by_inverse_layer_idx", False, written=False),
+        only("add_cross_attention", False, written=False),
+    ],
+    constants=lambda _: {"position": "learned", "norm": "layernorm", "use_bias": True},
+    vocab_sizes={"gpt2": 50_257},
+)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -26,36 +47,11 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    fields = _fields(config)
-    return fields.describe(hf.size(config, "vocab_size", 50257))
-
-
-def _fields(config: Json) -> LMFields:
-    hf.check_type(config, "gpt2")
-    hf.check_only(
-        config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
-    )  # fmt: skip
-    width = hf.size(config, "n_embd", 768)
-    return LMFields(
-        width=width, depth=hf.depth(config, "n_layer", 12), num_heads=hf.size(config, "n_head", 12),
-        mlp_dim=hf.size(config, "n_inner", 4 * width), context=hf.size(config, "n_positions", 1024),
-        position="learned", norm="layernorm", norm_epsilon=hf.number(config, "layer_norm_epsilon", 1e-5),
-        mlp=hf.activation(config, "activation_function", "gelu_new"), use_bias=True,
-        tied=hf.flag(config, "tie_word_embeddings", True),
-    ).canonical()  # fmt: skip
+    return CONFIG.describe(config)
 
 
 def config(description: Description) -> Json:
-    fields = LMFields.of(description)
-    values = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size(description),
-        "n_embd": fields.width, "n_layer": fields.depth, "n_head": fields.num_heads, "n_inner": fields.hidden,
-        "n_positions": fields.context, "layer_norm_epsilon": fields.norm_epsilon,
-        "activation_function": hf.activation_name(fields.mlp), "tie_word_embeddings": fields.tied,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    }  # fmt: skip
-    check_expressible(fields, _fields(values), "GPT-2")
-    return values
+    return CONFIG.config(description)
 
 
 def unused(name: str) -> bool:

@@ -11,15 +11,51 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
+from dcvit.weights.config_table import Key, field, only
 from dcvit.weights.family import Description
 from dcvit.weights.links import Arrays, Link
-from dcvit.weights.lm_fields import LMFields, check_expressible, vocab_size
+from dcvit.weights.lm_fields import ConfigTable, LMFields
 from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
 
 EMBEDDING, HEAD = "gpt_neox.embed_in.weight", "embed_out.weight"
 BUFFERS = re.compile(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
-VOCAB_SIZE = 50_432
+
+
+def _rope(config: Json, found: Json) -> Json:
+    """Return the fields of the rotary embedding, whose width is rounded down to whole numbers of a head."""
+    head_dim = found["width"] // found["num_heads"]
+    rotary = int(head_dim * hf.rotary_fraction(config, "rotary_pct", 0.25))
+    if rotary < 2 or rotary % 2:
+        raise CheckpointError(
+            f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers; expected pairs"
+        )
+    return {"rotary_fraction": rotary / head_dim, "rotary_base": hf.rotary_base(config, "rotary_emb_base")}
+
+
+CONFIG = ConfigTable(
+    "GPT-NeoX",
+    {"gpt_neox": "GPTNeoXForCausalLM"},
+    keys=lambda _: [
+        field("hidden_size", "width"),
+        field("num_hidden_layers", "depth", hf.depth),
+        field("num_attention_heads", "num_heads"),
+        field("intermediate_size", "mlp_dim"),
+        field("max_position_embeddings", "context", default=2048),
+        field("layer_norm_eps", "norm_epsilon", hf.number, 1e-5),
+        field("hidden_act", "mlp", hf.activation, "gelu", hf.activation_name),
+        only("attention_bias", True),
+        field("use_parallel_residual", "parallel", hf.flag, True),
+        field("tie_word_embeddings", "tied", hf.flag, False),
+        Key(
+            "rope_parameters",
+            _rope,
+            lambda fields: hf.rope_parameters(fields["rotary_base"], partial_rotary_factor=fields["rotary_fraction"]),
+        ),
+    ],
+    constants=lambda _: {"norm": "layernorm", "use_bias": True},
+    vocab_sizes={"gpt_neox": 50_432},
+)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -27,42 +63,11 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    fields = _fields(config)
-    return fields.describe(hf.size(config, "vocab_size", VOCAB_SIZE))
-
-
-def _fields(config: Json) -> LMFields:
-    hf.check_type(config, "gpt_neox")
-    hf.check_only(config, attention_bias=True)
-    width, heads = hf.size(config, "hidden_size"), hf.size(config, "num_attention_heads")
-    head_dim = width // heads
-    rotary = int(head_dim * hf.rotary_fraction(config, "rotary_pct", 0.25))
-    if rotary < 2 or rotary % 2:
-        raise CheckpointError(
-            f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers; expected pairs"
-        )
-    return LMFields(
-        width=width, depth=hf.depth(config, "num_hidden_layers"), num_heads=heads,
-        mlp_dim=hf.size(config, "intermediate_size"), context=hf.size(config, "max_position_embeddings", 2048),
-        rotary_fraction=rotary / head_dim, rotary_base=hf.rotary_base(config, "rotary_emb_base"), norm="layernorm",
-        norm_epsilon=hf.number(config, "layer_norm_eps", 1e-5), mlp=hf.activation(config, "hidden_act", "gelu"),
-        use_bias=True, parallel=hf.flag(config, "use_parallel_residual", True),
-        tied=hf.flag(config, "tie_word_embeddings", False),
-    ).canonical()  # fmt: skip
+    return CONFIG.describe(config)
 
 
 def config(description: Description) -> Json:
-    fields = LMFields.of(description)
-    values = {
-        "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": vocab_size(description),
-        "hidden_size": fields.width, "num_hidden_layers": fields.depth, "num_attention_heads": fields.num_heads,
-        "intermediate_size": fields.hidden, "max_position_embeddings": fields.context,
-        "layer_norm_eps": fields.norm_epsilon, "hidden_act": hf.activation_name(fields.mlp), "attention_bias": True,
-        "use_parallel_residual": fields.parallel, "tie_word_embeddings": fields.tied,
-        "rope_parameters": hf.rope_parameters(fields.rotary_base, partial_rotary_factor=fields.rotary_fraction),
-    }  # fmt: skip
-    check_expressible(fields, _fields(values), "GPT-NeoX")
-    return values
+    return CONFIG.config(description)
 
 
 def unused(name: str) -> bool:

@@ -4,17 +4,79 @@ from __future__ import annotations
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
+from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link, same
-from dcvit.weights.lm_fields import LMFields, check_expressible, vocab_size
+from dcvit.weights.lm_fields import ConfigTable, LMFields
 from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Defaults of transformers that differ between the types: vocabulary, context, and the sliding window of all layers.
-VOCAB_SIZES = {"llama": 32_000, "mistral": 32_000, "qwen3": 151_936}
+# Defaults of transformers that differ between the types: context, and the sliding window of all layers.
 CONTEXTS = {"llama": 2048, "mistral": 131_072, "qwen3": 32_768}
 SLIDING_WINDOWS = {"llama": None, "mistral": 4096, "qwen3": None}
+
+
+def _keys(kind: str) -> list[Key]:
+    """Return the keys of a type. Only llama may have biases, and only qwen3 may name a window that it does not use."""
+
+    def check_window(config: Json, found: Json) -> Json:
+        hf.check_only(config, layer_types=["full_attention"] * found["depth"])
+        window = config.get("sliding_window", SLIDING_WINDOWS[kind])
+        if window is not None and (kind != "qwen3" or hf.flag(config, "use_sliding_window", False)):
+            raise CheckpointError(f"config.json: sliding_window={window!r} is not supported, only null")
+        return {}
+
+    def bias(config: Json, _: Json) -> Json:
+        use_bias = kind == "llama" and hf.flag(config, "attention_bias", False)
+        hf.check_only(config, attention_bias=use_bias, mlp_bias=use_bias)
+        return {"use_bias": use_bias}
+
+    def epsilon(config: Json, _: Json) -> Json:
+        return dict.fromkeys(("norm_epsilon", "qk_norm_epsilon"), hf.number(config, "rms_norm_eps", 1e-6))
+
+    return [
+        field("hidden_size", "width"),
+        field("num_hidden_layers", "depth", hf.depth),
+        field("num_attention_heads", "num_heads"),
+        field("num_key_value_heads", "num_key_heads", default=lambda found: found["num_heads"]),
+        Key("head_dim", _check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),
+        field("intermediate_size", "mlp_dim"),
+        field("max_position_embeddings", "context", default=CONTEXTS[kind]),
+        Key("rms_norm_eps", epsilon, lambda fields: fields["norm_epsilon"]),
+        only("hidden_act", "silu"),
+        Key("attention_bias", bias, lambda fields: fields["use_bias"] and kind == "llama"),
+        written("mlp_bias", lambda fields: fields["use_bias"] and kind == "llama"),
+        field("tie_word_embeddings", "tied", hf.flag, False),
+        Key("rope_parameters", _rope, lambda fields: hf.rope_parameters(fields["rotary_base"])),
+        Key("sliding_window", check_window, lambda _: None),
+    ]
+
+
+def _check_head_dim(config: Json, found: Json) -> Json:
+    width, heads = found["width"], found["num_heads"]
+    if hf.size(config, "head_dim", width // heads) * heads != width:
+        raise CheckpointError(
+            f"config.json: head_dim={config.get('head_dim', width // heads)!r} is not supported, "
+            f"only hidden_size / num_attention_heads, {width}/{heads}"
+        )
+    return {}
+
+
+def _rope(config: Json, _: Json) -> Json:
+    if hf.rotary_fraction(config, "partial_rotary_factor", 1.0) != 1:
+        raise CheckpointError("config.json: partial_rotary_factor is not supported, only 1")
+    return {"rotary_base": hf.rotary_base(config)}
+
+
+CONFIG = ConfigTable(
+    "LLaMA",
+    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"},
+    _keys,
+    constants=lambda kind: {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": "rmsnorm" if kind == "qwen3" else None},
+    vocab_sizes={"llama": 32_000, "mistral": 32_000, "qwen3": 151_936},
+    type_of=lambda fields: "qwen3" if fields.qk_norm else "llama",
+)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -22,55 +84,11 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 
 def describe(tensors: Tensors, config: Json) -> Description:
-    fields = _fields(config)
-    return fields.describe(hf.size(config, "vocab_size", VOCAB_SIZES[config["model_type"]]))
-
-
-def _fields(config: Json) -> LMFields:
-    kind = hf.check_type(config, *VOCAB_SIZES)
-    hf.check_only(config, hidden_act="silu", layer_types=_layer_types(config))
-    window = config.get("sliding_window", SLIDING_WINDOWS[kind])
-    if window is not None and (kind != "qwen3" or hf.flag(config, "use_sliding_window", False)):
-        raise CheckpointError(f"config.json: sliding_window={window!r} is not supported, only null")
-    width, heads = hf.size(config, "hidden_size"), hf.size(config, "num_attention_heads")
-    if hf.size(config, "head_dim", width // heads) * heads != width:
-        raise CheckpointError(
-            f"config.json: head_dim={config.get('head_dim', width // heads)!r} is not supported, "
-            f"only hidden_size / num_attention_heads, {width}/{heads}"
-        )
-    bias = kind == "llama" and hf.flag(config, "attention_bias", False)
-    hf.check_only(config, attention_bias=bias, mlp_bias=bias)
-    if hf.rotary_fraction(config, "partial_rotary_factor", 1.0) != 1:
-        raise CheckpointError("config.json: partial_rotary_factor is not supported, only 1")
-    epsilon = hf.number(config, "rms_norm_eps", 1e-6)
-    return LMFields(
-        width=width, depth=hf.depth(config, "num_hidden_layers"), num_heads=heads,
-        num_key_heads=hf.size(config, "num_key_value_heads", heads), mlp_dim=hf.size(config, "intermediate_size"),
-        context=hf.size(config, "max_position_embeddings", CONTEXTS[kind]), rotary_base=hf.rotary_base(config),
-        norm="rmsnorm", norm_epsilon=epsilon, mlp="swiglu", use_bias=bias,
-        tied=hf.flag(config, "tie_word_embeddings", False),
-        qk_norm="rmsnorm" if kind == "qwen3" else None, qk_norm_epsilon=epsilon,
-    ).canonical()  # fmt: skip
-
-
-def _layer_types(config: Json) -> list[str]:
-    return ["full_attention"] * hf.depth(config, "num_hidden_layers")
+    return CONFIG.describe(config)
 
 
 def config(description: Description) -> Json:
-    fields = LMFields.of(description)
-    kind, architecture = ("qwen3", "Qwen3ForCausalLM") if fields.qk_norm else ("llama", "LlamaForCausalLM")
-    bias = fields.use_bias and kind == "llama"
-    values = {
-        "architectures": [architecture], "model_type": kind, "vocab_size": vocab_size(description),
-        "hidden_size": fields.width, "num_hidden_layers": fields.depth, "num_attention_heads": fields.num_heads,
-        "num_key_value_heads": fields.key_heads, "head_dim": fields.head_dim, "intermediate_size": fields.hidden,
-        "max_position_embeddings": fields.context, "rms_norm_eps": fields.norm_epsilon, "hidden_act": "silu",
-        "attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": fields.tied,
-        "rope_parameters": hf.rope_parameters(fields.rotary_base), "sliding_window": None,
-    }  # fmt: skip
-    check_expressible(fields, _fields(values), "LLaMA")
-    return values
+    return CONFIG.config(description)
 
 
 def unused(name: str) -> bool:

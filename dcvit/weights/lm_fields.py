@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
 
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description
+from dcvit.weights import config_table, hf_config
+from dcvit.weights.config_table import Key
+from dcvit.weights.family import Description, defaults
+from dcvit.weights.tensors import Json
 
 # Fields of `dcvit.models.lm.LM` that files do not hold: they do not change the function of a document, or only where it
 # begins.
 NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "end_of_text")
+# The others, which determine the parameters and the function, in the order of files.
+NAMES = (
+    "width", "depth", "mlp_dim", "num_heads", "num_key_heads", "heads", "context", "position", "rotary_fraction",
+    "rotary_base", "norm", "norm_epsilon", "mlp", "mlp_groups", "use_bias", "parallel", "tied", "window_pattern",
+    "window", "prefill_window", "qk_norm", "qk_norm_epsilon", "compose", "branches", "projection", "gate", "static",
+    "rank", "groups", "compose_gelu",
+)  # fmt: skip
+DEFAULTS = defaults("lm", NAMES)
 
 
-@dataclasses.dataclass(frozen=True)
-class LMFields:
-    """The fields of `dcvit.models.lm.LM` that determine its parameters and its function, with the same defaults."""
+class LMFields(types.SimpleNamespace):
+    """The fields `NAMES` of a language model as attributes, with the defaults of `dcvit.models.lm.LM`."""
 
-    width: int = 768
-    depth: int = 12
-    mlp_dim: int | None = None
-    num_heads: int = 12
-    num_key_heads: int | None = None
-    heads: str | None = None
-    context: int = 2048
-    position: str = "rotary"
-    rotary_fraction: float = 1.0
-    rotary_base: float = 10_000.0
-    norm: str = "rmsnorm"
-    norm_epsilon: float = 1e-6
-    mlp: str = "swiglu"
-    mlp_groups: int | None = None
-    use_bias: bool = False
-    parallel: bool = False
-    tied: bool = False
-    window_pattern: str = "none"
-    window: int = 256
-    prefill_window: int | None = None
-    qk_norm: str | None = None
-    qk_norm_epsilon: float = 1e-6
-    compose: str | None = None
-    branches: str = "qk"
-    projection: bool = True
-    gate: bool = True
-    static: bool = False
-    rank: int = 2
-    groups: int = 1
-    compose_gelu: str = "tanh"
+    width: int
+    num_heads: int
+    num_key_heads: int | None
+    mlp_dim: int | None
+
+    def __init__(self, **fields: object):
+        if unknown := fields.keys() - DEFAULTS.keys():
+            raise CheckpointError(f"a language model has no field {min(unknown)!r} in files")
+        super().__init__(**{**DEFAULTS, **fields})
 
     @classmethod
     def of(cls, description: Description) -> LMFields:
@@ -71,7 +61,7 @@ class LMFields:
             raise CheckpointError(
                 f"{self.num_heads} heads should divide the width {self.width}, and {self.key_heads} key heads the heads"
             )
-        values: dict[str, Any] = {
+        values: Json = {
             "mlp_dim": self.hidden, "num_key_heads": self.key_heads, "mlp_groups": self.mlp_groups or None,
             "prefill_window": None if self.prefill_window == self.window else self.prefill_window,
             "rotary_fraction": round(self.rotary_fraction * self.head_dim) / self.head_dim,
@@ -87,7 +77,7 @@ class LMFields:
             without_effect += ["branches", "projection", "gate", "static", "rank", "groups", "compose_gelu"]
         elif not self.projection:
             without_effect += ["rank", "compose_gelu"]
-        return dataclasses.replace(self, **values | {name: getattr(DEFAULTS, name) for name in without_effect})
+        return LMFields(**vars(self) | values | {name: DEFAULTS[name] for name in without_effect})
 
     @property
     def head_dim(self) -> int:
@@ -106,33 +96,52 @@ class LMFields:
 
     def describe(self, vocab_size: int) -> Description:
         """Return the description of a model with these fields and V = `vocab_size`."""
-        fields: dict[str, Any] = dataclasses.asdict(self)
-        different = {name: value for name, value in fields.items() if value != getattr(DEFAULTS, name)}
+        different = {name: value for name, value in vars(self).items() if value != DEFAULTS[name]}
         return Description("lm", vocab_size, different)
 
 
-DEFAULTS = LMFields()
+@dataclasses.dataclass(frozen=True)
+class ConfigTable:
+    """Two-way table of the config.json of a family of language models.
 
-
-def vocab_size(description: Description) -> int:
-    """Return V. Raises CheckpointError for a model without a head."""
-    if description.num_outputs is None:
-        raise CheckpointError("a language model needs a vocabulary, found num_outputs=None")
-    return description.num_outputs
-
-
-def check_expressible(fields: LMFields, expressed: LMFields, what: str) -> None:
-    """Check that a format has the fields of a model.
-
-    Args:
-      fields: the model's fields.
-      expressed: the fields of the model that the format would hold instead.
-      what: the name of the format.
-
-    Raises:
-      CheckpointError: they differ; the message names all fields that do.
+    Fields:
+      title: the name of the family in messages; "" means that of the class.
+      architectures: the class of transformers by `model_type`.
+      keys: function from the `model_type` to its keys, besides `vocab_size`, in the order in which they are written.
+      constants: function from the `model_type` to the fields that all its models share.
+      vocab_sizes: the default of `vocab_size` by `model_type`; without one, the key is required.
+      type_of: function from the fields of a model to the `model_type` that is written; by default the first.
     """
-    ours, theirs = (dataclasses.asdict(side.canonical()) for side in (fields, expressed))
-    lacking = [f"{name}={value!r} (only {theirs[name]!r})" for name, value in ours.items() if value != theirs[name]]
-    if lacking:
-        raise CheckpointError(f"{what} cannot express {', '.join(lacking)}")
+
+    title: str
+    architectures: Mapping[str, str]
+    keys: Callable[[str], Sequence[Key]]
+    constants: Callable[[str], Json]
+    vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    type_of: Callable[[LMFields], str] | None = None
+
+    def describe(self, config: Json) -> Description:
+        """Return the model of a config.json. Raises CheckpointError if it has a property that our models lack."""
+        fields = self._read(config)
+        return fields.describe(hf_config.size(config, "vocab_size", self.vocab_sizes.get(config["model_type"])))
+
+    def config(self, description: Description) -> Json:
+        """Return the content of config.json. Raises CheckpointError if it cannot express a field."""
+        fields = LMFields.of(description)
+        kind = self.type_of(fields) if self.type_of else next(iter(self.architectures))
+        if description.num_outputs is None:
+            raise CheckpointError("a language model needs a vocabulary, found num_outputs=None")
+        values = {
+            "architectures": [self.architectures[kind]], "model_type": kind, "vocab_size": description.num_outputs,
+            **config_table.write(self.keys(kind), vars(fields)),
+        }  # fmt: skip
+        ours, theirs = vars(fields), vars(self._read(values))
+        lacking = [f"{name}={value!r} (only {theirs[name]!r})" for name, value in ours.items() if value != theirs[name]]
+        if lacking:
+            title = self.title or self.architectures[kind]
+            raise CheckpointError(f"{title} cannot express {', '.join(lacking)}")
+        return values
+
+    def _read(self, config: Json) -> LMFields:
+        kind = hf_config.check_type(config, *self.architectures)
+        return LMFields(**self.constants(kind), **config_table.read(self.keys(kind), config)).canonical()

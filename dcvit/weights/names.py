@@ -75,7 +75,7 @@ def config(description: Description, tokenizer: Path | None) -> Json:
     }  # fmt: skip
     if description.model_name == "vit":
         return found | ({"pp_predict": description.pp} if description.pp else {})
-    found["model"].setdefault("context", DEFAULTS.context)  # otherwise that of the data
+    found["model"].setdefault("context", DEFAULTS["context"])  # otherwise that of the data
     # Without a tokenizer, the text is not known to be bytes.
     data: Json = {"kind": "text", "tokenizer": str(tokenizer)} if tokenizer else {"kind": "input_ids"}
     if description.end_tokens:

@@ -12,7 +12,7 @@ import numpy as np
 from dcvit.errors import CheckpointError
 from dcvit.weights.family import Description
 from dcvit.weights.links import Link, linear, same
-from dcvit.weights.lm_fields import LMFields, vocab_size
+from dcvit.weights.lm_fields import LMFields
 from dcvit.weights.tensors import Tensors
 
 
@@ -50,7 +50,7 @@ def embedding_and_head(
     embedding: str, head: str, description: Description, tensors: Tensors | None = None
 ) -> list[Link]:
     """Link the embedding and the head, which is absent or a copy in the file of a model whose head is tied."""
-    fields, vocab = LMFields.of(description), vocab_size(description)
+    fields, vocab = LMFields.of(description), description.num_outputs or 0
     first = checked(same(embedding, "embedding/embedding"), vocab, fields.width)
     if not fields.tied:
         return [first, linear(head, "head/kernel", (fields.width,), (vocab,))]
