@@ -19,9 +19,6 @@ from dcvit.weights.tensors import Json, Tensors
 
 BLOCK = "Transformer/encoderblock"
 ATTENTION = vit_links.ATTENTION
-DEFAULTS: Json = {
-    **vit_links.DEFAULTS, "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1
-}  # fmt: skip
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -107,7 +104,7 @@ def infer(tensors: Tensors, attention: str, query: str = "query") -> Json:
 
 def parameters(description: Description) -> dict[str, Shape]:
     """Return the shape of each parameter of a model, in the tree of unrolled layers."""
-    fields = {**DEFAULTS, **vit_links.settings(description)}
+    fields = vit_links.settings(description)
     width, heads, mlp_dim = fields["width"], fields["num_heads"], fields["mlp_dim"]
     shapes: dict[str, Shape] = {"embedding/kernel": (*fields["patch_size"], None, width), "embedding/bias": (width,)}
     if fields["posemb"] == "learn":

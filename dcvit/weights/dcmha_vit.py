@@ -52,7 +52,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     """Return the links; see `dcvit.weights.family.Family`."""
-    fields = {**big_vision.DEFAULTS, **vit_links.settings(description)}
+    fields = vit_links.settings(description)
     name = OURS if tensors is None else _module(tensors) or OURS
     composition = ("/pre/", "/post/", "_norm/scale")
     found = []

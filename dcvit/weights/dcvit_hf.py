@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import field_checks, hf_config, vit_links
-from dcvit.weights.family import Description
+from dcvit.weights import field_checks, hf_config, hf_vision, vit_links
+from dcvit.weights.family import Description, defaults
 from dcvit.weights.links import Link, linear, same
 from dcvit.weights.tensors import Json, Tensors
 
@@ -29,23 +29,19 @@ CLASSES = {  # of the modeling file, for transformers' automatic classes
         "AutoModelForSequenceClassification": "DCFormerForSequenceClassification",
     },
 }  # fmt: skip
-SHARED: Json = {
-    "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": None,
-    "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1,
-    "compose_gelu": "tanh", "qk_norm": None, "qk_norm_epsilon": 1e-6,
-}  # fmt: skip
-# The fields that the modeling file reads, with the defaults of `dcvit.models`.
+SHARED = (
+    "width", "depth", "num_heads", "num_key_heads", "mlp_dim", "compose", "branches", "projection", "gate", "static",
+    "rank", "groups", "compose_gelu", "qk_norm", "qk_norm_epsilon",
+)  # fmt: skip
+# The fields that the modeling file reads, in the order of its config.json, with the defaults of `dcvit.models`.
 FIELDS: dict[str, Json] = {
-    "vit": {
-        **SHARED, "patch_size": [16, 16], "posemb": "learn", "pool_type": "gap", "registers": 0, "rep_size": False,
-        "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
-    },
-    "lm": {
-        **SHARED, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
-        "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu", "mlp_groups": None,
-        "use_bias": False, "parallel": False, "tied": False, "window_pattern": "none", "window": 256,
-        "prefill_window": None, "end_of_text": None,
-    },
+    "vit": defaults("vit", (
+        *SHARED, "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp", "norm_epsilon", "layer_scale",
+    )),
+    "lm": defaults("lm", (
+        *SHARED, "context", "position", "rotary_fraction", "rotary_base", "norm", "norm_epsilon", "mlp", "mlp_groups",
+        "use_bias", "parallel", "tied", "window_pattern", "window", "prefill_window", "end_of_text",
+    )),
 }  # fmt: skip
 
 
@@ -65,7 +61,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
     labels = config.get("id2label") or {}
     if not isinstance(labels, dict):
         raise CheckpointError(f"config.json: id2label={labels!r:.100}; expected an object")
-    vit_links.pair(config, "image_size", 224)  # transformers needs it; the parameters show the same
+    hf_vision.pair(config, "image_size", 224)  # transformers needs it; the parameters show the same
     classes = len(labels) or None
     if "head.weight" in tensors:  # transformers writes no `id2label` for two classes without names
         classes = vit_links.shape_of(tensors, "head.weight", "the file")[0]

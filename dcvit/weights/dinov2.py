@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcvit.weights import hf_config, hf_processor, preprocessing, vit_links
+from dcvit.weights import hf_config, hf_processor, hf_vision, preprocessing, vit_links
+from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
+from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
 from dcvit.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dcvit.weights.tensors import Json, Tensors
@@ -21,6 +23,44 @@ SCALES = ("layer_scale1.lambda1", "layer_scale2.lambda1")
 ATTENTION_4 = ("attention.attention.query", "attention.attention.key", "attention.attention.value",
                "attention.output.dense")  # fmt: skip
 ATTENTION_5 = tuple(f"attention.{name}_proj" for name in "qkvo")
+
+
+def _keys(kind: str) -> list[Key]:
+    """Return the keys of a `model_type`. `mlp_ratio` and `hidden_act` mean something else with SwiGLU."""
+
+    def gated(config: Json) -> bool:
+        return hf_config.flag(config, "use_swiglu_ffn", False)
+
+    def mlp_dim(config: Json, found: Json) -> Json:
+        return {"mlp_dim": _mlp_dim(found["width"], hf_config.size(config, "mlp_ratio", 4), gated(config))}
+
+    def activation(config: Json, _: Json) -> Json:
+        return {"mlp": "swiglu" if gated(config) else hf_config.activation(config, "hidden_act", "gelu")}
+
+    return [
+        *sizes(16 if "register" in kind else 14),
+        Key("mlp_ratio", mlp_dim, _ratio),
+        Key(
+            "hidden_act",
+            activation,
+            lambda fields: "gelu" if fields["mlp"] == "swiglu" else hf_config.activation_name(fields["mlp"]),
+        ),
+        written("use_swiglu_ffn", lambda fields: fields["mlp"] == "swiglu"),
+        field("layerscale_value", "layer_scale", hf_config.number, 1.0),
+        only("qkv_bias", True),
+        written("use_mask_token", False),
+        written("num_register_tokens", lambda fields: fields["registers"] or ABSENT),
+    ]
+
+
+def _mlp_dim(width: int, ratio: int, gated: bool) -> int:
+    return (int(width * ratio * 2 / 3) + 7) // 8 * 8 if gated else width * ratio
+
+
+def _ratio(fields: Json) -> int | None:
+    """Return the `mlp_ratio` of a model, or None if it has another width of its MLPs."""
+    width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
+    return next((ratio for ratio in range(1, 64) if mlp_dim == _mlp_dim(width, ratio, gated)), None)
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -36,25 +76,18 @@ def describe(tensors: Tensors, config: Json) -> Description:
     prefix = _prefix(tensors)
     if prefix is None:
         return _describe_original(tensors)
-    hf_config.check_type(config, "dinov2", "dinov2_with_registers")
-    hf_config.check_only(config, qkv_bias=True)
-    fields = vit_links.read_sizes(config, 16 if "register" in config["model_type"] else 14)
-    mlp_dim = fields["width"] * hf_config.size(config, "mlp_ratio", 4)
-    gated = hf_config.flag(config, "use_swiglu_ffn", False)
+    kind = hf_config.check_type(config, "dinov2", "dinov2_with_registers")
+    fields, image_size = hf_vision.read(_keys(kind), config)
     has_head = "classifier.weight" in tensors
-    fields |= {
-        "mlp_dim": (int(mlp_dim * 2 / 3) + 7) // 8 * 8 if gated else mlp_dim,
-        "pool_type": "tok+gap" if has_head else "tok",
-        "mlp": "swiglu" if gated else hf_config.activation(config, "hidden_act", "gelu"),
-        "layer_scale": hf_config.number(config, "layerscale_value", 1.0),
-    }
+    fields["pool_type"] = "tok+gap" if has_head else "tok"
     if f"{prefix}embeddings.register_tokens" in tensors:
         fields["registers"] = vit_links.shape_of(tensors, f"{prefix}embeddings.register_tokens", "DINOv2", axes=3)[1]
     classes = vit_links.shape_of(tensors, "classifier.weight", "DINOv2")[0] if has_head else None
-    image_size = vit_links.pair(config, "image_size", 224)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, 1)
-    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
-    return Description("vit", classes, fields, hf_processor.read(config, "Bit", image_size, channels))
+    channels = hf_vision.channels_of(config, tensors, f"{prefix}{PATCHES}")
+    return Description(
+        "vit", classes, hf_vision.ordered(fields), hf_processor.read(config, "Bit", image_size, channels)
+    )
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -99,29 +132,19 @@ def config(description: Description) -> Json:
     """Return the content of config.json; see `dcvit.weights.family.Family`."""
     fields, classes = vit_links.settings(description), description.num_outputs
     layer_scale = (fields["layer_scale"],) if fields["layer_scale"] is not None else (1.0,)
-    gated, width, mlp_dim = fields["mlp"] == "swiglu", fields["width"], fields["mlp_dim"]
-    ratios = [
-        ratio for ratio in range(1, 64)
-        if mlp_dim == ((int(width * ratio * 2 / 3) + 7) // 8 * 8 if gated else width * ratio)
-    ]  # fmt: skip
     vit_links.check_expressible(
         description, "DINOv2", pool_type=("tok+gap",) if classes else ("tok",), layer_scale=layer_scale,
-        mlp_dim=(mlp_dim,) if ratios else (4 * width,),
+        mlp_dim=(fields["mlp_dim"],) if _ratio(fields) else (4 * fields["width"],),
     )  # fmt: skip
-    vit_links.check_square(description, "DINOv2")
-    kind = "Dinov2WithRegisters" if fields["registers"] else "Dinov2"
+    hf_vision.check_square(description, "DINOv2")
+    kind, name = (
+        ("dinov2_with_registers", "Dinov2WithRegisters") if fields["registers"] else ("dinov2", "Dinov2")
+    )  # fmt: skip
     found: Json = {
-        "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
-        "model_type": "dinov2_with_registers" if fields["registers"] else "dinov2",
-        **vit_links.write_sizes(description),
-        "mlp_ratio": ratios[0],
-        "hidden_act": "gelu" if gated else hf_config.activation_name(fields["mlp"]),
-        "use_swiglu_ffn": gated,
-        "layerscale_value": fields["layer_scale"],
-        "qkv_bias": True,
-        "use_mask_token": False,
+        "architectures": [f"{name}ForImageClassification" if classes else f"{name}Model"],
+        "model_type": kind,
+        **hf_vision.write(_keys(kind), description),
     }
-    found |= {"num_register_tokens": fields["registers"]} if fields["registers"] else {}
     return found | ({"num_labels": classes} if classes else {})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from dcvit.errors import CheckpointError
-from dcvit.weights.family import Description
+from dcvit.weights.family import Description, defaults
 from dcvit.weights.hf_config import LARGEST, LARGEST_DEPTH
 
 MODELS = ("vit", "lm")
@@ -40,8 +40,8 @@ def check(description: Description) -> Description:
         expected = _expected(name, value)
         if expected and not (value is None and name in OPTIONAL):
             raise CheckpointError(f"the field {name}={value!r:.100}; expected {expected}")
-    width, heads, keys = (description.fields.get(name) for name in ("width", "num_heads", "num_key_heads"))
-    width, heads = width or 768, heads or 12  # the defaults of the models
+    sizes = {**defaults(description.model_name, ("width", "num_heads", "num_key_heads")), **description.fields}
+    width, heads, keys = sizes["width"], sizes["num_heads"], sizes["num_key_heads"]
     if width % heads or heads % (keys or heads):
         raise CheckpointError(f"{heads} heads should divide the width {width}, and {keys or heads} key heads the heads")
     return description

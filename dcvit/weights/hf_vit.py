@@ -7,8 +7,10 @@ attention, but only the class token is classified.
 from __future__ import annotations
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_processor, vit_links
+from dcvit.weights import hf_config, hf_processor, hf_vision, vit_links
+from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
+from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensors
 
@@ -25,6 +27,21 @@ BLOCK_5 = vit_links.BlockNames(
 )  # fmt: skip
 
 
+def _written_pooler(fields: Json) -> object:
+    """Return the width of the pooler, a layer before the head."""
+    return fields["width"] if fields["rep_size"] is True else fields["rep_size"] or ABSENT
+
+
+KEYS = [
+    *sizes(norm_epsilon=1e-12),
+    field("intermediate_size", "mlp_dim", default=3072),
+    field("hidden_act", "mlp", hf_config.activation, "gelu", hf_config.activation_name),
+    only("qkv_bias", True),
+    Key("pooler_act", only("pooler_act", "tanh").read, lambda fields: "tanh" if fields["rep_size"] else ABSENT),
+    written("pooler_output_size", _written_pooler),
+]
+
+
 def matches(tensors: Tensors, config: Json) -> bool:
     """Recognize the names of ViT and DeiT, with or without a classifier."""
     prefix = _prefix(tensors)
@@ -37,25 +54,22 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if "cls_classifier.weight" in tensors:
         raise CheckpointError("DeiT with a second classifier for the distillation token, which dcvit's ViT lacks")
     kind = hf_config.check_type(config, "vit", "deit")
-    hf_config.check_only(config, qkv_bias=True, pooler_act="tanh")
     prefix = _prefix(tensors)
-    fields: Json = {
-        **vit_links.read_sizes(config, norm_epsilon=1e-12),
-        "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
-        "pool_type": "tok",
-        "mlp": hf_config.activation(config, "hidden_act", "gelu"),
-    }
+    fields, image_size = hf_vision.read(KEYS, config)
+    fields["pool_type"] = "tok"
     if f"{prefix}embeddings.{DISTILLATION}" in tensors:
         fields["registers"] = 1
     classes = vit_links.shape_of(tensors, "classifier.weight", "ViT")[0] if "classifier.weight" in tensors else None
     if classes is None and any(f"{prefix}{name}" in tensors for name in POOLER):  # a classifier takes the class token
         size = vit_links.shape_of(tensors, f"{prefix}{POOLER[0]}", "ViT")[0]
         fields["rep_size"] = True if size == fields["width"] else size
-    image_size, before = vit_links.pair(config, "image_size", 224), 1 + fields.get("registers", 0)
+    before = 1 + fields.get("registers", 0)
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embeddings", fields, image_size, before)
-    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
+    channels = hf_vision.channels_of(config, tensors, f"{prefix}{PATCHES}")
     processor = "DeiT" if kind == "deit" else "ViT"
-    return Description("vit", classes, fields, hf_processor.read(config, processor, image_size, channels))
+    return Description(
+        "vit", classes, hf_vision.ordered(fields), hf_processor.read(config, processor, image_size, channels)
+    )
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -104,13 +118,8 @@ def config(description: Description) -> Json:
     found: Json = {
         "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
         "model_type": kind.lower(),
-        **vit_links.write_sizes(description),
-        "intermediate_size": fields["mlp_dim"],
-        "hidden_act": hf_config.activation_name(fields["mlp"]),
-        "qkv_bias": True,
+        **hf_vision.write(KEYS, description),
     }
-    if rep_size:
-        found |= {"pooler_act": "tanh", "pooler_output_size": fields["width"] if rep_size is True else rep_size}
     return found | ({"num_labels": classes} if classes else {})
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, hf_processor, vit_links
+from dcvit.weights import hf_config, hf_processor, hf_vision, vit_links
+from dcvit.weights.config_table import field, written
 from dcvit.weights.family import Description
+from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
 from dcvit.weights.tensors import Json, Tensors
 
@@ -21,6 +23,13 @@ BLOCK = vit_links.BlockNames(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
     ("mlp.fc1", "mlp.fc2"),
 )
+
+KEYS = [
+    *sizes(),
+    field("intermediate_size", "mlp_dim", default=3072),
+    field("hidden_act", "mlp", hf_config.activation, "gelu_pytorch_tanh", hf_config.activation_name),
+    written("vision_use_head", lambda fields: fields["pool_type"] != "none"),
+]
 
 
 def matches(tensors: Tensors, config: Json) -> bool:
@@ -40,16 +49,13 @@ def describe(tensors: Tensors, config: Json) -> Description:
     pool = "map" if f"{prefix}head.probe" in tensors else "none"
     if "classifier.weight" in tensors:  # it takes the mean of the patches, and leaves the pooling head unused
         pool, classes = "gap", vit_links.shape_of(tensors, "classifier.weight", "SigLIP")[0]
-    fields: Json = {
-        **vit_links.read_sizes(config),
-        "mlp_dim": hf_config.size(config, "intermediate_size", 3072),
-        "pool_type": pool,
-        "mlp": hf_config.activation(config, "hidden_act", "gelu_pytorch_tanh"),
-    }
-    image_size = vit_links.pair(config, "image_size", 224)
+    fields, image_size = hf_vision.read(KEYS, config)
+    fields["pool_type"] = pool
     vit_links.check_positions(tensors, f"{prefix}embeddings.position_embedding.weight", fields, image_size, 0)
-    channels = vit_links.channels_of(config, tensors, f"{prefix}{PATCHES}")
-    return Description("vit", classes, fields, hf_processor.read(config, "Siglip", image_size, channels))
+    channels = hf_vision.channels_of(config, tensors, f"{prefix}{PATCHES}")
+    return Description(
+        "vit", classes, hf_vision.ordered(fields), hf_processor.read(config, "Siglip", image_size, channels)
+    )
 
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
@@ -75,19 +81,13 @@ def unused(name: str) -> bool:
 
 def config(description: Description) -> Json:
     """Return the content of config.json; see `dcvit.weights.family.Family`."""
-    fields, classes = vit_links.settings(description), description.num_outputs
+    classes = description.num_outputs
     vit_links.check_expressible(
         description, "Hugging Face's SigLIP", pool_type=("gap",) if classes else ("map", "none"), registers=(0,),
         layer_scale=(None,), mlp=("gelu", "gelu_tanh"),
     )  # fmt: skip
-    vit_links.check_square(description, "Hugging Face's SigLIP")
-    vision: Json = {
-        "model_type": "siglip_vision_model",
-        **vit_links.write_sizes(description),
-        "intermediate_size": fields["mlp_dim"],
-        "hidden_act": hf_config.activation_name(fields["mlp"]),
-        "vision_use_head": fields["pool_type"] != "none",
-    }
+    hf_vision.check_square(description, "Hugging Face's SigLIP")
+    vision: Json = {"model_type": "siglip_vision_model", **hf_vision.write(KEYS, description)}
     if not classes:
         return {"architectures": ["SiglipVisionModel"], **vision}
     return {

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError
-from dcvit.weights import hf_config, preprocessing
-from dcvit.weights.family import Description
+from dcvit.weights.family import Description, defaults
 from dcvit.weights.links import Arrays, Link, Shape, linear
 from dcvit.weights.tensors import Json, Tensors
 
 ATTENTION = "MultiHeadDotProductAttention_0"
-DEFAULTS: Json = {  # of the fields of `dcvit.models.vit.ViT` that the links and exports read
-    "posemb": "learn", "pool_type": "gap", "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6,
-    "layer_scale": None, "compose": None, "heads": None, "qk_norm": None, "mlp_dim": None,
-}  # fmt: skip
+DEFAULTS = defaults("vit", (
+    "width", "depth", "num_heads", "mlp_dim", "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp",
+    "norm_epsilon", "layer_scale", "compose", "heads", "qk_norm", "branches", "projection", "gate", "static", "rank",
+    "groups",
+))  # fmt: skip
 
 
 class BlockNames(NamedTuple):
@@ -67,7 +67,7 @@ class Names(NamedTuple):
 
 
 def settings(description: Description) -> Json:
-    """Return the fields of a model with their defaults, and `mlp_dim`."""
+    """Return the fields that links and exports read, with the defaults of `dcvit.models.vit.ViT`, and `mlp_dim`."""
     fields = {**DEFAULTS, **description.fields}
     fields["mlp_dim"] = fields["mlp_dim"] or 4 * fields["width"]
     return fields
@@ -228,61 +228,6 @@ def shape_of(tensors: Tensors, name: str, what: str, axes: int = 2) -> tuple[int
     return shape
 
 
-def pair(config: Json, key: str, default: int) -> tuple[int, int]:
-    """Return a height and width of a config.json, where one number stands for both."""
-    value = config.get(key, default)
-    if isinstance(value, list) and len(value) == 2:
-        return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
-    return hf_config.size(config, key, default), hf_config.size(config, key, default)
-
-
-def read_sizes(config: Json, patch_size: int = 16, norm_epsilon: float = 1e-6) -> Json:
-    """Return the fields that the families of Hugging Face have under the same keys of config.json.
-
-    Args:
-      config: the content of config.json.
-      patch_size: the default of the family, as transformers applies it.
-      norm_epsilon: the same.
-
-    Raises:
-      CheckpointError: a value has another type, or the heads do not divide the width.
-    """
-    fields: Json = {
-        "width": hf_config.size(config, "hidden_size", 768),
-        "depth": hf_config.depth(config, "num_hidden_layers", 12),
-        "num_heads": hf_config.size(config, "num_attention_heads", 12),
-        "patch_size": pair(config, "patch_size", patch_size),
-        "norm_epsilon": hf_config.number(config, "layer_norm_eps", norm_epsilon),
-    }
-    check_heads(fields)
-    return fields
-
-
-def channels_of(config: Json, tensors: Tensors, patches: str) -> int:
-    """Return the number of channels of an image. Raises CheckpointError if the tensor of the patches has another."""
-    channels, found = (
-        hf_config.size(config, "num_channels", 3),
-        shape_of(tensors, f"{patches}.weight", "the file", 4)[1],
-    )
-    if channels != found:
-        raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
-    return channels
-
-
-def write_sizes(description: Description) -> Json:
-    """Return the keys of config.json for these fields, and for the size of the images."""
-    fields, size = settings(description), preprocessing.size_of(description.pp)
-    return {
-        "hidden_size": fields["width"],
-        "num_hidden_layers": fields["depth"],
-        "num_attention_heads": fields["num_heads"],
-        "layer_norm_eps": fields["norm_epsilon"],
-        "image_size": square(size),
-        "patch_size": square(fields["patch_size"]),
-        "num_channels": preprocessing.channels_of(description.pp),
-    }
-
-
 def check_heads(fields: Json) -> None:
     """Raise CheckpointError if the heads do not divide the width."""
     if fields["width"] % fields["num_heads"]:
@@ -307,19 +252,6 @@ def check_positions(tensors: Tensors, name: str, fields: Json, image_size: tuple
             f"{name} has {rows} rows, expected {before} + {count}, for patches of {p_h}x{p_w} of images of "
             f"{height}x{width}"
         )
-
-
-def square(size: Sequence[int]) -> int | list[int]:
-    """Return a height and width as other libraries' configs have them: one number if they are equal."""
-    return size[0] if len(set(size)) == 1 else list(size)
-
-
-def check_square(description: Description, what: str) -> None:
-    """Raise CheckpointError if images or patches are not square, as a library needs that interpolates embeddings."""
-    sizes = {"image_size": preprocessing.size_of(description.pp), "patch_size": settings(description)["patch_size"]}
-    for key, (height, width) in sizes.items():
-        if height != width:
-            raise CheckpointError(f"{what} cannot express {key}={height}x{width}, only squares")
 
 
 def check_expressible(description: Description, what: str, **values: tuple[object, ...]) -> None:

@@ -1,6 +1,5 @@
 """Damaged, unsafe and unsuitable files of image models: each is an error of one line that names file and cause."""
 
-import dataclasses
 import json
 import os
 import pickle
@@ -15,8 +14,7 @@ import tensorstore
 
 import dcvit
 from dcvit.errors import CheckpointError
-from dcvit.models import vit
-from dcvit.weights import big_vision, own, vit_links
+from dcvit.weights import big_vision, own
 from dcvit.weights import links as linking
 from dcvit.weights.export import formats
 from dcvit.weights.families import FAMILIES, Weights, open_weights
@@ -379,6 +377,8 @@ def test_model_that_a_library_cannot_express_is_refused(family, fields, match):
         formats.WRITTEN[family].config(MODELS[family]._replace(fields=described, num_outputs=outputs))
 
 
-def test_defaults_of_the_fields_that_links_read_are_those_of_the_model():
-    fields = {field.name: field.default for field in dataclasses.fields(vit.ViT)}
-    assert {name: fields[name] for name in vit_links.DEFAULTS} == vit_links.DEFAULTS
+def test_fields_with_the_defaults_of_the_model_are_written():
+    """A description of a run leaves them out."""
+    fields = {k: v for k, v in MODELS["hf_vit"].fields.items() if k not in ("width", "num_heads", "patch_size")}
+    found = formats.WRITTEN["hf_vit"].config(MODELS["hf_vit"]._replace(fields=fields))
+    assert (found["hidden_size"], found["num_attention_heads"], found["patch_size"]) == (768, 12, 16)

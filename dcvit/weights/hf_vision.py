@@ -1,0 +1,96 @@
+"""Config files of the vision models of Hugging Face transformers: the keys that their families share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcvit.errors import CheckpointError
+from dcvit.weights import config_table, hf_config, preprocessing, vit_links
+from dcvit.weights.config_table import Key, field, written
+from dcvit.weights.family import Description
+from dcvit.weights.tensors import Json, Tensors
+
+# Fields of `dcvit.models.vit.ViT` in the order of a description.
+ORDER = (
+    "width", "depth", "num_heads", "patch_size", "norm_epsilon", "mlp_dim", "pool_type", "mlp", "layer_scale",
+    "registers", "rep_size",
+)  # fmt: skip
+
+
+def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6) -> list[Key]:
+    """Return the keys that all families have; `image_size` and `channels` stand beside the fields of the model.
+
+    Args:
+      patch_size: the default of the family, as transformers applies it.
+      norm_epsilon: the same.
+    """
+
+    def read_pair(name: str, default: int) -> Key:
+        return Key(name, lambda config, _: {name: pair(config, name, default)}, lambda fields: square(fields[name]))
+
+    return [
+        field("hidden_size", "width", default=768),
+        field("num_hidden_layers", "depth", hf_config.depth, 12),
+        field("num_attention_heads", "num_heads", default=12),
+        field("layer_norm_eps", "norm_epsilon", hf_config.number, norm_epsilon),
+        read_pair("image_size", 224),
+        read_pair("patch_size", patch_size),
+        written("num_channels", lambda fields: fields["channels"]),
+    ]
+
+
+def read(keys: Sequence[Key], config: Json) -> tuple[Json, tuple[int, int]]:
+    """Return the fields that a config.json holds, and height and width of the images.
+
+    Raises:
+      CheckpointError: a value is not supported, or the heads do not divide the width.
+    """
+    fields = config_table.read(keys, config)
+    vit_links.check_heads(fields)
+    return fields, fields.pop("image_size")
+
+
+def write(keys: Sequence[Key], description: Description) -> Json:
+    """Return the keys of config.json for a model."""
+    about = {
+        "image_size": preprocessing.size_of(description.pp), "channels": preprocessing.channels_of(description.pp)
+    }  # fmt: skip
+    return config_table.write(keys, {**vit_links.settings(description), **about})
+
+
+def ordered(fields: Json) -> Json:
+    """Return fields in the order `ORDER`."""
+    return {name: fields[name] for name in ORDER if name in fields}
+
+
+def pair(config: Json, key: str, default: int) -> tuple[int, int]:
+    """Return a height and width of a config.json, where one number stands for both."""
+    value = config.get(key, default)
+    if isinstance(value, list) and len(value) == 2:
+        return hf_config.size({key: value[0]}, key), hf_config.size({key: value[1]}, key)
+    return hf_config.size(config, key, default), hf_config.size(config, key, default)
+
+
+def channels_of(config: Json, tensors: Tensors, patches: str) -> int:
+    """Return the number of channels of an image. Raises CheckpointError if the tensor of the patches has another."""
+    channels = hf_config.size(config, "num_channels", 3)
+    found = vit_links.shape_of(tensors, f"{patches}.weight", "the file", 4)[1]
+    if channels != found:
+        raise CheckpointError(f"config.json: num_channels={channels}, but {patches}.weight has {found} channels")
+    return channels
+
+
+def square(size: Sequence[int]) -> int | list[int]:
+    """Return a height and width as other libraries' configs have them: one number if they are equal."""
+    return size[0] if len(set(size)) == 1 else list(size)
+
+
+def check_square(description: Description, what: str) -> None:
+    """Raise CheckpointError if images or patches are not square, as a library needs that interpolates embeddings."""
+    sizes = {
+        "image_size": preprocessing.size_of(description.pp),
+        "patch_size": vit_links.settings(description)["patch_size"],
+    }
+    for key, (height, width) in sizes.items():
+        if height != width:
+            raise CheckpointError(f"{what} cannot express {key}={height}x{width}, only squares")
