@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_models
+from foreign_models import tensors_of
 from ml_collections import ConfigDict
 from small_models import param_shapes
 
@@ -145,7 +146,7 @@ def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, s
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
     like = targets(shapes, make_mesh([("fsdp", 8)]), "fsdp")
     loaded = make_loader(config, net, like)(like)
-    tensors = open_weights(folder).tensors
+    tensors = tensors_of(open_weights(folder))
     assert sorted(reads["names"]) == sorted(tensors)
     assert reads["held"] == 0
     assert reads["peak"] == max(2 * math.prod(tensor.shape) for tensor in tensors.values())  # of bfloat16
@@ -161,7 +162,7 @@ def test_a_run_starts_from_one_tensor_at_a_time_on_eight_devices(small, reads, s
 
 def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
     model = dcvit.load(small[0].path, sharding="fsdp")
-    assert reads["peak"] == 2 * 64 * 32 == max(2 * math.prod(x.shape) for x in small[0].tensors.values())
+    assert reads["peak"] == 2 * 64 * 32 == max(2 * math.prod(x.shape) for x in tensors_of(small[0]).values())
     assert not model.params["embedding"]["embedding"].sharding.is_fully_replicated
 
 
