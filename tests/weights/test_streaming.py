@@ -169,7 +169,7 @@ def test_the_model_of_dcvit_load_is_read_one_tensor_at_a_time(small, reads):
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_number_that_is_not_finite_is_named(small, value):
     weights, shapes = small
-    tensors = weights.params
+    tensors = dict(weights.params)
     path = "Transformer/decoderblock_1/mlp_norm/scale"
     scale = tensors[path].read().astype(np.float32)
     scale[[3, 5]] = value
@@ -180,7 +180,7 @@ def test_a_number_that_is_not_finite_is_named(small, value):
 
 def test_two_tensors_of_the_same_parameter_are_refused(small):
     weights, shapes = small
-    tensors = weights.params
+    tensors = dict(weights.params)
     stack = tensors["Transformer/decoderblock_1/mlp_norm/scale"]._replace(shape=(2, 32))
     with pytest.raises(CheckpointError, match="hold the same parameter Transformer/decoderblock_0/mlp_norm/scale"):
         place_params({**tensors, "Transformer/group/layer_0/mlp_norm/scale": stack}, shapes, "file")
@@ -192,7 +192,7 @@ def test_a_stack_with_a_missing_layer_is_refused(small, missing):
     weights, _ = small
     net = lm.Model(48, **{**weights.description.fields, "scan": True})
     shapes = param_shapes(net, jax.ShapeDtypeStruct((1, 2), np.int32))
-    tensors = weights.params
+    tensors = dict(weights.params)
     lost = tensors.pop(f"Transformer/decoderblock_{missing}/mlp_norm/scale")
     with pytest.raises(CheckpointError, match=r"mlp_norm/scale \(checkpoint \(1, 32\), model \(2, 32\)\)"):
         place_params(tensors, shapes, "file")
