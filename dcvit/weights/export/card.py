@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import dcvit
 from dcvit.errors import MetricsError
@@ -16,26 +17,55 @@ from dcvit.weights.modules import example
 
 CARD = "README.md"
 DIGITS = 5  # significant ones of a metric
-READ = """```python
+TEMPLATE = Template("""---
+# license: to be chosen by the author of the weights
+---
+
+# $title
+
+A $kind with $size parameters, converted from $origin to `$to` by dcvit $version; $report.
+
+## Load
+
+In this folder:
+
+$load
+
+$inputs
+
+## Config
+
+$config
+""")
+SECTION = Template("""
+## $title
+
+$table
+""")
+DCVIT = """
 import dcvit
 
 model = dcvit.load(".")
 print(model.module)
-```"""
-NUMPY = """```python
+"""
+# Code that loads the result, by format.
+LOAD = {
+    "safetensors": [DCVIT],
+    "bv": [DCVIT],
+    "npz": [DCVIT, """
 import numpy
 
 print({name: array.shape for name, array in numpy.load("params.npz").items()})
-```"""
-TRANSFORMERS = """```python
+"""],
+    "hf": ["""
 import torch
 import transformers
 
-model = transformers.{auto}.from_pretrained("."{trust})
+model = transformers.$auto.from_pretrained("."$trust)
 with torch.no_grad():
-    print(model({inputs}).logits.shape)
-```"""
-TIMM = """```python
+    print(model($zeros).logits.shape)
+"""],
+    "timm": ["""
 import json
 
 import timm
@@ -43,92 +73,83 @@ import torch
 from safetensors.torch import load_file
 
 config = json.load(open("config.json"))
-model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config.get("model_args", {{}}))
+model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config.get("model_args", {}))
 model.load_state_dict(load_file("model.safetensors"))
-print(model.eval()({inputs}).shape)
-```"""
-ONNX = """```python
+print(model.eval()($zeros).shape)
+"""],
+    "onnx": ["""
 import numpy
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
-(logits,) = session.run(None, {{"{name}": numpy.zeros({shape}, numpy.{dtype})}})
+(logits,) = session.run(None, {"$name": numpy.zeros($shape, numpy.$dtype)})
 print(logits.shape)
-```"""
-SAVED_MODEL = """```python
+"""],
+    "savedmodel": ["""
 import tensorflow as tf
 
 model = tf.saved_model.load("saved_model").signatures["serving_default"]
-print(model({name}=tf.zeros({shape}, tf.{dtype}))["logits"].shape)
-```"""
-STABLEHLO = """```python
+print(model($name=tf.zeros($shape, tf.$dtype))["logits"].shape)
+"""],
+    "stablehlo": ["""
 import jax
 import numpy
 from safetensors.numpy import load_file
 
 function = jax.export.deserialize(bytearray(open("model.stablehlo", "rb").read()))
-print(function.call(load_file("model.safetensors"), numpy.zeros({shape}, numpy.{dtype})).shape)
-```"""
+print(function.call(load_file("model.safetensors"), numpy.zeros($shape, numpy.$dtype)).shape)
+"""],
+}  # fmt: skip
 
 
 def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     """Write the model card: config, data, metrics, parameters, how to load the model, and the comparison."""
+    kind, inputs = _image_facts(weights) if weights.description.model_name == "vit" else _text_facts(weights)
     fields = {**weights.description.fields, "outputs": weights.description.num_outputs}
-    kind = {"vit": "vision transformer", "lm": "language model"}[weights.description.model_name]
-    sections = [
-        "---\n# license: to be chosen by the author of the weights\n---",
-        f"# {weights.path.name or 'model'}",
-        f"A {kind} with {weights.size:,} parameters, converted from {_origin(weights)} to `{to}` by dcvit "
-        f"{dcvit.__version__}; {report}.",
-        "## Load\n\nIn this folder:\n\n" + _load(weights, folder, to),
-        _inputs(weights),
-        "## Config\n\n" + _table(fields, "field"),
-    ]
-    if data := _data(weights.record):
-        sections.append("## Data\n\n" + _table(data, "key"))
-    if values := _metrics(weights):
-        sections.append("## Metrics\n\n" + _table(values, "metric"))
-    (folder / CARD).write_text("\n\n".join(section for section in sections if section) + "\n")
+    card = TEMPLATE.substitute(
+        title=weights.path.name or "model", kind=kind, size=f"{weights.size:,}", to=to, version=dcvit.__version__,
+        origin="a run" if weights.workdir else f"weights of the family `{weights.family}`", report=report,
+        load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"),
+    )  # fmt: skip
+    for title, column, values in (
+        ("Data", "key", _data(weights.record)), ("Metrics", "metric", _metrics(weights)),
+    ):  # fmt: skip
+        if values:
+            card += SECTION.substitute(title=title, table=_table(values, column))
+    (folder / CARD).write_text(card)
 
 
-def _origin(weights: Weights) -> str:
-    return "a run" if weights.workdir else f"weights of the family `{weights.family}`"
+def _image_facts(weights: Weights) -> tuple[str, str]:
+    """Return the kind of model, and a sentence about its inputs."""
+    height, width, channels = example(weights.description, weights.params).shape[1:]
+    pp = weights.description.pp
+    steps = f", preprocessed by `{pp}`" if pp else ""
+    return "vision transformer", f"Inputs are images of {height}×{width} pixels with {channels} channels{steps}."
+
+
+def _text_facts(weights: Weights) -> tuple[str, str]:
+    is_bytes = _data(weights.record).get("kind") == "stdlib"
+    tokens = "bytes" if is_bytes else "those of the tokenizer of the source"
+    return "language model", f"Inputs are rows of tokens; tokens are {tokens}."
 
 
 def _load(weights: Weights, folder: Path, to: str) -> str:
     """Return the code that loads the result."""
     image = weights.description.model_name == "vit"
+    if to == "dcvit":
+        command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
+        return f"```bash\ndcvit {command}\n```"
     shape = (1, *example(weights.description, weights.params).shape[1:])
     if to == "onnx" and not image:
         shape = (1, formats.context_of(weights))
     slots = {
         "shape": shape, "dtype": "float32" if image else "int32", "name": "images" if image else "tokens",
-        "inputs": "torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
+        "zeros": "torch.zeros(1, {3}, {1}, {2})".format(*shape) if image else "torch.tensor([[0, 1]])",
+        "auto": dcvit_hf.AUTO[dcvit_hf.IMAGE if image else dcvit_hf.TEXT], "trust": "",
     }  # fmt: skip
-    if to == "hf":
-        config = json.loads((folder / "config.json").read_text())
-        ours = config.get("model_type") in dcvit_hf.CLASSES
-        auto = dcvit_hf.AUTO[dcvit_hf.IMAGE if image else dcvit_hf.TEXT]
-        return TRANSFORMERS.format(auto=auto, trust=", trust_remote_code=True" if ours else "", **slots)
-    templates = {"timm": TIMM, "onnx": ONNX, "savedmodel": SAVED_MODEL, "stablehlo": STABLEHLO}
-    if to in templates:
-        return templates[to].format(**slots)
-    if to == "dcvit":
-        command = "predict --workdir . IMAGE" if image else 'generate --workdir . --prompt "def main"'
-        return f"```bash\ndcvit {command}\n```"
-    return READ + (f"\n\n{NUMPY}" if to == "npz" else "")
-
-
-def _inputs(weights: Weights) -> str:
-    """Return the section about the inputs."""
-    if weights.description.model_name == "vit":
-        height, width, channels = example(weights.description, weights.params).shape[1:]
-        pp = weights.description.pp
-        steps = f", preprocessed by `{pp}`" if pp else ""
-        return f"Inputs are images of {height}×{width} pixels with {channels} channels{steps}."
-    return "Inputs are rows of tokens; tokens are " + (
-        "bytes." if _data(weights.record).get("kind") == "stdlib" else "those of the tokenizer of the source."
-    )
+    if to == "hf" and json.loads((folder / "config.json").read_text()).get("model_type") in dcvit_hf.CLASSES:
+        slots["trust"] = ", trust_remote_code=True"
+    return "\n\n".join(f"```python{Template(code).substitute(slots)}```" for code in LOAD[to])
 
 
 def _data(config: Mapping[str, object]) -> dict[str, object]:
