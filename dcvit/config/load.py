@@ -93,7 +93,11 @@ def read_json(path: Path | epath.Path) -> ConfigDict:
     Raises:
       ConfigError: the file is missing or unreadable.
     """
-    found = _json_object(path)
+    return _checked(_json_object(path), path)
+
+
+def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
+    """Return the content of a config.json as a checked and locked config."""
     try:
         check_values(found, "config")
         config = ConfigDict(defaults() | found)
@@ -222,7 +226,7 @@ def run_config(checkpoint: str) -> Json:
     for folder in (place, place.parent.parent) if place.parent.name == "checkpoints" else (place,):
         if (folder / "config.json").is_file():
             found = _json_object(folder / "config.json")
-            return read_json(folder / "config.json").to_dict() if "model_name" in found else {}
+            return _checked(found, folder / "config.json").to_dict() if "model_name" in found else {}
     return {}
 
 

@@ -7,7 +7,6 @@ import logging
 import shlex
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -17,11 +16,10 @@ from dcvit.config.load import defaults, run_config
 from dcvit.errors import CheckpointError, ConfigError, check_call
 from dcvit.models import Params
 from dcvit.models.upcycling import fields_that_change_the_function
-from dcvit.runs.files import Folder
-from dcvit.runs.restoring import is_checkpoint
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
-from dcvit.weights.families import is_weights, open_weights
+from dcvit.weights.families import Weights
+from dcvit.weights.loading import open_described
 from dcvit.weights.modules import build, errors_name_file
 from input_pipeline.files import expand
 
@@ -75,11 +73,13 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
 
     def load_initial(shapes: Params) -> Params:
         check_checkpoint(expand(config.model_init))
-        _check_same_function(config, model)
+        weights = open_described(expand(config.model_init))
+        source = _source_model(config, weights) if weights or upcycles(config) else None
+        _check_same_function(config, source, model)
         try:
             loaded = load_params(shapes, config.model_init, fields, **options)
         except CheckpointError as e:
-            if sizes := _other_sizes(config, model):
+            if sizes := _other_sizes(source or _source_model(config, weights), model):
                 raise CheckpointError(f"{e}; the model there has {sizes}") from None
             if "head/kernel (" not in str(e):
                 raise
@@ -96,15 +96,12 @@ def upcycles(config: ConfigDict) -> bool:
     return bool(config.model_init and config.model_load.get("upcycle"))
 
 
-def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
+def _check_same_function(config: ConfigDict, source: nn.Module | None, model: nn.Module) -> None:
     """Compare the function of a model, without compositions, with that of the model it starts from.
 
     Raises:
-      ConfigError: they differ, and the run upcycles. Otherwise a warning is logged for weights of another library.
+      ConfigError: they differ, and the run upcycles. Otherwise a warning is logged.
     """
-    if not (upcycles(config) or _is_foreign(expand(config.model_init))):
-        return
-    source = _source_model(config)
     different = {} if source is None else fields_that_change_the_function(source, model)
     if not different:
         return
@@ -117,18 +114,16 @@ def _check_same_function(config: ConfigDict, model: nn.Module) -> None:
     LOG.warning("config.model differs from the model of %s: %s; to use that: %s", config.model_init, found, words)
 
 
-def warn_of_other_function(path: Folder, model: nn.Module, pp: str) -> None:
+def warn_of_other_function(weights: Weights, model: nn.Module, pp: str) -> None:
     """Log a warning if weights describe a model of another function, or other preprocessing, than a config has."""
-    if not isinstance(path, Path) or not _is_foreign(path):
-        return
-    described = open_weights(path).description
-    with errors_name_file(path):
+    described = weights.description
+    with errors_name_file(weights.path):
         source = build(described)
     different = fields_that_change_the_function(source, model) if type(source) is type(model) else {}
     if described.pp and described.pp != pp:
         different |= {"pp_predict": (described.pp, pp)}
     if different:
-        LOG.warning("the config differs from the model of %s: %s", path, _listed(different))
+        LOG.warning("the config differs from the model of %s: %s", weights.path, _listed(different))
 
 
 def _listed(different: Mapping[str, tuple[object, object]]) -> str:
@@ -136,9 +131,8 @@ def _listed(different: Mapping[str, tuple[object, object]]) -> str:
     return ", ".join(f"{name}={new!r} ({old!r} there)" for name, (old, new) in different.items())
 
 
-def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
+def _other_sizes(source: nn.Module | None, model: nn.Module) -> str:
     """Return the options that give a model the sizes of the one it starts from; "" if it has them, or none is known."""
-    source = _source_model(config)
     pairs = {name: (getattr(source, name, None), getattr(model, name, None)) for name in SIZES}
     return " ".join(
         f"--config.model.{name}={shlex.quote(repr(old))}"
@@ -147,17 +141,12 @@ def _other_sizes(config: ConfigDict, model: nn.Module) -> str:
     )
 
 
-def _is_foreign(path: Path) -> bool:
-    """Return True for weights that describe their model, False for a run, even with such weights in its folder."""
-    return not is_checkpoint(path) and is_weights(path)
-
-
-def _source_model(config: ConfigDict) -> nn.Module | None:
-    """Return the model of the run or the weights `config.model_init`; None if it is another kind, or unknown."""
-    path = expand(config.model_init)
-    if _is_foreign(path):
-        described = open_weights(path).description
-        fields: dict[str, object] = {"model_name": described.model_name, "model": described.fields}
+def _source_model(config: ConfigDict, weights: Weights | None) -> nn.Module | None:
+    """Return the model of the run or of the weights `config.model_init`; None if it is another kind, or unknown."""
+    if weights:
+        fields: dict[str, object] = {
+            "model_name": weights.description.model_name, "model": weights.description.fields
+        }  # fmt: skip
     else:
         fields = run_config(config.model_init)
     if fields.get("model_name") != config.model_name:

@@ -34,7 +34,7 @@ from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, predi
 from dcvit.training.tasks import task_class
 from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
-from dcvit.weights.loading import holds_weights, load_params
+from dcvit.weights.loading import holds_weights, load_params, open_described
 from dcvit.weights.modules import build, errors_name_file, example
 from dcvit.weights.placement import check_finite, place_params
 from dcvit.weights.tensors import Json, tokenizer_of
@@ -105,8 +105,10 @@ class TrainedModel:
             like: Params = with_shardings(shapes, mesh, strategy)
             return like
 
-        warn_of_other_function(self.checkpoint, self.model, self.pp_predict)
-        return load_params(self.checkpoint, make_like)
+        weights = open_described(self.checkpoint)
+        if weights:
+            warn_of_other_function(weights, self.model, self.pp_predict)
+        return load_params(weights or self.checkpoint, make_like)
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
         """Raise CheckpointError if the parameters are not those of the model for inputs of a shape."""

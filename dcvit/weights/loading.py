@@ -14,7 +14,7 @@ from dcvit.models.upcycling import gained_compositions, has_compositions, identi
 from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder
 from dcvit.weights import big_vision_files
-from dcvit.weights.families import is_weights, open_weights
+from dcvit.weights.families import Weights, is_weights, open_weights
 from dcvit.weights.placement import in_layout, place_params
 from input_pipeline.files import expand
 
@@ -28,19 +28,31 @@ def holds_weights(path: Folder) -> bool:
     return is_weights(path) or big_vision_files.locate(path) is not None
 
 
-def open_parameters(source: Folder) -> Tensors:
+def open_described(source: Folder) -> Weights | None:
+    """Open weights that describe their model; None for a run, even with such weights in its folder, and for others.
+
+    Raises:
+      CheckpointError: see `dcvit.weights.families.open_weights`.
+    """
+    is_described = isinstance(source, Path) and not restoring.is_checkpoint(source) and is_weights(source)
+    return open_weights(source) if is_described else None
+
+
+def open_parameters(source: Folder | Weights) -> Tensors:
     """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
 
     Args:
       source: a workdir (its latest checkpoint) or a checkpoint of this project, or a file or folder that
-        `dcvit.weights.families.open_weights` reads.
+        `dcvit.weights.families.open_weights` reads, or has read.
 
     Raises:
       CheckpointError: the source is missing, damaged, or of an unknown format.
     """
+    if isinstance(source, Weights):
+        return source.params
+    if weights := open_described(source):
+        return weights.params
     if isinstance(source, Path) and not restoring.is_checkpoint(source):
-        if is_weights(source):
-            return open_weights(source).params
         if located := big_vision_files.locate(source):
             return big_vision_files.open_arrays(located)
         if not source.exists():
@@ -49,7 +61,7 @@ def open_parameters(source: Folder) -> Tensors:
     return {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
 
 
-def load_params(source: Folder, make_like: Callable[[Tensors], Params]) -> Params:
+def load_params(source: Folder | Weights, make_like: Callable[[Tensors], Params]) -> Params:
     """Load the parameters of a model from a source of `open_parameters`.
 
     Args:
@@ -60,15 +72,15 @@ def load_params(source: Folder, make_like: Callable[[Tensors], Params]) -> Param
     Raises:
       CheckpointError: see `open_parameters`; or the parameters are not those of the model.
     """
-    is_checkpoint = restoring.is_checkpoint(source)
-    if is_checkpoint:
-        source = steps.step_folder(source)  # a running training may save a later one meanwhile
+    checkpoint = None
+    if not isinstance(source, Weights) and restoring.is_checkpoint(source):
+        source = checkpoint = steps.step_folder(source)  # a running training may save a later one meanwhile
     tensors = open_parameters(source)
     like = make_like(tensors)
     same_layout = {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
-    if same_layout and is_checkpoint:
-        return restoring.restore_params(source, like)  # each process reads its part only
-    return place_params(tensors, like, str(source))
+    if same_layout and checkpoint is not None:
+        return restoring.restore_params(checkpoint, like)  # each process reads its part only
+    return place_params(tensors, like, str(source.path if isinstance(source, Weights) else source))
 
 
 def load_params_into(
