@@ -1,6 +1,9 @@
-"""Parameters of models from anywhere: runs, big_vision and other libraries.
+"""Parameters of models from anywhere: runs, big_vision and other libraries, and conversion to their formats.
 
-`loading` opens and loads them, and `placement` puts them on their devices. `tensors` reads the files of other
-libraries, `links` relates their tensors to parameters of this project, one module for each family of models holds that
-family's names and fields, and `families` recognizes the family of a file.
+`families.open_weights` opens files as `Weights`; `loading` loads parameters into a model, and `placement` puts them on
+their devices. `export` writes files. `tensors` reads the files of other libraries.
+
+Each family of models is one module with two tables, which are used in both directions: its config.json as a list of
+`config_table.Key`, and its tensors as a list of `links.Link`. `lm_fields` and `hf_vision` have what the configs of
+language models and of vision models share. `families.FAMILIES` names all families.
 """

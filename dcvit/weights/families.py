@@ -1,7 +1,8 @@
 """Weights of another library as a model of this project: recognized, described and read.
 
 Each family is a module with the functions of `dcvit.weights.family.Family`; `FAMILIES` holds them by name, and the
-first whose `matches` is true reads a file.
+first whose `matches` is true reads a file. To add a family, write such a module, as `dcvit.weights.gpt2`, and name it
+here; to write it, name it in `dcvit.weights.export.formats`.
 """
 
 from __future__ import annotations

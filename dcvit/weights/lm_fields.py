@@ -1,4 +1,4 @@
-"""Fields of the language models, for files of other libraries: complete, comparable, and checked against a format."""
+"""Fields and configs of the language models of other libraries: complete, comparable, and two-way tables of keys."""
 
 from __future__ import annotations
 
