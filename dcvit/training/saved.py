@@ -14,7 +14,7 @@ from dcvit.errors import ConfigError, InputError
 from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
 from dcvit.models.trees import check_tree
-from dcvit.runs.checkpointer import as_tensor, open_params
+from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import find
 from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights.families import Weights, open_weights
