@@ -32,10 +32,12 @@ from bench_input import cpu, resident_megabytes
 
 import input_pipeline
 from dcvit.config import load as configs
+from dcvit.config.durations import Durations
 from dcvit.models import flops
 from dcvit.training.model import make_model
 from dcvit.training.optim import Schedule
-from dcvit.training.setup import Setup, make_optimizer, make_setup
+from dcvit.training.plan import make_optimizer
+from dcvit.training.setup import Setup, make_setup
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "vit_i1k:variant=DCViT-S/16"
@@ -198,11 +200,10 @@ def difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 def check_optimizer(config: configs.ConfigDict, setup: Setup) -> Differences:
     """Check the schedule, and the optimizer of a model with eight parameters, over all steps."""
-    total, warmup = setup.total_steps, config.schedule.warmup_steps
-    in_steps = functools.partial(
-        configs.duration, batch_size=setup.data.batch_size, examples=len(setup.data.source), total_steps=total
+    total, warmup = setup.plan.total_steps, config.schedule.warmup_steps
+    optimizer, schedule = make_optimizer(
+        config, PARAMS, Durations(setup.data.batch_size, len(setup.data.source), total)
     )
-    optimizer, schedule = make_optimizer(config, PARAMS, total, in_steps)
     factor = simulated_factor(np.arange(total), total, warmup)
     grads = gradients(total)
     params, average = optimized(optimizer, grads)
@@ -308,7 +309,7 @@ def check(out: Path, data: Path | None = None, words: Sequence[str] = ()) -> Res
     recipe_data.prepare(out)
     config = configs.load(CONFIG, [f"input.data.data_dir={out}", *words])
     setup = make_setup(config, evaluate=False)
-    size, total = len(setup.data.source), setup.total_steps
+    size, total = len(setup.data.source), setup.plan.total_steps
     per_epoch = size / setup.data.batch_size
     borders = (int(k * per_epoch) for k in (1, 2, config.total_epochs // 2, config.total_epochs - 1))
     steps = sorted({0, 1, *borders, total // 2, total - 1})

@@ -93,10 +93,11 @@ def test_config_is_read_in_few_files():
         "config/big_vision/arguments.py",  # stand-ins for modules that return ConfigDicts
         "config/big_vision/fewshot.py",
         "check_data.py",
+        "config/durations.py",
         "config/load.py",
         "reproduction/seeded.py",  # compares the configs of runs
         "train.py",
-        *(f"training/{name}.py" for name in ("inputs", "model", "run", "setup", "tasks", "trained")),
+        *(f"training/{name}.py" for name in ("inputs", "model", "plan", "run", "setup", "tasks", "trained")),
     )
     assert reads == {f"dcvit/{name}" for name in files} | {
         "scripts/check_recipe.py", "tests/robustness/fuzz_targets.py",

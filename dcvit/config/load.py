@@ -16,9 +16,8 @@ import importlib.util
 import inspect
 import json
 import logging
-import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -28,6 +27,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from dcvit.config import big_vision
+from dcvit.config.durations import is_duration
 from dcvit.config.keys import DURATIONS, INPUT_KEYS, KEYS, RANGES, UNITS, is_rate
 from dcvit.errors import (
     CheckpointError,
@@ -44,9 +44,7 @@ from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
-MAX_STEPS = 2**31 - 1  # the number of a step is an int32 on the devices
 Json: TypeAlias = dict[str, Any]
-Options: TypeAlias = Mapping[str, Any] | ConfigDict
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -311,7 +309,7 @@ def _override(config: ConfigDict, override: str) -> None:
     if target is config and last not in config and not is_duration(last, DURATIONS):
         raise ConfigError(unknown_key(f"config.{last}", last, known_keys()))
     prefix, _, unit = last.rpartition("_")
-    timed = bool(prefix) and unit in UNITS  # a number, as `duration` checks
+    timed = bool(prefix) and unit in UNITS  # a number, as `Durations` checks
     value = _like(None if timed else target.get(last), text, f"config.{path}")
     others = [f"{prefix}_{u}" for u in UNITS if f"{prefix}_{u}" in target] if timed else []
     if value is None and others:
@@ -336,12 +334,6 @@ def describe_keys() -> list[tuple[str, str, str, str]]:
 def known_keys() -> list[str]:
     """Return every key that a config may hold."""
     return [*KEYS, *(f"{d}_{u}" for d in DURATIONS for u in UNITS)]
-
-
-def is_duration(key: str, prefixes: Iterable[str]) -> bool:
-    """Return True if `key` is one of `prefixes` with a unit, such as "total_epochs"."""
-    prefix, _, unit = key.rpartition("_")
-    return prefix in prefixes and unit in UNITS
 
 
 def check_types(config: ConfigDict) -> None:
@@ -379,50 +371,3 @@ def replaced(config: ConfigDict, **values: Any) -> ConfigDict:
         for key, value in values.items():
             changed[key] = value
     return changed.lock()
-
-
-def duration(
-    config: Options,
-    name: str,
-    *,
-    batch_size: int,
-    examples: int,
-    total_steps: int | None = None,
-    default: int | None = None,
-    what: str = "config",
-) -> int | None:
-    """Return a duration in steps, given in `config` as `name`_steps, _epochs, _examples or _percent.
-
-    Args:
-      config: the config, or a part of it.
-      name: the duration's name.
-      batch_size: examples in a step.
-      examples: examples in an epoch.
-      total_steps: the length of training, of which _percent is a part.
-      default: the result if the duration is not given.
-      what: the name of `config` in error messages.
-
-    Raises:
-      ConfigError: the duration is given in several units, is not a non-negative number, or is a percentage of itself.
-    """
-    given = [unit for unit in UNITS if config.get(f"{name}_{unit}") is not None]
-    if not given:
-        return default
-    if len(given) > 1:
-        keys = ", ".join(f"{what}.{name}_{unit}" for unit in given)
-        raise ConfigError(f"{keys}: give exactly one of them")
-    unit = given[0]
-    key, value = f"{what}.{name}_{unit}", config[f"{name}_{unit}"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
-    if unit == "percent" and total_steps is None:
-        raise ConfigError(f"{key}: the total cannot be a percentage of itself")
-    scale = {
-        "steps": 1.0,
-        "epochs": examples / batch_size,
-        "examples": 1 / batch_size,
-        "percent": (total_steps or 0) / 100,
-    }[unit]
-    if value * scale > MAX_STEPS:
-        raise ConfigError(f"{key}={value!r} is more than {MAX_STEPS:,} steps")
-    return max(1, round(value * scale)) if value > 0 else 0

@@ -51,13 +51,13 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
 
 def stepper(setup: Setup) -> Callable[[], None]:
     """Compile the training step of a run, and return a function that executes it on the first batch of the data."""
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(setup.model.mesh):
         shapes = state_shapes(setup)
         places = jax.tree.map(lambda s: s.sharding, shapes)
         key = jax.random.key(setup.seed)
         state = jax.jit(lambda: initial_state(setup, init_params(setup, key)), out_shardings=places)()
-        batches = setup.data.batches(0, local_rows(setup.mesh, setup.data.batch_size))
-        (batch,) = prefetch(itertools.islice(batches, 1), setup.mesh, setup.data.batch_size)
+        batches = setup.data.batches(0, local_rows(setup.model.mesh, setup.data.batch_size))
+        (batch,) = prefetch(itertools.islice(batches, 1), setup.model.mesh, setup.data.batch_size)
         batches.close()
         update = jit_update(setup, shapes).lower(state, batch).compile()
 

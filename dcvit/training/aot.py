@@ -135,20 +135,20 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
 
 def lower(setup: Setup) -> LoweredStep:
     """Lower the training step of a run for the devices of its mesh."""
-    data, example = setup.data, setup.task.example
+    data, example, mesh = setup.data, setup.task.example, setup.model.mesh
     first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
     batch = {
-        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(setup.mesh))
+        key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(mesh))
         for key, value in first.items()
     }
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(mesh):
         state = state_shapes(setup)
         lowered = jit_update(setup, state).lower(state, batch)
-    flops = training_flops(setup.model, example)
-    size = data.batch_size // setup.grad_accum
+    flops = training_flops(setup.model.module, example)
+    size = data.batch_size // setup.plan.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    activations = _residual_bytes(setup, state.params, part) // batch_shards(setup.mesh)
-    return LoweredStep(lowered, setup.mesh, state, activations, flops and float(flops) * data.batch_size)
+    activations = _residual_bytes(setup, state.params, part) // batch_shards(mesh)
+    return LoweredStep(lowered, mesh, state, activations, flops and float(flops) * data.batch_size)
 
 
 def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
@@ -178,7 +178,7 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
 
 def _residual_bytes(setup: Setup, params: Mapping[str, Any], batch: Shapes) -> int:
     """Return the bytes that a forward pass of the whole batch keeps for the backward pass, without the parameters."""
-    model: Any = setup.model
+    model: Any = setup.model.module
     if (model.implementation or "").startswith("pallas_"):
         model = model.clone(implementation=None)  # the kernels keep what the implementation for a CPU keeps
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -171,8 +171,8 @@ class MetricsHook(Hook):
 
     def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, early: EarlyStop, clock: StepClock):
         self.run, self.guard, self.best, self.early, self.clock = run, guard, best, early, clock
-        self.intervals, self.total_steps = run.setup.intervals, run.setup.total_steps
-        self.peak = peak_examples_per_second(run.setup.model, run.setup.task.example, jax.devices())
+        self.intervals, self.total_steps = run.setup.plan.intervals, run.setup.plan.total_steps
+        self.peak = peak_examples_per_second(run.setup.model.module, run.setup.task.example, jax.devices())
         self.row: dict[str, Any] = {}  # the last row of metrics, and its step
         self.row_step = -1
 
@@ -280,7 +280,7 @@ class CheckpointHook(Hook):
 
     def __init__(self, run: Run, guard: NonFiniteGuard, best: BestCheckpoint, early: EarlyStop, clock: StepClock):
         self.run, self.guard, self.best, self.early, self.clock = run, guard, best, early, clock
-        self.interval, self.total_steps = run.setup.intervals.ckpt, run.setup.total_steps
+        self.interval, self.total_steps = run.setup.plan.intervals.ckpt, run.setup.plan.total_steps
         self.lock = threading.Lock()  # `save` is also called by the thread that saves a stopped run
 
     def after_step(self, result: StepResult) -> None:
@@ -323,7 +323,7 @@ class ProfilerHook(Hook):
 
     def __init__(self, run: Run, early: EarlyStop):
         self.folder, (self.first, self.last) = str(run.workdir / "profile"), run.setup.options.profile
-        self.last, self.early = min(self.last, run.setup.total_steps), early
+        self.last, self.early = min(self.last, run.setup.plan.total_steps), early
         self.recording = False
 
     def before_step(self, step: int) -> None:

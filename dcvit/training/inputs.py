@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import input_pipeline
+from dcvit.config.durations import Options
 from dcvit.config.keys import OWN_TOKENIZER
-from dcvit.config.load import INPUT_KEYS, Options, replaced
+from dcvit.config.load import INPUT_KEYS, replaced
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards

@@ -8,6 +8,7 @@ rate of 1e-3. `wd_times_lr` multiplies it by the learning rate, as AdamW does.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -145,44 +146,50 @@ TRANSFORMATIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def make(
-    params: PyTree,
-    *,
-    total_steps: int,
-    optax_name: str = "scale_by_adam",
-    optax_args: Mapping[str, Any] | None = None,
-    lr: float = 1e-3,
-    schedule_args: Mapping[str, Any] | None = None,
-    wd: float = 0.0,
-    wd_times_lr: bool = False,
-    wd_mults: Rules = ((".*/kernel", 1.0),),
-    lr_mults: Rules = (),
-    frozen: Sequence[str] = (),
-    grad_clip_norm: float | None = None,
-) -> tuple[optax.GradientTransformation, Schedule]:
-    """Return the gradient transformation of the module's equation, and its schedule.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `make`; each is a key of a config.
 
-    Args:
-      params: the parameters, or their shapes.
-      total_steps: length of training.
+    Fields:
       optax_name: a key of `TRANSFORMATIONS`.
-      optax_args: its arguments.
+      optax: its arguments.
       lr: peak learning rate.
-      schedule_args: arguments of `schedule`.
+      schedule: arguments of the function `schedule`.
       wd: weight decay.
       wd_times_lr: multiply the weight decay by `lr`, as AdamW does.
       wd_mults: pairs (regex of the whole parameter name, multiplier of `wd`). The first match counts; no match: 0.
       lr_mults: pairs (regex of the whole parameter name, multiplier of `lr`). The first match counts; no match: 1.
       frozen: regexes of parameters that are not trained; they do not contribute to the norm of clipping.
       grad_clip_norm: the global norm to which gradients are clipped; None: no clipping.
+    """
+
+    optax_name: str = "scale_by_adam"
+    optax: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lr: float = 1e-3
+    schedule: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    wd: float = 0.0
+    wd_times_lr: bool = False
+    wd_mults: Rules = ((".*/kernel", 1.0),)
+    lr_mults: Rules = ()
+    frozen: Sequence[str] = ()
+    grad_clip_norm: float | None = None
+
+
+def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.GradientTransformation, Schedule]:
+    """Return the gradient transformation of the module's equation, and its schedule.
+
+    Args:
+      params: the parameters, or their shapes.
+      total_steps: length of training.
+      options: everything else.
 
     Raises:
       ValueError: a regex matches no parameter, or the schedule is invalid.
     """
-    factor = schedule(total_steps, **(schedule_args or {}))
-    lr_mult = first_match(params, lr_mults, 1.0, "lr_mults")
-    wd_mult = first_match(params, wd_mults, 0.0, "wd_mults") if wd else None
-    is_frozen = first_match(params, [(pattern, True) for pattern in frozen], False, "frozen")
+    factor, lr, wd = schedule(total_steps, **options.schedule), options.lr, options.wd
+    lr_mult = first_match(params, options.lr_mults, 1.0, "lr_mults")
+    wd_mult = first_match(params, options.wd_mults, 0.0, "wd_mults") if wd else None
+    is_frozen = first_match(params, [(pattern, True) for pattern in options.frozen], False, "frozen")
     is_trained = jax.tree.map(lambda f: not f, is_frozen)
     freeze = optax.masked(optax.set_to_zero(), is_frozen)
 
@@ -190,13 +197,13 @@ def make(
         return jax.tree.map(lambda u, mult: u * (lr * mult), updates, lr_mult)
 
     def decay(updates: PyTree, params: PyTree) -> PyTree:
-        rate = wd * lr if wd_times_lr else wd
+        rate = wd * lr if options.wd_times_lr else wd
         return jax.tree.map(lambda u, p, mult: u + p * (rate * mult), updates, params, wd_mult)
 
     return optax.chain(
         freeze,
-        optax.clip_by_global_norm(grad_clip_norm) if grad_clip_norm else optax.identity(),
-        optax.masked(TRANSFORMATIONS[optax_name](**(optax_args or {})), is_trained),
+        optax.clip_by_global_norm(options.grad_clip_norm) if options.grad_clip_norm else optax.identity(),
+        optax.masked(TRANSFORMATIONS[options.optax_name](**options.optax), is_trained),
         optax.stateless(scale),
         optax.stateless(decay) if wd else optax.identity(),
         optax.scale_by_schedule(factor),

@@ -105,18 +105,18 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
     saved = steps.saved_steps(folder)
-    sizes = {"data": data, "steps": setup.total_steps, "evaluations": list(setup.evaluators)}
+    sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
     initial = jax.tree.map(lambda _: None, shapes.params)
-    if setup.load_initial and not saved:
-        initial = setup.load_initial(shapes.params)
+    if setup.model.load_initial and not saved:
+        initial = setup.model.load_initial(shapes.params)
     with contextlib.ExitStack() as stack:
         existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
         accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
         lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
         multihost.wait_for_all("workdir locked")
-        checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.intervals.keep_ckpt)
+        checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
         start, resumed = _find_start(setup, folder, shapes)
         before = workdir.accepted(folder)
         if start:
@@ -141,7 +141,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
             stack.callback(writer.close)
         watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
         stack.callback(watchdog.close)
-        progress = stack.enter_context(RunProgress(folder.name, setup.total_steps, start, setup.task.rate))
+        progress = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start, setup.task.rate))
         yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer, lock)
 
 
@@ -170,8 +170,8 @@ def _find_start(setup: Setup, folder: Folder, shapes: TrainState) -> tuple[int, 
     start = restoring.latest(folder, setup.options.on_corrupt)
     if not start:
         return 0, {}
-    if start > setup.total_steps:
-        raise ConfigError(f"{folder} is at step {start}, beyond the {setup.total_steps} steps of this config")
+    if start > setup.plan.total_steps:
+        raise ConfigError(f"{folder} is at step {start}, beyond the {setup.plan.total_steps} steps of this config")
     checkpoint = folder / steps.FOLDER / str(start)
     restoring.check_compatible(checkpoint, shapes.items())
     return start, steps.about(checkpoint)

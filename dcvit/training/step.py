@@ -48,16 +48,16 @@ class TrainState(flax.struct.PyTreeNode):
 
 def initial_state(setup: Setup, params: Params) -> TrainState:
     """Return the state before the first step."""
-    ema = jax.tree.map(jnp.copy, params) if setup.ema_decay else None
+    ema = jax.tree.map(jnp.copy, params) if setup.plan.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
-    return TrainState(params=params, opt_state=setup.optimizer.init(params), ema=ema, **counts)
+    return TrainState(params=params, opt_state=setup.plan.optimizer.init(params), ema=ema, **counts)
 
 
 def init_params(setup: Setup, key: jax.Array) -> Params:
     """Return the initial parameters of the model."""
     example = setup.task.example
-    params: Params = setup.model.init(key, jnp.zeros(example.shape, example.dtype))["params"]
-    return identity_compositions(params) if setup.upcycle else params
+    params: Params = setup.model.module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
+    return identity_compositions(params) if setup.model.upcycle else params
 
 
 def state_shapes(setup: Setup) -> TrainState:
@@ -65,7 +65,7 @@ def state_shapes(setup: Setup) -> TrainState:
     shapes = jax.eval_shape(lambda: initial_state(setup, init_params(setup, jax.random.key(0))))
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        shapes, shardings(shapes, setup.mesh, setup.sharding_strategy),
+        shapes, shardings(shapes, setup.model.mesh, setup.model.strategy),
     )  # fmt: skip
     return placed
 
@@ -74,7 +74,7 @@ def jit_update(setup: Setup, shapes: TrainState) -> Any:
     """Return `make_update`, jitted for a state placed like `shapes`, whose memory it donates."""
     places = jax.tree.map(lambda s: s.sharding, shapes)
     update = make_update(setup, places.params)
-    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.mesh)))
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, replicated(setup.model.mesh)))
 
 
 def make_update(setup: Setup, places: Any = None) -> Update:
@@ -88,7 +88,8 @@ def make_update(setup: Setup, places: Any = None) -> Update:
       setup: the run.
       places: the shardings of the gradients, if given.
     """
-    loss_of = setup.task.loss(setup.model)
+    plan = setup.plan
+    loss_of = setup.task.loss(setup.model.module)
 
     def value_and_grad(params: Params, batch: Mapping[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Params]:
         loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
@@ -98,13 +99,13 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
         prepare_key, dropout_key = jax.random.split(key)
         prepared = setup.task.prepare(batch, prepare_key)
-        loss, grads = accumulate(value_and_grad, state.params, prepared, dropout_key, setup.grad_accum)
-        updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
+        loss, grads = accumulate(value_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
+        updates, opt_state = plan.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
-        if setup.ema_decay:
-            ema = optax.incremental_update(params, ema, 1 - setup.ema_decay)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": setup.lr * setup.schedule(state.step)}
+        if plan.ema_decay:
+            ema = optax.incremental_update(params, ema, 1 - plan.ema_decay)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": plan.lr * plan.schedule(state.step)}
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         params, opt_state, ema = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dcvit.config.load import Options, replaced, with_classes
+from dcvit.config.durations import Options
+from dcvit.config.load import replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance

@@ -61,7 +61,7 @@ def train(
     preemption = preemption or Preemption()
     with open_run(setup, workdir, accept) as run:
         trainer = Trainer(run)
-        with jax.set_mesh(setup.mesh), preemption.saving(trainer.finish):
+        with jax.set_mesh(setup.model.mesh), preemption.saving(trainer.finish):
             try:
                 with preemption.saving(trainer.stop, trainer.end):
                     trainer.run_steps(run.start_state())
@@ -103,7 +103,7 @@ class Trainer:
 
     def run_steps(self, state: TrainState) -> None:
         """Execute all steps after `run.start`, whose state is given, or those up to the one that stops early."""
-        run, start, total = self.run, self.run.start, self.setup.total_steps
+        run, start, total = self.run, self.run.start, self.setup.plan.total_steps
         with self.turn:
             self.started, self.result = start, StepResult(start, state, {})
             self.turn.notify_all()
@@ -116,9 +116,11 @@ class Trainer:
         if start == total or self.early.reason:
             run.progress.line(f"the run is complete: {self.early.reason or f'all {total} steps are done'}")
             return
-        rows = local_rows(self.setup.mesh, self.setup.data.batch_size)
+        rows = local_rows(self.setup.model.mesh, self.setup.data.batch_size)
         with contextlib.closing(self.setup.data.batches(start, rows)) as batches:
-            on_devices = prefetch(itertools.islice(batches, total - start), self.setup.mesh, self.setup.data.batch_size)
+            on_devices = prefetch(
+                itertools.islice(batches, total - start), self.setup.model.mesh, self.setup.data.batch_size
+            )
             update: Update | None = None
             for step in range(start + 1, total + 1):
                 for hook in self.hooks:

@@ -1,5 +1,6 @@
 """Loading, overriding and checking configs, and durations."""
 
+import dataclasses
 import itertools
 import json
 
@@ -7,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from dcvit.config import load as configs
-from dcvit.config.load import duration
+from dcvit.config.durations import Durations
 from dcvit.errors import ConfigError
 
 FILE = """
@@ -147,7 +148,7 @@ def test_value_from_the_command_line_replaces_a_required_placeholder(tmp_path):
 
 
 def test_durations_in_every_unit():
-    sizes = dict(batch_size=50, examples=1000, total_steps=400)
+    durations = Durations(batch_size=50, examples=1000, total_steps=400)
     for key, value, steps in [
         ("steps", 7, 7),
         ("epochs", 2, 40),
@@ -155,33 +156,34 @@ def test_durations_in_every_unit():
         ("examples", 1000, 20),
         ("percent", 2.5, 10),
     ]:
-        assert duration({f"x_{key}": value}, "x", **sizes) == steps
-    assert duration({}, "x", **sizes, default=3) == 3
-    assert duration({"x_percent": 1e-6}, "x", **sizes) == 1
-    assert duration({"x_steps": 0}, "x", **sizes) == 0
-    assert duration(ConfigDict({"x_steps": 4}), "x", **sizes) == 4
+        assert durations.steps({f"x_{key}": value}, "x") == steps
+    assert durations.steps({}, "x", default=3) == 3
+    assert durations.steps({"x_percent": 1e-6}, "x") == 1
+    assert durations.steps({"x_steps": 0}, "x") == 0
+    assert durations.steps(ConfigDict({"x_steps": 4}), "x") == 4
 
 
 @pytest.mark.slow
 def test_durations_are_given_once_and_are_numbers():
-    sizes = dict(batch_size=50, examples=1000)
+    durations = Durations(batch_size=50, examples=1000)
     for one, other in itertools.combinations(configs.UNITS, 2):
         with pytest.raises(ConfigError, match="give exactly one"):
-            duration({f"x_{one}": 1, f"x_{other}": 1}, "x", **sizes)
+            durations.steps({f"x_{one}": 1, f"x_{other}": 1}, "x")
     for bad in (-1, "3", float("nan"), True):
         with pytest.raises(ConfigError, match="should be a number"):
-            duration({"x_steps": bad}, "x", **sizes)
+            durations.steps({"x_steps": bad}, "x")
     with pytest.raises(ConfigError, match="percentage of itself"):
-        duration({"x_percent": 1}, "x", **sizes)
+        durations.steps({"x_percent": 1}, "x")
 
 
 @pytest.mark.parametrize("spec", ["vit_digits:epochs=2", "vit_digits:epochs=120", "lm_stdlib:steps=20"])
 def test_short_runs_of_the_small_configs_have_curves(spec):
     """A plot shows at least ten rows of losses, and four evaluations."""
     loaded = configs.load(spec)
-    sizes = {"batch_size": 64, "examples": 1437}
-    total = duration(loaded, "total", **sizes)
+    durations = Durations(batch_size=64, examples=1437)
+    total = durations.steps(loaded, "total")
+    durations = dataclasses.replace(durations, total_steps=total)
     (evaluator,) = loaded.evals.values()
-    rows, evaluations = (total // duration(part, "log", **sizes, total_steps=total) for part in (loaded, evaluator))
+    rows, evaluations = (total // durations.steps(part, "log") for part in (loaded, evaluator))
     assert rows >= 10
     assert evaluations >= 4

@@ -61,10 +61,10 @@ def train_steps(config, devices=None):
         return step.initial_state(run, params)
 
     losses, states = [], []
-    with jax.set_mesh(run.mesh):
+    with jax.set_mesh(run.model.mesh):
         state = jax.jit(first, out_shardings=jax.tree.map(lambda s: s.sharding, placed))()
         for batch, _ in zip(run.data.batches(0), range(2), strict=False):
-            state, metrics = update(state, sharding.put_batch(batch, run.mesh, run.data.batch_size))
+            state, metrics = update(state, sharding.put_batch(batch, run.model.mesh, run.data.batch_size))
             losses.append(float(metrics["loss"]))
             states.append(jax.device_get(state))
     return losses, states, state
@@ -277,7 +277,7 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
     other = configured("vit", **ATTENTION["groups"], **axes)
     run = setup.make_setup(other, devices=jax.devices()[:4], evaluate=False)
-    placed = step.state_shapes(run)
+    mesh, placed = run.model.mesh, step.state_shapes(run)
     restored = restoring.restore(tmp_path / "checkpoints/5", placed.items())
     found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))

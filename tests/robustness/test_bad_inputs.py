@@ -52,7 +52,7 @@ def _traced_once():
         return made[key]
 
     def zeros(run: setup.Setup, key: jax.Array) -> setup.Params:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes(run.model, run.task.example))
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes(run.model.module, run.task.example))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "param_shapes", shapes)

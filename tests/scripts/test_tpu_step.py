@@ -242,7 +242,7 @@ def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_prom
         other = result["table"]["other"]  # mostly copies that the compiler inserts without the name of an operation
         assert other["matmul"] + other["elementwise"] < 0.05 * result["cycles"]
     setup = load_setup(configs[1].split()[0], ["model.depth=2"], stand_in=True)
-    formula = training_flops(setup.model, setup.task.example) * plain["examples"]
+    formula = training_flops(setup.model.module, setup.task.example) * plain["examples"]
     assert 0.95 < plain["matmul_flops"] / formula <= 1  # nothing needs the gradient of the images
     assert "| of the first | 1.00 |" in done.stdout
 

@@ -25,7 +25,7 @@ def test_tokenizer_of_a_run_on_generated_tasks_has_their_words(tmp_path):
     tokenizer = TrainedModel(loaded, tmp_path).tokenizer()
     text = " apple . wolf . cello . in initial animal w ;"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.vocab_size == Source().vocab_size == load_setup("lm_synthetic").model.vocab_size
+    assert tokenizer.vocab_size == Source().vocab_size == load_setup("lm_synthetic").model.module.vocab_size
 
 
 @pytest.mark.exhaustive

@@ -135,10 +135,10 @@ class TestRecipe:
         rng = np.random.default_rng(0)
         params = jax.tree.map(lambda p: rng.normal(0.1, 0.2, p.shape).astype(np.float32), shapes)
         schedule = {**c.schedule.to_dict(), "warmup_steps": 2}
-        tx, factor = optim.make(
-            params, total_steps=10, optax_name=c.optax_name, optax_args=c.optax.to_dict(), lr=c.lr,
-            schedule_args=schedule, wd=c.wd, wd_mults=c.wd_mults, grad_clip_norm=c.grad_clip_norm,
-        )  # fmt: skip
+        options = optim.Options(
+            c.optax_name, c.optax.to_dict(), c.lr, schedule, c.wd, wd_mults=c.wd_mults, grad_clip_norm=c.grad_clip_norm
+        )
+        tx, factor = optim.make(params, 10, options)
 
         @jax.jit
         def third_update(grads):

@@ -19,7 +19,7 @@ GRADS = [jax.tree.map(lambda p, s=s: 0.1 * (s + 1) * jnp.cos(p + s), PARAMS) for
 
 def train(**options):
     """Return the parameters after four gradients."""
-    tx, _ = optim.make(PARAMS, total_steps=4, **options)
+    tx, _ = optim.make(PARAMS, 4, optim.Options(**options))
     params, state = PARAMS, tx.init(PARAMS)
     for grads in GRADS:
         updates, state = tx.update(grads, state, params)
@@ -55,7 +55,7 @@ def expected(*, lr, wd=0.0, clip=None, b1=0.9, b2=0.999, lr_mult=None, wd_mult=N
         ({"wd": 0.01}, {"wd": 0.01}),
         ({"wd": 0.1, "wd_times_lr": True}, {"wd": 0.1 * 0.02}),
         ({"grad_clip_norm": 0.05}, {"clip": 0.05}),
-        ({"optax_args": {"b1": 0.8, "b2": 0.9}}, {"b1": 0.8, "b2": 0.9}),
+        ({"optax": {"b1": 0.8, "b2": 0.9}}, {"b1": 0.8, "b2": 0.9}),
         ({"lr_mults": [("head/.*", 0.1)]}, {"lr_mult": {"head/kernel": 0.1}}),
         (
             {"wd": 0.01, "wd_mults": [("head/.*", 3.0), (".*/kernel", 1.0), (".*", 0.5)]},
@@ -73,13 +73,13 @@ def test_update_follows_the_equation(options, equation):
 
 
 def test_bfloat16_momentum_stays_near_float32():
-    narrow = train(lr=0.02, optax_args={"mu_dtype": "bfloat16"})
+    narrow = train(lr=0.02, optax={"mu_dtype": "bfloat16"})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-3), narrow, expected(lr=0.02))
 
 
 def test_frozen_parameters_have_no_optimizer_state():
     def numbers(**options):
-        tx, _ = optim.make(PARAMS, total_steps=4, **options)
+        tx, _ = optim.make(PARAMS, 4, optim.Options(**options))
         return sum(x.size for x in jax.tree.leaves(tx.init(PARAMS)))
 
     assert numbers() - numbers(frozen=["block/.*"]) == 2 * 4
@@ -109,13 +109,13 @@ def test_schedules_have_their_defined_values_at_the_corners():
         ({"wd": 0.1, "wd_mults": [(".*/kernal", 1.0)]}, "wd_mults: '.*/kernal' matches no parameter"),
         ({"lr_mults": [("body/.*", 1.0)]}, "lr_mults: 'body/.*' matches no parameter"),
         ({"frozen": ["head"]}, "frozen: 'head' matches no parameter"),
-        ({"schedule_args": {"decay_type": "cosin"}}, "decay_type='cosin'"),
-        ({"schedule_args": {"warmup_steps": 3, "cooldown_steps": 2}}, "do not fit into 4 steps"),
+        ({"schedule": {"decay_type": "cosin"}}, "decay_type='cosin'"),
+        ({"schedule": {"warmup_steps": 3, "cooldown_steps": 2}}, "do not fit into 4 steps"),
     ],
 )
 def test_rules_without_a_match_and_invalid_schedules_are_refused(options, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        optim.make(PARAMS, total_steps=4, **options)
+        optim.make(PARAMS, 4, optim.Options(**options))
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_loss_and_gradient_equal_those_of_the_model_written_out():
 
     def loss(params):
         images = batch["image"].astype(jnp.float32) / 127.5 - 1
-        log_p = nn.log_softmax(setup.model.apply({"params": params}, images)[0])
+        log_p = nn.log_softmax(setup.model.module.apply({"params": params}, images)[0])
         return -jnp.mean(jnp.sum((0.9 * batch["labels"] + 0.01) * log_p, axis=-1))  # label smoothing 0.1
 
     @jit
@@ -75,7 +75,7 @@ def test_loss_and_gradient_equal_those_of_the_model_written_out():
 def test_sigmoid_loss_is_used_when_the_config_names_it():
     setup = small_setup(loss="sigmoid_xent", **{"model.depth": 0})
     state, batch, update = make_step(setup)
-    logits = jit(setup.model.apply)({"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1)[0]
+    logits = jit(setup.model.module.apply)({"params": state.params}, batch["image"].astype(jnp.float32) / 127.5 - 1)[0]
     labels = 0.9 * batch["labels"] + 0.01
     expected = -jnp.sum(labels * nn.log_sigmoid(logits) + (1 - labels) * nn.log_sigmoid(-logits), axis=-1).mean()
     assert float(update(state, batch)[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
@@ -94,7 +94,7 @@ def test_loss_of_a_language_model_is_the_mean_over_targets_also_in_parts():
         update = jax.jit(step.make_update(setup))
         found.append(update(step.initial_state(setup, params), jax.tree.map(jnp.asarray, batch)))
     tokens = batch["tokens"]
-    logits = np.asarray(jit(setup.model.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
+    logits = np.asarray(jit(setup.model.module.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     nats = log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
     expected = nats[batch["is_target"][:, 1:]].mean()

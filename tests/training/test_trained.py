@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def small_model():
     """Return a small language model and parameters without zero layers."""
     setup = small_lm_setup()
-    return setup.model, perturbed_params(setup)
+    return setup.model.module, perturbed_params(setup)
 
 
 def nats(net, params, tokens):

@@ -87,7 +87,7 @@ def opened_by_convert(call, place, folder):
 def opened_by_model_init(call, place, folder):
     name, overrides = RUNS["images"]
     made = setup.load_setup(name, [f"{k}={v}" for k, v in {**overrides, "model_init": place}.items()])
-    params = made.load_initial(setup.param_shapes(made.model, made.task.example))
+    params = made.model.load_initial(made.model.shapes)
     return {name: np.asarray(x).tobytes() for name, x in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 

@@ -338,8 +338,8 @@ PARAMS = {"head": {"kernel": jnp.ones((2, 2))}, "a": {"kernel": jnp.ones(3)}, "b
 def test_parameters_without_schedule_are_frozen(rules, trained, library_promotion):
     """The first regex that matches a whole name counts."""
     config, _ = translate(schedule=rules)
-    optimizer, _ = optim.make(PARAMS, total_steps=5, lr=1.0, wd=0.5, frozen=config["frozen"], optax_name="trace",
-                              optax_args={"decay": 0.0}, schedule_args=config["schedule"])  # fmt: skip
+    options = optim.Options("trace", {"decay": 0.0}, 1.0, config["schedule"], wd=0.5, frozen=config["frozen"])
+    optimizer, _ = optim.make(PARAMS, 5, options)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), optimizer.init(PARAMS), PARAMS)
     assert {f"{name}/kernel" for name in PARAMS if updates[name]["kernel"].any()} == trained
 
@@ -439,10 +439,10 @@ def digits_config(tmp_path):
 @pytest.mark.slow
 def test_setup_of_a_translated_config(digits_config, library_promotion):
     made = setup.make_setup(configs.load(str(digits_config)))
-    assert (made.total_steps, made.intervals.log, made.intervals.evals) == (3, 1, {"test": 2})
-    assert (made.model.head_bias_init, made.task.loss_name, made.task.mixup) == (-2.3, "sigmoid_xent", 0.2)
+    assert (made.plan.total_steps, made.plan.intervals.log, made.plan.intervals.evals) == (3, 1, {"test": 2})
+    assert (made.model.module.head_bias_init, made.task.loss_name, made.task.mixup) == (-2.3, "sigmoid_xent", 0.2)
     assert made.evaluators["test"].loss == "sigmoid_xent"
-    assert [float(made.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
+    assert [float(made.plan.schedule(step)) for step in (0, 1, 3)] == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.weekly

@@ -1,0 +1,166 @@
+"""Plan of a run: how long it trains, how it optimizes, and when it logs, evaluates and saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from dcvit.config.durations import Durations
+from dcvit.config.keys import is_rate
+from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.models import Params
+from dcvit.runs.tracking import check_wandb
+from dcvit.training import optim
+from dcvit.training.inputs import TrainingData
+
+SCHEDULE_DURATIONS = ("warmup", "cooldown")
+RATES = ("b1", "b2", "b3", "decay", "eps", "eps_root", "momentum")  # of `config.optax`: numbers that are not negative
+
+
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """Intervals between repeated work, in steps; 0 or None: never."""
+
+    log: int | None
+    ckpt: int | None
+    keep_ckpt: int | None
+    evals: Mapping[str, int | None]  # by the evaluator's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Length, optimization and intervals of a run; `make_plan` builds it."""
+
+    total_steps: int
+    lr: float
+    schedule: optim.Schedule
+    optimizer: optax.GradientTransformation
+    grad_accum: int
+    ema_decay: float
+    intervals: Intervals
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The keys of a config that control a run without changing what a step computes; see `dcvit.config.load.KEYS`."""
+
+    ckpt_keep: int
+    ckpt_best: Sequence[str]
+    early_stop: Sequence[Any]
+    on_corrupt: str
+    nonfinite_skip: int
+    watchdog_seconds: float
+    watchdog_exit: bool
+    tensorboard: bool
+    wandb: Mapping[str, object]
+    profile: Sequence[int]
+
+
+def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:
+    """Build the plan of a run.
+
+    Args:
+      config: the config.
+      data: the training data, whose size determines the length of an epoch.
+      params: the parameters, or their shapes.
+      evaluators: the names of the evaluators.
+
+    Raises:
+      ConfigError: an invalid duration, optimizer or schedule.
+    """
+    durations = Durations(data.batch_size, len(data.source))
+    total_steps = durations.steps(config, "total")
+    if not total_steps:
+        raise ConfigError("config: set one of total_steps, total_epochs or total_examples to a value above 0")
+    durations = dataclasses.replace(durations, total_steps=total_steps)
+    optimizer, schedule = make_optimizer(config, params, durations)
+    intervals = Intervals(
+        log=durations.steps(config, "log", 50),
+        ckpt=durations.steps(config, "ckpt", total_steps),
+        keep_ckpt=durations.steps(config, "keep_ckpt"),
+        evals={n: durations.steps(config.evals[n], "log", total_steps, f"config.evals.{n}") for n in evaluators},
+    )
+    return Plan(total_steps, config.lr, schedule, optimizer, config.grad_accum, config.ema_decay, intervals)
+
+
+def make_optimizer(
+    config: ConfigDict, params: Params, durations: Durations
+) -> tuple[optax.GradientTransformation, optim.Schedule]:
+    """Build the gradient transformation of a config and its learning-rate schedule.
+
+    Args:
+      config: the config.
+      params: the parameters, or their shapes.
+      durations: the sizes of the run, with its length.
+
+    Raises:
+      ConfigError: an unknown transformation or schedule, or an argument that does not fit.
+    """
+    keys = config.to_dict()
+    options = optim.Options(**{field.name: keys[field.name] for field in dataclasses.fields(optim.Options)})
+    if options.optax_name not in optim.TRANSFORMATIONS:
+        raise ConfigError(_unknown_transformation(options.optax_name, list(optim.TRANSFORMATIONS)))
+    check_call(optim.TRANSFORMATIONS[options.optax_name], options.optax, "config.optax")
+    for name, value in options.optax.items():
+        if name in RATES and isinstance(value, int | float) and not is_rate(float(value)):
+            raise ConfigError(f"config.optax.{name}={value!r} should be finite and not negative")
+    options = dataclasses.replace(options, schedule=_schedule_in_steps(options.schedule, durations))
+    check_call(optim.schedule, options.schedule, "config.schedule", args=(durations.total_steps,))
+    try:
+        optimizer, factor = optim.make(params, durations.total_steps or 0, options)
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"config: {first_line(e)}") from None
+    return optimizer, factor
+
+
+def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps: int, model: nn.Module) -> RunOptions:
+    """Read the options of a run.
+
+    Raises:
+      ConfigError: `ckpt_best` or `early_stop` names no metric, `profile` no step of the run, or `wandb` is invalid.
+    """
+    keys = config.to_dict()
+    options = RunOptions(**{field.name: keys[field.name] for field in dataclasses.fields(RunOptions)})
+    known = [f"{name}/{metric}" for name, evaluator in evaluators.items() for metric in evaluator.metrics]
+    if (getattr(model, "num_classes", 0) or 0) <= 5:
+        known = [metric for metric in known if not metric.endswith("/top5")]
+    for key, value in (("ckpt_best", options.ckpt_best), ("early_stop", options.early_stop)):
+        if value and value[0] not in known:
+            raise ConfigError(f"config.{key}: no evaluation yields {value[0]!r}; {nearest(value[0], known)}")
+    if options.profile and options.profile[0] > total_steps:
+        raise ConfigError(f"config.profile={tuple(options.profile)}: the run has {total_steps} steps")
+    check_wandb(options.wandb)
+    return options
+
+
+def _schedule_in_steps(schedule: Mapping[str, Any], durations: Durations) -> dict[str, Any]:
+    """Return the arguments of `optim.schedule`: the durations of `config.schedule` in steps, and its other keys."""
+    found = dict(schedule)
+    for name in SCHEDULE_DURATIONS:
+        steps = durations.steps(schedule, name, default=0, what="config.schedule")
+        for unit in ("epochs", "examples", "percent"):
+            found.pop(f"{name}_{unit}", None)
+        found[f"{name}_steps"] = steps
+    return found
+
+
+def _unknown_transformation(name: str, known: Sequence[str]) -> str:
+    """Return the message about an unknown `config.optax_name`, which may be the name of a complete optimizer."""
+    if name == "sgd":
+        return "config.optax_name='sgd' is an optimizer; use the transformation 'trace' with --config.optax.decay=0.9"
+    for short in (name, name.removesuffix("w")):
+        if f"scale_by_{short}" in known:
+            return (
+                f"config.optax_name={name!r} is an optimizer; use the transformation 'scale_by_{short}', with the "
+                "learning rate in config.lr and the weight decay in config.wd"
+            )
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"config.optax_name={name!r} is not a scale_by_… or trace of optax; nearest: {close[0]}"
