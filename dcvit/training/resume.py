@@ -28,26 +28,41 @@ from dcvit.training.step import TrainState, init_params, initial_state, state_sh
 LOG = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The point that a run starts from.
+
+    Fields:
+      step: the step to resume from, 0 for a new run.
+      about: the `about` of its checkpoint; empty for a new run.
+      shapes: shapes and shardings of the state.
+      loaded: the parameters that a new run has loaded, with None for each parameter to initialize. `start_state`
+        donates their memory to the state.
+    """
+
+    step: int
+    about: Mapping[str, Any]
+    shapes: TrainState
+    loaded: Params
+
+
 @dataclasses.dataclass
 class Run:
-    """A run in its workdir: where it resumes, and what its hooks write to."""
+    """A run in its workdir: where it starts, and what its hooks write to."""
 
     setup: Setup
     workdir: Folder
-    start: int  # the step to resume from, 0 for a new run
-    resumed: Mapping[str, Any]  # the `about` of the checkpoint to resume from; empty for a new run
+    start: Start
     about: Mapping[str, Any]  # description of the run, part of every checkpoint
-    shapes: TrainState  # shapes and shardings of the state
-    initial: Params  # loaded parameters of a new run until it starts; None for each parameter to initialize
     checkpointer: Checkpointer
     watchdog: Watchdog
-    progress: RunProgress
+    display: RunProgress
     writer: metrics.MetricWriter | None  # None in all processes but the first
     lock: WorkdirLock | None  # the same
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.started -= self.resumed.get("seconds", 0)
+        self.started -= self.start.about.get("seconds", 0)
 
     def flush(self) -> None:
         """Return when all metrics are on the disk or in the store.
@@ -64,25 +79,6 @@ class Run:
     def seconds(self) -> float:
         """Wall time of the run, earlier parts included."""
         return time.perf_counter() - self.started
-
-    def start_state(self) -> TrainState:
-        """Return the state to start from: that of the checkpoint, or a fresh one with the loaded parameters."""
-        if self.start:
-            checkpoint = self.checkpointer.folder / str(self.start)
-            items = restoring.restore(checkpoint, self.shapes.items())
-            if (step := int(items["rest"]["step"])) != self.start:
-                raise CheckpointError(f"{checkpoint} holds the state of step {step}")
-            return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
-
-        def fresh(loaded: Params) -> TrainState:
-            params = init_params(self.setup, jax.random.key(self.setup.seed))
-            params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=_is_none)
-            return initial_state(self.setup, params)
-
-        places = jax.tree.map(lambda s: s.sharding, self.shapes)
-        loaded, self.initial = self.initial, {}  # the state holds them from here on
-        state: TrainState = jax.jit(fresh, out_shardings=places)(loaded)
-        return state
 
 
 @contextlib.contextmanager
@@ -104,45 +100,87 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     if setup.options.profile and not isinstance(folder, Path):
         raise ConfigError(f"config.profile: a trace needs a local folder, and --workdir is {folder}")
     data = identity.data_identity(setup.data.source)
+    about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
+    fresh = _fresh_start(setup, folder, data)
+    with contextlib.ExitStack() as stack:
+        lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
+        writer = None
+        if multihost.is_first():
+            writer = metrics.MetricWriter(folder, resumed=start.about, tensorboard=setup.options.tensorboard)
+            stack.callback(writer.close)
+        watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
+        stack.callback(watchdog.close)
+        display = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start.step, setup.task.rate))
+        yield Run(setup, folder, start, about, checkpointer, watchdog, display, writer, lock)
+
+
+def start_state(run: Run) -> TrainState:
+    """Return the state that a run starts from: restored from its checkpoint, or new with the loaded parameters.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be restored, or is of another step.
+    """
+    start, setup = run.start, run.setup
+    if start.step:
+        checkpoint = run.checkpointer.folder / str(start.step)
+        items = restoring.restore(checkpoint, start.shapes.items())
+        if (step := int(items["rest"]["step"])) != start.step:
+            raise CheckpointError(f"{checkpoint} holds the state of step {step}")
+        return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
+
+    def fresh(loaded: Params) -> TrainState:
+        params = init_params(setup, jax.random.key(setup.seed))
+        params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=_is_none)
+        return initial_state(setup, params)
+
+    places = jax.tree.map(lambda s: s.sharding, start.shapes)
+    state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded)
+    return state
+
+
+def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
+    """Return the start of a new run, after the processes have agreed on the run; nothing is written.
+
+    Its parameters are loaded only if the workdir has no checkpoint to resume from.
+    """
     saved = steps.saved_steps(folder)
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
-    initial = jax.tree.map(lambda _: None, shapes.params)
+    loaded = jax.tree.map(lambda _: None, shapes.params)
     if setup.model.load_initial and not saved:
-        initial = setup.model.load_initial(shapes.params)
+        loaded = setup.model.load_initial(shapes.params)
+    return Start(0, {}, shapes, loaded)
+
+
+@contextlib.contextmanager
+def _open_workdir(
+    setup: Setup, folder: Folder, fresh: Start, about: Mapping[str, Any], accept: Sequence[str]
+) -> Iterator[tuple[WorkdirLock | None, Checkpointer, Start]]:
+    """Lock a workdir that holds no other run, claim it for this one, and find the checkpoint to resume from."""
+    data, saved = about["data"], steps.saved_steps(folder)
+    existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
+    accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
     with contextlib.ExitStack() as stack:
-        existing = workdir.existing(folder) if workdir.has_started(folder, saved) else {}
-        accepted = identity.check_same_run(folder, existing, setup.record, data, accept)
         lock = stack.enter_context(WorkdirLock(folder)) if multihost.is_first() else None
         multihost.wait_for_all("workdir locked")
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
-        start, resumed = _find_start(setup, folder, shapes)
+        start = _latest_start(setup, folder, fresh)
         before = workdir.accepted(folder)
-        if start:
-            name = checkpointer.folder / str(start)
-            accepted += identity.check_same_run(name, resumed, setup.record, data, [*accept, *before])
+        if start.step:
+            name = checkpointer.folder / str(start.step)
+            accepted += identity.check_same_run(name, start.about, setup.record, data, [*accept, *before])
         for name in metrics.FILES:
             metrics.read(folder / name)  # raises if the file is damaged
-        about = {
-            "config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices(),
-        }  # fmt: skip
         for line in [
             *(f"accepted: {line}" for line in dict.fromkeys(accepted)),
-            *identity.resume_warnings(resumed, about),
+            *identity.resume_warnings(start.about, about),
         ]:
             if multihost.is_first():
                 LOG.warning(line)
-        _warn_of_full_disk(folder, shapes)
+        _warn_of_full_disk(folder, start.shapes)
         _claim(setup, folder, data, sorted({*accept, *before}))
-        writer = None
-        if multihost.is_first():
-            writer = metrics.MetricWriter(folder, resumed=resumed, tensorboard=setup.options.tensorboard)
-            stack.callback(writer.close)
-        watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
-        stack.callback(watchdog.close)
-        progress = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start, setup.task.rate))
-        yield Run(setup, folder, start, resumed, about, shapes, initial, checkpointer, watchdog, progress, writer, lock)
+        yield lock, checkpointer, start
 
 
 def _warn_of_full_disk(folder: Folder, shapes: TrainState) -> None:
@@ -165,16 +203,16 @@ def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence
     workdir.check_shared(folder)
 
 
-def _find_start(setup: Setup, folder: Folder, shapes: TrainState) -> tuple[int, Mapping[str, Any]]:
-    """Return the step to resume from and the `about` of its checkpoint; (0, {}) for a new run."""
-    start = restoring.latest(folder, setup.options.on_corrupt)
-    if not start:
-        return 0, {}
-    if start > setup.plan.total_steps:
-        raise ConfigError(f"{folder} is at step {start}, beyond the {setup.plan.total_steps} steps of this config")
-    checkpoint = folder / steps.FOLDER / str(start)
-    restoring.check_compatible(checkpoint, shapes.items())
-    return start, steps.about(checkpoint)
+def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
+    """Return the start from the latest checkpoint; `fresh` if there is none."""
+    step = restoring.latest(folder, setup.options.on_corrupt)
+    if not step:
+        return fresh
+    if step > setup.plan.total_steps:
+        raise ConfigError(f"{folder} is at step {step}, beyond the {setup.plan.total_steps} steps of this config")
+    checkpoint = folder / steps.FOLDER / str(step)
+    restoring.check_compatible(checkpoint, fresh.shapes.items())
+    return dataclasses.replace(fresh, step=step, about=steps.about(checkpoint))
 
 
 def _is_none(leaf: object) -> bool:

@@ -20,19 +20,9 @@ from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
-from dcvit.training.hooks import (
-    BestCheckpoint,
-    CheckpointHook,
-    EarlyStop,
-    Hook,
-    MetricsHook,
-    NonFiniteGuard,
-    ProfilerHook,
-    StepClock,
-    StepResult,
-    WandbHook,
-)
-from dcvit.training.resume import Run, open_run
+from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, WandbHook
+from dcvit.training.progress import Progress, StepResult
+from dcvit.training.resume import Run, open_run, start_state
 from dcvit.training.setup import Setup
 from dcvit.training.step import TrainState, Update, jit_update
 
@@ -63,8 +53,8 @@ def train(
         trainer = Trainer(run)
         with jax.set_mesh(setup.model.mesh), preemption.saving(trainer.finish):
             try:
-                with preemption.saving(trainer.stop, trainer.end):
-                    trainer.run_steps(run.start_state())
+                with preemption.saving(trainer.stop, trainer.gate.end):
+                    trainer.run_steps(start_state(run))
             finally:
                 failed = sys.exception() is not None
                 try:
@@ -75,7 +65,59 @@ def train(
                     run.watchdog("ending")
                     trainer.close(failed=failed)
         multihost.gather("ended", True)
-    return trainer.metrics.row
+    return trainer.progress.row
+
+
+class StopGate:
+    """Agreement of two threads on the last step: the main thread, which executes steps, and one that stops the run."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Condition()  # guards the following
+        self.started = 0  # the newest step that was started
+        self.limit: int | None = None  # the step after which a stopped run starts no other
+        self.ended = False  # the main thread starts no further step
+        self.result: StepResult | None = None  # of the newest completed step
+
+    def begin(self, result: StepResult) -> None:
+        """Set the state that the steps start from."""
+        with self.turn:
+            self.started, self.result = result.step, result
+            self.turn.notify_all()
+
+    def enter(self, step: int) -> None:
+        """Start a step, in the main thread; block forever if the run was stopped before it."""
+        with self.turn:
+            self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
+            self.started = step
+
+    def complete(self, result: StepResult) -> None:
+        """Set the result of the step that was started, in the main thread."""
+        with self.turn:
+            self.result = result
+            self.turn.notify_all()
+
+    def end(self) -> None:
+        """Complete no further step, in the main thread."""
+        with self.turn:
+            self.ended = True
+            self.turn.notify_all()
+
+    def close(self) -> int:
+        """Let the main thread start no other step; return the newest one that it has started."""
+        with self.turn:
+            self.limit = self.started
+            return self.limit
+
+    def wait_for(self, step: int) -> StepResult | None:
+        """Let the main thread execute the steps up to one, and return the result of the newest completed step.
+
+        That is an earlier step if the main thread ends before, and None before the first.
+        """
+        with self.turn:
+            self.limit = step
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: self.ended or (self.result.step if self.result else 0) >= step)
+            return self.result
 
 
 class Trainer:
@@ -86,41 +128,31 @@ class Trainer:
     """
 
     def __init__(self, run: Run):
-        self.run, self.setup = run, run.setup
-        self.turn = threading.Condition()  # guards the following four
-        self.started = 0  # the newest step that was started
-        self.limit: int | None = None  # the step after which a stopped run starts no other
-        self.ended = False  # the main thread starts no further step
-        self.result: StepResult | None = None  # of the newest completed step
-        self.clock = StepClock()
-        self.guard, best = NonFiniteGuard(run), BestCheckpoint(run.setup.options.ckpt_best)
-        self.early = EarlyStop(run.setup.options.early_stop)
-        self.metrics = MetricsHook(run, self.guard, best, self.early, self.clock)
-        self.checkpoints = CheckpointHook(run, self.guard, best, self.early, self.clock)
-        profiler = [ProfilerHook(run, self.early)] if run.setup.options.profile else []
-        wandb = [WandbHook(run, self.metrics)] if run.setup.options.wandb and multihost.is_first() else []
-        self.hooks: list[Hook] = [self.metrics, self.checkpoints, *profiler, *wandb]
+        self.run, self.setup, options = run, run.setup, run.setup.options
+        self.gate, self.progress = StopGate(), Progress(run)
+        self.checkpoints = CheckpointHook(run, self.progress)
+        self.hooks: list[Hook] = [MetricsHook(run, self.progress), self.checkpoints]
+        if options.profile:
+            self.hooks.append(ProfilerHook(run, self.progress))
+        if options.wandb and multihost.is_first():
+            self.hooks.append(WandbHook(run, self.progress))
 
     def run_steps(self, state: TrainState) -> None:
         """Execute all steps after `run.start`, whose state is given, or those up to the one that stops early."""
-        run, start, total = self.run, self.run.start, self.setup.plan.total_steps
-        with self.turn:
-            self.started, self.result = start, StepResult(start, state, {})
-            self.turn.notify_all()
+        run, start, total = self.run, self.run.start.step, self.setup.plan.total_steps
+        self.gate.begin(StepResult(start, state, {}))
         run.checkpointer.saved = start or None
         if start:
-            run.progress.line(f"resuming from the checkpoint of step {start} of {total}")
-            self.metrics.catch_up(state)
-        else:
-            self.metrics.first_row(state)
-        if start == total or self.early.reason:
-            run.progress.line(f"the run is complete: {self.early.reason or f'all {total} steps are done'}")
+            run.display.line(f"resuming from the checkpoint of step {start} of {total}")
+        for hook in self.hooks:
+            hook.start(state)
+        if start == total or self.progress.early.reason:
+            done = self.progress.early.reason or f"all {total} steps are done"
+            run.display.line(f"the run is complete: {done}")
             return
-        rows = local_rows(self.setup.model.mesh, self.setup.data.batch_size)
-        with contextlib.closing(self.setup.data.batches(start, rows)) as batches:
-            on_devices = prefetch(
-                itertools.islice(batches, total - start), self.setup.model.mesh, self.setup.data.batch_size
-            )
+        mesh, data = self.setup.model.mesh, self.setup.data
+        with contextlib.closing(data.batches(start, local_rows(mesh, data.batch_size))) as batches:
+            on_devices = prefetch(itertools.islice(batches, total - start), mesh, data.batch_size)
             update: Update | None = None
             for step in range(start + 1, total + 1):
                 for hook in self.hooks:
@@ -130,15 +162,10 @@ class Trainer:
                 if update is None:
                     update = self._compile(state, batch)
                 run.watchdog(f"at step {step}")
-                previous, result = self.result, self._advance(update, step, state, batch)
+                previous, result = self.gate.result, self._advance(update, step, state, batch)
                 state = result.state
-                self.guard.check(previous)  # of the step before: the devices are executing this one
-                run.checkpointer.check_for_errors()
-                self.clock.steps += 1
-                run.progress.advance(step)
-                for hook in self.hooks:
-                    hook.after_step(result)
-                if self._ends_early():
+                if reason := self._after_step(previous, result):
+                    run.display.line(reason)
                     break
 
     def stop(self) -> str:
@@ -146,37 +173,26 @@ class Trainer:
 
         All processes of a run save the same step: the latest that any of them has started.
         """
-        self.run.watchdog.close()  # the main thread may wait from now on
-        with self.turn:
-            self.limit = self.started
-        agreed = max(multihost.gather("stop", self.limit))
-        with self.turn:
-            self.limit = agreed
-            self.turn.notify_all()
-            self.turn.wait_for(lambda: self.ended or (self.result.step if self.result else 0) >= agreed)
-            result = self.result
+        run = self.run
+        run.watchdog.close()  # the main thread may wait from now on
+        agreed = max(multihost.gather("stop", self.gate.close()))
+        result = self.gate.wait_for(agreed)
         failed = (result.step if result else 0) < agreed
         if failed and not multihost.is_single_process():
             raise RuntimeError(f"step {agreed} failed")
-        self.run.checkpointer.wait()
+        run.checkpointer.wait()
         if failed and result and jax.tree.leaves(result.state)[0].is_deleted():  # donated to the step that failed
-            return f"step {agreed} failed; the latest checkpoint is of step {self.run.checkpointer.saved or 0}"
+            return f"step {agreed} failed; the latest checkpoint is of step {run.checkpointer.saved or 0}"
         if not result or not result.metrics:
             return "no step was completed since the last checkpoint"
         self.checkpoints.save(result)
-        self.run.checkpointer.wait()
+        run.checkpointer.wait()
         return f"step {result.step} is saved"
 
     def finish(self) -> str:
         """Wait for the last checkpoint of a run that is stopped after its last step; return a message for the user."""
         self.run.checkpointer.wait()
         return "the last checkpoint is complete"
-
-    def end(self) -> None:
-        """Tell `stop` that the main thread completes no further step."""
-        with self.turn:
-            self.ended = True
-            self.turn.notify_all()
 
     def close(self, *, failed: bool) -> None:
         """Close the hooks."""
@@ -185,26 +201,31 @@ class Trainer:
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
         """Compile the training step for a state and a batch."""
-        self.run.progress.line("compiling the training step")
+        self.run.display.line("compiling the training step")
         self.run.watchdog("compiling the training step")
-        update: Update = jit_update(self.setup, self.run.shapes).lower(state, batch).compile()
-        self.clock.start()
+        update: Update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
+        self.progress.clock.start()
         return update
-
-    def _ends_early(self) -> bool:
-        """Return True, and say why, if the step that was completed last is the last one by `config.early_stop`."""
-        if self.early.reason:
-            self.run.progress.line(self.early.reason)
-        return self.early.reason is not None
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
         """Execute one step; block forever if the run was stopped before it."""
-        with self.turn:
-            self.turn.wait_for(lambda: self.limit is None or step <= self.limit)
-            self.started = step
+        self.gate.enter(step)
         state, metrics = update(state, batch)  # may wait for other processes
         result = StepResult(step, state, metrics)
-        with self.turn:
-            self.result = result
-            self.turn.notify_all()
+        self.gate.complete(result)
         return result
+
+    def _after_step(self, previous: StepResult | None, result: StepResult) -> str | None:
+        """Check the step before, because the devices are executing this one, and call the hooks.
+
+        Returns:
+          Why the run stops early; None if it continues.
+        """
+        if previous:
+            self.progress.guard.check(previous)
+        self.run.checkpointer.check_for_errors()
+        self.progress.clock.steps += 1
+        self.run.display.advance(result.step)
+        for hook in self.hooks:
+            hook.after_step(result)
+        return self.progress.early.reason

@@ -59,7 +59,7 @@ TRAINING = (
     + """
 from dcvit import cli, train
 from dcvit.training import hooks, trainer
-run_steps, stop, end = trainer.Trainer.run_steps, trainer.Trainer.stop, trainer.Trainer.end
+run_steps, stop, end = trainer.Trainer.run_steps, trainer.Trainer.stop, trainer.StopGate.end
 record = hooks.MetricsHook._record
 def recorded(self, step, *rest):
     if moment == "evaluating" and step == 3:
@@ -73,11 +73,11 @@ def stop_after_main_thread(self):
     threading.Thread(target=lambda: (wait_for_limit(self), saving.set())).start()
     return stop(self)
 def wait_for_limit(self):
-    while self.limit is None:
+    while self.gate.limit is None:
         time.sleep(0.001)
 hooks.MetricsHook._record, trainer.Trainer.run_steps = recorded, run_and_stick
 trainer.Trainer.stop = stop_after_main_thread
-trainer.Trainer.end = lambda self: (end(self), ended.set())
+trainer.StopGate.end = lambda self: (end(self), ended.set())
 save = hooks.CheckpointHook.save
 def save_after_main_thread(self, result):
     if saving.is_set():

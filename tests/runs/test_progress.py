@@ -132,7 +132,7 @@ def test_live_display_shows_steps_and_log_records_and_restores_the_handlers(term
             assert shown.bar.tasks[0].completed == 2
             shown.advance(5)
             assert shown.bar.tasks[0].completed == 5
-            logging.getLogger("dcvit.training.hooks").warning("step 5: the loss is nan; skipped")
+            logging.getLogger("dcvit.training.progress").warning("step 5: the loss is nan; skipped")
             assert logger.handlers != [handler]
         assert (logger.handlers, logger.level, logger.propagate) == ([handler], *before)
     finally:

@@ -12,7 +12,7 @@ from trained_workdirs import TINY
 from dcvit import cli
 from dcvit.__main__ import dispatch
 from dcvit.runs import metrics
-from dcvit.training import hooks, seeds
+from dcvit.training import progress, seeds
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -55,7 +55,7 @@ def command(workdir, *words):
 
 @pytest.mark.exhaustive
 def test_each_seed_is_a_run_and_a_failed_one_is_resumed(tmp_path, capsys, monkeypatch):
-    real = hooks.NonFiniteGuard.check
+    real = progress.NonFiniteGuard.check
 
     def check(self, result):
         if self.run.setup.seed == 5 and result.step == 2:
@@ -64,7 +64,7 @@ def test_each_seed_is_a_run_and_a_failed_one_is_resumed(tmp_path, capsys, monkey
 
     folder = tmp_path / "runs"
     with monkeypatch.context() as patch:
-        patch.setattr(hooks.NonFiniteGuard, "check", check)
+        patch.setattr(progress.NonFiniteGuard, "check", check)
         assert command(folder, "--seeds", "3,5") == 2
     captured = capsys.readouterr()
     assert captured.err == "error: seed 5: step 2: the loss is nan; stopped\n"
