@@ -344,7 +344,7 @@ def evaluators() -> str:
             f"## {path.stem}",
             markdown(parse(module.__doc__).text),
             markdown(parse(evaluator.__doc__).text),
-            arguments(evaluator.__init__, skip=("predict", "mesh")),
+            fields(module.Options),
         ]
     return "\n\n".join(parts)
 

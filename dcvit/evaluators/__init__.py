@@ -1,4 +1,6 @@
-"""Evaluators. The `type` of an evaluator in a config is the name of a module here, which has a class `Evaluator`.
+"""Evaluators. The `type` of an evaluator in a config is the name of a module here.
+
+Such a module has a class `Evaluator`, and a dataclass `Options` with the other keys that a config gives it.
 
 This module holds the interface of these classes and the code that they share.
 """
@@ -28,7 +30,7 @@ Row: TypeAlias = dict[str, Any]  # a row of a table of results: strings, numbers
 
 
 class Evaluator(Protocol):
-    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, **options)`."""
+    """Interface of an evaluator. Its constructor is called as `Evaluator(predict, mesh, Options(…))`."""
 
     columns: ClassVar[tuple[str, ...]]  # keys of `rows`, in order, without those that `dcvit evaluate` adds
     source: input_pipeline.Source  # the data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -44,6 +45,31 @@ class Observer(Protocol):
         """Receive `scores` and the selected arrays of a batch; batches come in the order of the data."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the evaluator in a config.
+
+    Fields:
+      data: arguments of `input_pipeline.open_source`.
+      pp: a preprocessing string that yields `image` and multi-hot `labels`.
+      batch_size: rounded up to a multiple of the device count.
+      loss: a name in `dcvit.models.losses`.
+      present_classes_only: predict only classes that occur in the data, as in published results on ImageNet-A and -R,
+        which have 200 of ImageNet's 1000 classes. The data must have a key `label`.
+      cache: keep the preprocessed batches in memory.
+      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
+    """
+
+    data: dict[str, Any]
+    pp: str
+    batch_size: int = 256
+    loss: str = "softmax_xent"
+    present_classes_only: bool = False
+    cache: bool = False
+    corrupt: str = "fail"
+    corrupt_max: int = 100
+
+
 class Evaluator:
     """Count an example as correct if any of its labels is hit. Examples without labels are skipped, as in ReaL.
 
@@ -56,43 +82,23 @@ class Evaluator:
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
     observer: Observer | None = None  # set before the first run, which compiles its `select`
 
-    def __init__(
-        self,
-        predict: Predict,
-        mesh: Mesh,
-        *,
-        data: dict[str, Any],
-        pp: str,
-        batch_size: int = 256,
-        loss: str = "softmax_xent",
-        present_classes_only: bool = False,
-        cache: bool = False,
-        corrupt: str = "fail",
-        corrupt_max: int = 100,
-    ):
+    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """
         Args:
           predict: function from parameters and images to logits, B C, and named intermediates.
           mesh: the devices that share a batch.
-          data: arguments of `input_pipeline.open_source`.
-          pp: a preprocessing string that yields `image` and multi-hot `labels`.
-          batch_size: rounded up to a multiple of the device count.
-          loss: a name in `dcvit.models.losses`.
-          present_classes_only: predict only classes that occur in the data, as in published results on ImageNet-A
-            and -R, which have 200 of ImageNet's 1000 classes. The data must have a key `label`.
-          cache: keep the preprocessed batches in memory.
-          corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
+          options: the options.
         """
-        self.source = input_pipeline.open_source(**data)
-        self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
-        self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
-        self.present_classes_only = present_classes_only
+        self.source = input_pipeline.open_source(**options.data)
+        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
+        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
+        self.present_classes_only = options.present_classes_only
         self.present: np.ndarray | None = None  # the classes that may be predicted, after the first batch
-        self.cached: list[Batch] | None = [] if cache else None
+        self.cached: list[Batch] | None = [] if options.cache else None
         self.images_per_second = 0.0  # of the last run, without compilation
-        self.host_pp, to_numbers = pixels.split(pp)
-        self.loss = loss
-        loss_fn = getattr(losses, loss)
+        self.host_pp, to_numbers = pixels.split(options.pp)
+        self.loss = options.loss
+        loss_fn = getattr(losses, options.loss)
 
         def score(params: Params, batch: DeviceBatch, present: jax.Array) -> DeviceBatch:
             logits = jnp.where(present, predict(params, to_numbers(batch["image"]))[0], ABSENT_LOGIT)
@@ -110,7 +116,7 @@ class Evaluator:
             }
             return scores | (self.observer.select(batch, logits, scores) if self.observer else {})
 
-        self.score = TimedFunction(score, mesh, batch_size)
+        self.score = TimedFunction(score, mesh, options.batch_size)
 
     def run(self, params: Params) -> dict[str, float]:
         """Return the metrics.

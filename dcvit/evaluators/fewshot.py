@@ -7,6 +7,7 @@ the fitted examples (the shots).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,43 @@ BIAS = 100.0  # the value of the constant feature, large enough that the interce
 STD_EPSILON = 1e-5  # added to a feature's standard deviation
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the evaluator in a config.
+
+    Fields:
+      data: arguments of `input_pipeline.open_source`, for the examples to fit.
+      test_data: the same, for the examples on which accuracy is measured.
+      pp: a preprocessing string that yields `image` and an integer `label`.
+      shots: numbers of fitted examples of each class.
+      l2_reg: λ of the ridge regression.
+      num_seeds: number of draws of the shots, with seeds 0, 1, …
+      representation: the intermediate that serves as features, "a/b" for b inside a. Axes after the first are
+        flattened.
+      batch_size: rounded up to a multiple of the device count.
+      corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
+
+    Raises:
+      ConfigError: a number is too small.
+    """
+
+    data: dict[str, Any]
+    test_data: dict[str, Any]
+    pp: str
+    shots: Sequence[int] = (1, 5, 10, 25)
+    l2_reg: float = 2.0**10
+    num_seeds: int = 3
+    representation: str = "pre_logits"
+    batch_size: int = 256
+    corrupt: str = "fail"
+    corrupt_max: int = 100
+
+    def __post_init__(self) -> None:
+        shots, num_seeds, l2_reg = self.shots, self.num_seeds, self.l2_reg
+        if not shots or min(shots) < 1 or num_seeds < 1 or not 0 < l2_reg < math.inf:
+            raise ConfigError(f"few-shot: {shots=}, {num_seeds=}, {l2_reg=} should all be above 0")
+
+
 class Evaluator:
     """Fit a classifier to `shots` examples of each class of one source, and measure its accuracy on another source.
 
@@ -40,60 +78,34 @@ class Evaluator:
     columns = IMAGE_COLUMNS
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
-    def __init__(
-        self,
-        predict: Predict,
-        mesh: Mesh,
-        *,
-        data: dict[str, Any],
-        test_data: dict[str, Any],
-        pp: str,
-        shots: Sequence[int] = (1, 5, 10, 25),
-        l2_reg: float = 2.0**10,
-        num_seeds: int = 3,
-        representation: str = "pre_logits",
-        batch_size: int = 256,
-        corrupt: str = "fail",
-        corrupt_max: int = 100,
-    ):
+    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """
         Args:
           predict: function from parameters and images to logits and a dict of named intermediates.
           mesh: the devices that share a batch.
-          data: arguments of `input_pipeline.open_source`, for the examples to fit.
-          test_data: the same, for the examples on which accuracy is measured.
-          pp: a preprocessing string that yields `image` and an integer `label`.
-          shots: numbers of fitted examples of each class.
-          l2_reg: λ of the ridge regression.
-          num_seeds: number of draws of the shots, with seeds 0, 1, …
-          representation: the intermediate that serves as features, "a/b" for b inside a. Axes after the first are
-            flattened.
-          batch_size: rounded up to a multiple of the device count.
-          corrupt, corrupt_max: handling of unreadable examples; see `input_pipeline.CorruptPolicy`.
+          options: the options.
 
         Raises:
-          ConfigError: a number is too small, or the class names of the two sources differ.
+          ConfigError: the class names of the two sources differ.
         """
-        if not shots or min(shots) < 1 or num_seeds < 1 or not 0 < l2_reg < math.inf:
-            raise ConfigError(f"few-shot: {shots=}, {num_seeds=}, {l2_reg=} should all be above 0")
-        self.source = input_pipeline.open_source(**data)
-        self.test_source = input_pipeline.open_source(**test_data)
+        self.source = input_pipeline.open_source(**options.data)
+        self.test_source = input_pipeline.open_source(**options.test_data)
         names = self.source.class_names, self.test_source.class_names
         if names[0] != names[1] and all(names):
             raise ConfigError("few-shot: data and test_data have different classes or number them differently")
-        self.pp, self.batch_size, self.mesh = pp, batch_size, mesh
-        self.shots, self.l2_reg, self.num_seeds = tuple(dict.fromkeys(shots)), float(l2_reg), num_seeds
-        self.corrupt = input_pipeline.CorruptPolicy(corrupt, corrupt_max)
+        self.pp, self.batch_size, self.mesh = options.pp, options.batch_size, mesh
+        self.shots, self.num_seeds = tuple(dict.fromkeys(options.shots)), options.num_seeds
+        self.l2_reg = float(options.l2_reg)
+        self.corrupt = input_pipeline.CorruptPolicy(options.corrupt, options.corrupt_max)
         self.images_per_second = 0.0  # of the last run, without compilation
-
-        self.host_pp, to_numbers = pixels.split(pp)
+        self.host_pp, to_numbers = pixels.split(options.pp)
 
         def represent(params: Params, batch: DeviceBatch) -> jax.Array:
             images = to_numbers(batch["image"])
-            features = intermediate(predict(params, images)[1], representation)
+            features = intermediate(predict(params, images)[1], options.representation)
             return features.reshape(len(images), -1).astype(jnp.float32)
 
-        self.represent = TimedFunction(represent, mesh, batch_size, keep=("label",))
+        self.represent = TimedFunction(represent, mesh, options.batch_size, keep=("label",))
 
     @property
     def metrics(self) -> tuple[str, ...]:

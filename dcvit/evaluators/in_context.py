@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -32,6 +33,19 @@ class Answers(NamedTuple):
     shots: np.ndarray  # number of examples before the answer's
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the evaluator in a config.
+
+    Fields:
+      data: arguments of `input_pipeline.open_source`, of kind "synthetic" or "answers".
+      batch_size: rows, rounded up to a multiple of the device count.
+    """
+
+    data: dict[str, Any]
+    batch_size: int = 8
+
+
 class Evaluator:
     """Score the answers of rows: a maximal run of adjacent targets is one answer.
 
@@ -43,28 +57,22 @@ class Evaluator:
     metrics = columns[:-1]
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
-    def __init__(
-        self,
-        predict: Predict,
-        mesh: Mesh,
-        *,
-        data: dict[str, Any],
-        batch_size: int = 8,
-    ):
+    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """
         Args:
           predict: function from parameters and tokens, B T, to logits and intermediates with `pre_logits`.
           mesh: the devices that share a batch.
-          data: arguments of `input_pipeline.open_source`, of kind "synthetic" or "answers".
-          batch_size: rows, rounded up to a multiple of the device count.
+          options: the options.
 
         Raises:
           ConfigError: the data is of another kind.
         """
-        self.source = cast(input_pipeline.TaskSource, input_pipeline.open_source(**data))
+        self.source = cast(input_pipeline.TaskSource, input_pipeline.open_source(**options.data))
         if not hasattr(self.source, "task_names"):
-            raise ConfigError(f"an evaluator of type 'in_context' needs tasks; data of kind {data['kind']!r} has none")
-        self.batch_size, self.mesh = batch_size, mesh
+            raise ConfigError(
+                f"an evaluator of type 'in_context' needs tasks; data of kind {options.data['kind']!r} has none"
+            )
+        self.batch_size, self.mesh = options.batch_size, mesh
         self.answers: Answers | None = None  # of the last run
         self.rows_per_second = 0.0  # of the last run, without compilation
 
@@ -83,7 +91,7 @@ class Evaluator:
             found = jax.lax.map(score_position, pairs, batch_size=POSITIONS)
             return dict(zip(("nats", "best"), (jnp.swapaxes(x, 0, 1) for x in found), strict=True))
 
-        self.score = TimedFunction(score, mesh, batch_size, keep=("is_target", "task", "shots"))
+        self.score = TimedFunction(score, mesh, options.batch_size, keep=("is_target", "task", "shots"))
 
     def run(self, params: Params) -> dict[str, float]:
         """Return totals and means over all answers.

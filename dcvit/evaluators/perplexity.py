@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -19,6 +20,21 @@ from dcvit.models import Params, lm, losses
 MAX_NATS = 700.0  # the exponential of larger numbers overflows
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the evaluator in a config.
+
+    Fields:
+      data: arguments of `input_pipeline.open_source`, of a kind that yields rows of tokens.
+      batch_size: rows, rounded up to a multiple of the device count.
+      loss_chunk: positions of a row whose logits exist at the same time; None: all.
+    """
+
+    data: dict[str, Any]
+    batch_size: int = 8
+    loss_chunk: int | None = 512
+
+
 class Evaluator:
     """Measure the loss of all targets: every token of a row except the first, or the target span of `kind="spans"`.
 
@@ -32,34 +48,24 @@ class Evaluator:
     metrics = columns[:-1]  # `run` omits those that need more than the data provides
     example: jax.ShapeDtypeStruct  # set by `dcvit.training.setup`, which reads an example of the data
 
-    def __init__(
-        self,
-        predict: Predict,
-        mesh: Mesh,
-        *,
-        data: dict[str, Any],
-        batch_size: int = 8,
-        loss_chunk: int | None = 512,
-    ):
+    def __init__(self, predict: Predict, mesh: Mesh, options: Options):
         """
         Args:
           predict: function from parameters and tokens, B T, to logits and intermediates with `pre_logits`.
           mesh: the devices that share a batch.
-          data: arguments of `input_pipeline.open_source`, of a kind that yields rows of tokens.
-          batch_size: rows, rounded up to a multiple of the device count.
-          loss_chunk: positions of a row whose logits exist at the same time; None: all.
+          options: the options.
         """
-        self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**data))  # as setup checks
-        self.batch_size, self.mesh = batch_size, mesh
+        self.source = cast(input_pipeline.TokenSource, input_pipeline.open_source(**options.data))  # as setup checks
+        self.batch_size, self.mesh = options.batch_size, mesh
         self.tokens_per_second = 0.0  # of the last run, without compilation
 
         def score(params: Params, batch: DeviceBatch) -> jax.Array:
             tokens = batch["tokens"]
             unembed = functools.partial(lm.unembed, kernel=lm.head_kernel(params))
             hidden = predict(params, tokens[:, :-1])[1]["pre_logits"]
-            return losses.token_xent(unembed, hidden, tokens[:, 1:], chunk=loss_chunk)
+            return losses.token_xent(unembed, hidden, tokens[:, 1:], chunk=options.loss_chunk)
 
-        self.score = TimedFunction(score, mesh, batch_size, keep=("tokens", "is_target"))
+        self.score = TimedFunction(score, mesh, options.batch_size, keep=("tokens", "is_target"))
 
     def run(self, params: Params) -> dict[str, float]:
         """Return totals and means over all targets.

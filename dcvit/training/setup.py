@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -252,21 +251,21 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     task, kind = task_class(config), options.get("type")
     if kind not in task.evaluator_types:
         raise ConfigError(f"{what}.type={kind!r}; {nearest(str(kind), task.evaluator_types)}")
-    evaluator = importlib.import_module(f"dcvit.evaluators.{kind}").Evaluator
-    kwargs = _evaluator_arguments(options, what)
-    if "loss" in inspect.signature(evaluator).parameters:
+    module = importlib.import_module(f"dcvit.evaluators.{kind}")
+    kwargs = _evaluator_options(options, what)
+    if any(field.name == "loss" for field in dataclasses.fields(module.Options)):
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
-    check_call(evaluator, kwargs, what, args=(predict, mesh), also=[f"log_{unit}" for unit in UNITS])
+    check_call(module.Options, kwargs, what, also=[f"log_{unit}" for unit in UNITS])
     with explained(kwargs["data"]):
-        built = evaluator(predict, mesh, **kwargs)
+        built = module.Evaluator(predict, mesh, module.Options(**kwargs))
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)
     built.example = task.evaluator_example(built, config, what)
     return built
 
 
-def _evaluator_arguments(options: ConfigDict, what: str) -> dict[str, Any]:
-    """Return the arguments of an evaluator's constructor: its options but for those that `make_setup` reads itself."""
+def _evaluator_options(options: ConfigDict, what: str) -> dict[str, Any]:
+    """Return the options that an evaluator reads itself."""
     kwargs = {
         k: v for k, v in options.to_dict().items() if k not in ("type", "optional") and not is_duration(k, ("log",))
     }

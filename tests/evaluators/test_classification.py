@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from dcvit.evaluators.classification import Evaluator
+from dcvit.evaluators.classification import Evaluator, Options
 from dcvit.parallel.sharding import make_mesh
 
 CLASSES = 10
@@ -64,7 +64,7 @@ def source(monkeypatch):
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
     mesh = make_mesh([("data", -1)], jax.devices()[:devices])
     pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
-    got = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch).run(PARAMS)
+    got = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=batch)).run(PARAMS)
     expected = by_hand()
     assert got["n"] == expected["n"]
     assert got["top1"] == expected["top1"]
@@ -77,7 +77,7 @@ def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
     table = TABLE[:9, :4]
     mesh = make_mesh([("data", -1)], jax.devices()[:1])
     pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
-    evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=4, loss="sigmoid_xent")
+    evaluator = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=4, loss="sigmoid_xent"))
     got = evaluator.run({"table": jnp.asarray(table)})
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
@@ -96,7 +96,7 @@ def one_device():
 def test_present_classes_only_excludes_all_other_classes(monkeypatch):
     """Published results on ImageNet-A and -R, which have 200 of 1000 classes, are computed in this way."""
     monkeypatch.setattr(IndexSource, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
-    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, present_classes_only=True)
+    evaluator = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, present_classes_only=True))
     got, expected = evaluator.run(PARAMS), by_hand([2, 5, 7])
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
@@ -109,12 +109,12 @@ def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
     """Its top-1 accuracy is the share of that class, however large."""
     monkeypatch.setattr(IndexSource, "labels", [np.array([0 if i < 20 else i - 19]) for i in range(23)])
     table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
-    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7).run(table)
+    got = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7)).run(table)
     assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
 
 
 def test_cached_batches_give_the_same_metrics_and_are_read_once():
-    evaluator = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, cache=True)
+    evaluator = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, cache=True))
     first = evaluator.run(PARAMS)
     evaluator.source = None
     assert evaluator.run(PARAMS) == first
@@ -130,6 +130,6 @@ def test_skipped_examples_do_not_count(monkeypatch, caplog):
             return super().__getitem__(index)
 
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
-    got = Evaluator(predict, one_device(), data={}, pp=PP, batch_size=7, corrupt="skip").run(PARAMS)
+    got = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, corrupt="skip")).run(PARAMS)
     assert got["n"] == 20
     assert "skipped example 9: broken" in caplog.messages

@@ -7,7 +7,7 @@ import pytest
 
 import input_pipeline
 from dcvit.errors import ConfigError
-from dcvit.evaluators.fewshot import Evaluator, linear_scores
+from dcvit.evaluators.fewshot import Evaluator, Options, linear_scores
 from dcvit.parallel.sharding import make_mesh
 
 PP = "value_range(0, 255)|keep('image', 'label')"
@@ -54,8 +54,8 @@ def evaluate(table=TABLE, devices=1, **options):
         return jnp.zeros((len(images), CLASSES)), {"pre_logits": features, "encoder": {"pre_ln": halves}}
 
     mesh = make_mesh([("data", -1)], jax.devices()[:devices])
-    options = {"batch_size": 64, "pp": PP, **options}
-    evaluator = Evaluator(predict, mesh, data={"kind": "train"}, test_data={"kind": "test"}, **options)
+    options = {"data": {"kind": "train"}, "test_data": {"kind": "test"}, "batch_size": 64, "pp": PP, **options}
+    evaluator = Evaluator(predict, mesh, Options(**options))
     return evaluator.run({"table": jnp.asarray(table)})
 
 

@@ -77,7 +77,7 @@ def evaluator(monkeypatch):
     def build(batch_size, devices):
         monkeypatch.setattr(in_context.input_pipeline, "open_source", lambda **_: RowSource())
         mesh = make_mesh([("data", -1)], jax.devices()[:devices])
-        return in_context.Evaluator(predict, mesh, data={"kind": "rows"}, batch_size=batch_size)
+        return in_context.Evaluator(predict, mesh, in_context.Options(data={"kind": "rows"}, batch_size=batch_size))
 
     return build
 
@@ -114,5 +114,6 @@ def test_rows_have_every_task_and_number_of_shots_that_occurs(evaluator):
 
 def test_data_without_tasks_is_an_error():
     mesh = make_mesh([("data", -1)], jax.devices()[:1])
+    options = in_context.Options(data={"kind": "stdlib", "split": "validation", "context": 16})
     with pytest.raises(ConfigError, match="'in_context' needs tasks; data of kind 'stdlib' has none"):
-        in_context.Evaluator(predict, mesh, data={"kind": "stdlib", "split": "validation", "context": 16})
+        in_context.Evaluator(predict, mesh, options)

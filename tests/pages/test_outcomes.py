@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 from sklearn import metrics
 
 import input_pipeline
-from dcvit.evaluators.classification import Evaluator
+from dcvit.evaluators.classification import Evaluator, Options
 from dcvit.pages.report import measures
 from dcvit.pages.report.outcomes import BINS, MISTAKES, Outcomes
 from dcvit.parallel.sharding import make_mesh
@@ -34,7 +34,7 @@ def observed(monkeypatch, axes=ONE, batch=32, loss="softmax_xent", table=TABLE):
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: TableSource(LABELS))
     pp = f"onehot({CLASSES})|value_range(0, 255)|keep('image', 'labels')"
     mesh = make_mesh([*axes.items()], jax.devices()[: math.prod(axes.values())])
-    evaluator = Evaluator(predict, mesh, data={}, pp=pp, batch_size=batch, loss=loss)
+    evaluator = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=batch, loss=loss))
     evaluator.observer = outcomes = Outcomes(sigmoid=loss == "sigmoid_xent")
     return evaluator.run({"table": jnp.asarray(table)}), outcomes
 

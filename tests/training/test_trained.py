@@ -14,7 +14,7 @@ from training_runs import LM_TINY, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
 from dcvit.config import load as configs
-from dcvit.evaluators.perplexity import Evaluator
+from dcvit.evaluators.perplexity import Evaluator, Options
 from dcvit.parallel import sharding
 from dcvit.runs import metrics
 from dcvit.training.setup import predictor
@@ -41,8 +41,9 @@ def nats(net, params, tokens):
 @pytest.mark.parametrize("batch_size", [7, 16])
 def test_perplexity_is_exact_for_every_batch_size(batch_size):
     net, params = small_model()
-    options = {"kind": "stdlib", "split": "validation", "context": 24, "limit": 21}
-    evaluator = Evaluator(predictor(net), sharding.data_mesh(), data=options, batch_size=batch_size, loss_chunk=10)
+    data = {"kind": "stdlib", "split": "validation", "context": 24, "limit": 21}
+    options = Options(data=data, batch_size=batch_size, loss_chunk=10)
+    evaluator = Evaluator(predictor(net), sharding.data_mesh(), options)
     rows = [evaluator.source[i] for i in range(21)]
     tokens, counted = (np.stack([row[key] for row in rows]) for key in ("tokens", "is_target"))
     tokens[5, 11] = tokens[7, 3] = 256  # end documents
@@ -65,8 +66,8 @@ def test_only_the_target_span_counts(tmp_path):
     lines = [{"inputs": "1+1=", "targets": "2"}, {"inputs": "name: ", "targets": "Ada Lovelace"}]
     (tmp_path / "flan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     net, params = small_model()
-    options = {"kind": "spans", "path": str(tmp_path / "flan.jsonl"), "context": 24}
-    evaluator = Evaluator(predictor(net), sharding.data_mesh(), data=options)
+    options = Options(data={"kind": "spans", "path": str(tmp_path / "flan.jsonl"), "context": 24})
+    evaluator = Evaluator(predictor(net), sharding.data_mesh(), options)
     total = 0.0
     for line in lines:
         tokens = np.array([*(line["inputs"] + line["targets"]).encode(), 256])[None]
