@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dcvit.config import load as configs
     from dcvit.runs.progress import ProgressBar
-    from dcvit.training.inputs import all_inputs, explained
+    from dcvit.training.inputs import all_inputs, with_hints
     from input_pipeline import MissingDataError
     from input_pipeline.check import check_data
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress.show(completed)
 
             try:
-                with explained(data):
+                with with_hints(data):
                     report = check_data(data, pp, show)
             except MissingDataError as e:
                 if not optional:

@@ -1,4 +1,8 @@
-"""Amounts that heads borrow from each other under composition: of one input, and averages over many inputs."""
+"""Contributions between heads under composition: of one input, and averages over many inputs.
+
+Composition adds a[h']·map[h', h] to head h, where a[h'] is the score (pre) or the weight (post) of another head h'.
+Here this contribution is a loan: head h' lends, head h borrows.
+"""
 
 from __future__ import annotations
 

@@ -104,12 +104,12 @@ def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str
 def open_source(data: Options, what: str) -> Source:
     """Open a config's `data`; `what` is its name in error messages."""
     check_data(data, what)
-    with explained(data):
+    with with_hints(data):
         return input_pipeline.open_source(**dict(data))
 
 
 @contextlib.contextmanager
-def explained(data: Options) -> Iterator[None]:
+def with_hints(data: Options) -> Iterator[None]:
     """Add to an InputError of opening `data` which arguments of the shipped configs may resolve it."""
     folder = data.get("data_dir") if data["kind"] == "folder" else None
     if isinstance(folder, str) and folder and not expand(folder).is_dir():
@@ -207,7 +207,7 @@ def with_tokenizer(config: ConfigDict, tokenizer: str | None) -> Iterator[Config
         yield replaced(config, **{key: ConfigDict(value) for key, value in values.items()})
 
 
-def given(value: T | None, key: str) -> T:
+def require(value: T | None, key: str) -> T:
     """Return a value of the config that may also come from the data or from a workdir.
 
     Raises:

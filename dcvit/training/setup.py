@@ -36,10 +36,10 @@ from dcvit.training.inputs import (
     check_batch,
     check_data,
     corrupt_hint,
-    explained,
     open_source,
     own_tokenizer,
     read_input,
+    with_hints,
     with_tokenizer,
 )
 from dcvit.training.model import make_loader, make_model, upcycles
@@ -256,7 +256,7 @@ def _make_evaluator(config: ConfigDict, options: ConfigDict, what: str, predict:
     if any(field.name == "loss" for field in dataclasses.fields(module.Options)):
         check_loss(kwargs.setdefault("loss", config.loss), f"{what}.loss")
     check_call(module.Options, kwargs, what, also=[f"log_{unit}" for unit in UNITS])
-    with explained(kwargs["data"]):
+    with with_hints(kwargs["data"]):
         built = module.Evaluator(predict, mesh, module.Options(**kwargs))
     if policy := getattr(built, "corrupt", None):
         policy.hint = corrupt_hint(what)

@@ -38,7 +38,7 @@ from dcvit.config.load import replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
-from dcvit.training.inputs import as_text, check_predict, given, image_example, text_example
+from dcvit.training.inputs import as_text, check_predict, image_example, require, text_example
 from input_pipeline import CorruptPolicy, Source, TokenSource
 
 Batch = dict[str, jax.Array]
@@ -259,9 +259,9 @@ def _with_text(config: ConfigDict, vocab_size: int | None, context: int | None, 
     model = {"context": context, **config.model.to_dict()}
     if config.document_mask:
         model = {"end_of_text": end_of_text, **model}
-        given(model["end_of_text"], "model.end_of_text")
-    vocab_size = given(vocab_size if config.vocab_size is None else config.vocab_size, "vocab_size")
-    given(model["context"], "model.context")
+        require(model["end_of_text"], "model.end_of_text")
+    vocab_size = require(vocab_size if config.vocab_size is None else config.vocab_size, "vocab_size")
+    require(model["context"], "model.context")
     return replaced(config, vocab_size=vocab_size, model=model)
 
 
