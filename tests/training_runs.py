@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from small_models import jit
 from trained_workdirs import TINY
 
 from dcvit import cli, train
@@ -51,6 +52,13 @@ def make_step(setup):
     """Return a state, a batch and the jitted step of a setup."""
     batch = {k: jnp.asarray(v) for k, v in next(setup.data.batches(0)).items()}
     return step.initial_state(setup, perturbed_params(setup)), batch, jax.jit(step.make_update(setup))
+
+
+def nats(net, params, tokens):
+    """Return -log p of each token but the first of each row, by a softmax in float64."""
+    logits = np.asarray(jit(net.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
 
 
 @functools.cache

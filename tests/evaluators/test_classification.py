@@ -54,6 +54,14 @@ def by_hand(present=slice(None)):
     return {"top1": np.mean(top1), "top5": np.mean(top5), "loss": np.mean(losses), "n": 22}
 
 
+PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
+
+
+def evaluator(devices=1, **options):
+    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
+    return Evaluator(predict, mesh, Options(**{"data": {}, "pp": PP, "batch_size": 7, **options}))
+
+
 @pytest.fixture(autouse=True)
 def source(monkeypatch):
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: IndexSource())
@@ -62,9 +70,7 @@ def source(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "devices"), [(1, 8), (7, 1), (23, 1), (64, 8)])
 def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
-    mesh = make_mesh([("data", -1)], jax.devices()[:devices])
-    pp = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
-    got = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=batch)).run(PARAMS)
+    got = evaluator(devices, batch_size=batch).run(PARAMS)
     expected = by_hand()
     assert got["n"] == expected["n"]
     assert got["top1"] == expected["top1"]
@@ -75,10 +81,8 @@ def test_counts_are_exact_for_any_batch_and_device_count(batch, devices):
 def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
     monkeypatch.setattr(IndexSource, "labels", [np.array([i % 4]) for i in range(9)])
     table = TABLE[:9, :4]
-    mesh = make_mesh([("data", -1)], jax.devices()[:1])
-    pp = "onehot(4)|value_range(0, 255)|keep('image', 'labels')"
-    evaluator = Evaluator(predict, mesh, Options(data={}, pp=pp, batch_size=4, loss="sigmoid_xent"))
-    got = evaluator.run({"table": jnp.asarray(table)})
+    built = evaluator(pp=PP.replace("10", "4"), batch_size=4, loss="sigmoid_xent")
+    got = built.run({"table": jnp.asarray(table)})
     sigmoid, hot = 1 / (1 + np.exp(-table.astype(np.float64))), np.eye(4)[np.arange(9) % 4]
     loss = -(hot * np.log(sigmoid) + (1 - hot) * np.log(1 - sigmoid)).sum(axis=1).mean()
     assert "top5" not in got
@@ -86,18 +90,10 @@ def test_top_5_is_left_out_with_five_or_fewer_classes(monkeypatch):
     assert got["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-PP = "onehot(10)|value_range(0, 255)|keep('image', 'labels')"
-
-
-def one_device():
-    return make_mesh([("data", -1)], jax.devices()[:1])
-
-
 def test_present_classes_only_excludes_all_other_classes(monkeypatch):
     """Published results on ImageNet-A and -R, which have 200 of 1000 classes, are computed in this way."""
     monkeypatch.setattr(IndexSource, "labels", [np.array([(2, 5, 7)[i % 3]]) for i in range(23)])
-    evaluator = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, present_classes_only=True))
-    got, expected = evaluator.run(PARAMS), by_hand([2, 5, 7])
+    got, expected = evaluator(present_classes_only=True).run(PARAMS), by_hand([2, 5, 7])
     assert got["n"] == 23
     assert got["top1"] == expected["top1"]
     assert got["top1"] > by_hand()["top1"]
@@ -109,15 +105,15 @@ def test_mean_recall_shows_a_model_that_predicts_one_class(monkeypatch):
     """Its top-1 accuracy is the share of that class, however large."""
     monkeypatch.setattr(IndexSource, "labels", [np.array([0 if i < 20 else i - 19]) for i in range(23)])
     table = {"table": jnp.zeros((23, CLASSES)).at[:, 0].set(1)}
-    got = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7)).run(table)
+    got = evaluator().run(table)
     assert (got["top1"], got["mean_recall"]) == (20 / 23, 1 / 4)
 
 
 def test_cached_batches_give_the_same_metrics_and_are_read_once():
-    evaluator = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, cache=True))
-    first = evaluator.run(PARAMS)
-    evaluator.source = None
-    assert evaluator.run(PARAMS) == first
+    cached = evaluator(cache=True)
+    first = cached.run(PARAMS)
+    cached.source = None
+    assert cached.run(PARAMS) == first
     assert first["top1"] == by_hand()["top1"]
 
 
@@ -130,6 +126,6 @@ def test_skipped_examples_do_not_count(monkeypatch, caplog):
             return super().__getitem__(index)
 
     monkeypatch.setattr(input_pipeline, "open_source", lambda **_: Broken())
-    got = Evaluator(predict, one_device(), Options(data={}, pp=PP, batch_size=7, corrupt="skip")).run(PARAMS)
+    got = evaluator(corrupt="skip").run(PARAMS)
     assert got["n"] == 20
     assert "skipped example 9: broken" in caplog.messages

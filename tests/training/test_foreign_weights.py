@@ -51,6 +51,13 @@ def settings(init, **model):
     )
 
 
+def load_into(config):
+    """Return the model of a config, and the parameters that a run of it starts from."""
+    model = make_model(config)
+    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
+    return model, make_loader(config, model, shapes)(shapes)
+
+
 @pytest.mark.slow
 def test_loaded_weights_are_the_model(weights):
     folder, net, params = weights
@@ -70,9 +77,7 @@ def test_loaded_weights_are_the_model(weights):
 def test_a_run_starts_from_them(weights, scan, caplog):
     folder, net, params = weights
     config = settings(folder if scan else next(folder.glob("*.safetensors")), scan=scan)
-    model = make_model(config)
-    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
-    loaded = make_loader(config, model, shapes)(shapes)
+    model, loaded = load_into(config)
     tokens = make_tokens(length=8)
     found, expected = logits_of(model, loaded, tokens), logits_of(net, params, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -83,18 +88,14 @@ def test_a_run_starts_from_them(weights, scan, caplog):
 def test_another_function_is_a_warning_that_names_the_settings(weights, caplog):
     folder, _, _ = weights
     config = settings(folder, norm_epsilon=1e-6)
-    model = make_model(config)
-    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     with caplog.at_level(logging.WARNING):
-        make_loader(config, model, shapes)(shapes)
+        load_into(config)
     (record,) = caplog.records
     assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
     config.model_load = {"upcycle": True}
     config.model.compose = "both"
-    model = make_model(config)
-    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ConfigError, match="norm_epsilon=1e-05"):
-        make_loader(config, model, shapes)(shapes)
+        load_into(config)
 
 
 @pytest.mark.slow
@@ -103,10 +104,7 @@ def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, capl
     folder, _, params = weights
     (tmp_path / "out").mkdir()
     conversion.WRITERS[to](open_saved(folder), tmp_path / "out")
-    config = settings(tmp_path / "out" / name, norm_epsilon=1e-6)
-    model = make_model(config)
-    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
-    loaded = make_loader(config, model, shapes)(shapes)
+    _, loaded = load_into(settings(tmp_path / "out" / name, norm_epsilon=1e-6))
     (record,) = caplog.records
     assert "--config.model.norm_epsilon=1e-05" in record.getMessage()
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
@@ -114,8 +112,5 @@ def test_an_export_for_big_vision_describes_its_function(weights, tmp_path, capl
 
 def test_weights_of_another_shape_list_both_sides(weights):
     folder, _, _ = weights
-    config = settings(folder, depth=3)
-    model = make_model(config)
-    shapes = param_shapes(model, jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(CheckpointError, match="only in the model: Transformer/decoderblock_2"):
-        make_loader(config, model, shapes)(shapes)
+        load_into(settings(folder, depth=3))

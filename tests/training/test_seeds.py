@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from scipy import stats
 from trained_workdirs import TINY
+from training_runs import same
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
 from dcvit.runs import metrics
+from dcvit.runs.checkpointer import load_params
 from dcvit.training import progress, seeds
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -74,7 +76,9 @@ def test_each_seed_is_a_run_and_a_failed_one_is_resumed(tmp_path, capsys, monkey
     configs = [json.loads((folder / f"seed{seed}" / "config.json").read_text()) for seed in (3, 5)]
     assert [config["seed"] for config in configs] == [3, 5]
     rows = {row["metric"]: row for row in csv.DictReader((folder / "seeds.csv").read_text().splitlines())}
+    assert not same(*(load_params(folder / f"seed{seed}") for seed in (3, 5)))
     final = [metrics.read(folder / f"seed{seed}" / "metrics.jsonl")[-1] for seed in (3, 5)]
+    assert final[0]["loss"] != final[1]["loss"]
     assert rows.keys() == {"loss", "test/top1", "test/top5", "test/mean_recall", "test/loss"}
     for key, row in rows.items():
         assert [float(row[f"seed {seed}"]) for seed in (3, 5)] == [last[key] for last in final]

@@ -5,12 +5,10 @@ import json
 import math
 
 import corpora
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import jit
 from trained_workdirs import TEXT
-from training_runs import LM_TINY, perturbed_params, small_lm_setup
+from training_runs import LM_TINY, nats, perturbed_params, small_lm_setup
 
 from dcvit import cli, errors, evaluate, tokenize
 from dcvit.config import load as configs
@@ -28,13 +26,6 @@ def small_model():
     """Return a small language model and parameters without zero layers."""
     setup = small_lm_setup()
     return setup.model.module, perturbed_params(setup)
-
-
-def nats(net, params, tokens):
-    """Return -log p of each token but the first of each row, by a softmax in float64."""
-    logits = np.asarray(jit(net.apply)({"params": params}, jnp.asarray(tokens[:, :-1]))[0], np.float64)
-    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
-    return log_z - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
 
 
 @pytest.mark.slow

@@ -37,14 +37,6 @@ def special(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.exhaustive
-def test_another_seed_gives_another_run(complete, digits_run):
-    status, other = digits_run(**RANDOM, seed=1)
-    assert status == 0
-    assert not same(load_params(complete), load_params(other))
-    assert (complete / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes()
-
-
 def test_run_writes_config_data_and_one_row_per_logged_step(complete, tmp_path, digits_run):
     workdir = shutil.copytree(complete, tmp_path / "run")
     rows = metrics.read(workdir / "metrics.jsonl")
