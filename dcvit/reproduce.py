@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: expected 1 or more")
     runtime.configure()
-    status, table = catalog.reproduce(
-        args.name, args.scale, args.out, args.seeds, args.steps, functools.partial(cli.run, train)
-    )
+    options = catalog.Options(args.scale, args.out, args.seeds, args.steps)
+    status, table = catalog.reproduce(args.name, options, functools.partial(cli.run, train))
     if table is not None:
         for line in tables.markdown(table).splitlines():
             print(escaped(line))

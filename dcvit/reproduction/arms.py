@@ -1,188 +1,227 @@
-"""Comparison of small language models that differ in their attention, trained on embedded text with several seeds.
+"""Comparison of arms: models that differ in some fields of one config, trained with the same seeds.
 
-Every arm is trained twice: for the same number of steps, in RUNS/ARM/seedN, and for the time that the first arm takes,
-in RUNS/ARM=time/seedN. A run at equal time has its own number of steps, from the times of a step, and the complete
-schedule of the learning rate over them. See `dcvit.reproduction.seeded` for how runs are skipped and resumed.
+Every arm is trained twice: for the same number of steps, in FOLDER/ARM/seedN, and for the time that the first arm
+takes, in FOLDER/ARM=time/seedN. A run at equal time has its own number of steps, from the times of a step, and the
+complete schedule of the learning rate over them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcvit.models import lm
-from dcvit.reproduction import seeded, step_times
-from dcvit.reproduction.seeded import Train
-from dcvit.training.seeds import summarize, workdir_of
+from dcvit.reproduction import speeds
+from dcvit.reproduction.seeded import Run, all_finals, folder_of
+from dcvit.reproduction.speeds import StepTimes
+from dcvit.reproduction.tables import Cell, Row
+from dcvit.training.seeds import summarize
 
-METRIC = "validation/bits_per_byte"
-CONTEXT, STEPS, VOCABULARY = 64, 600, 257
-MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
+Values = Mapping[int, Mapping[str, float]]  # by seed and name
 
 
-class Arm(NamedTuple):
-    """One model: the fields in which it differs from `MODEL`, and the paper's value."""
+class Mean(NamedTuple):
+    """The mean over seeds, and half the width of its 95 % interval, None for one seed."""
 
-    fields: Mapping[str, object]
-    paper: float | None = None
+    mean: float
+    interval: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Arms in one folder, which are compared with the first of them.
+
+    Fields:
+      folder: the folder of the arms' folders.
+      arms: the names of the arms.
+      run: the run of an arm in a folder, for a number of steps.
+      timed: the steps of the configs whose training step is timed.
+    """
+
+    folder: Path
+    arms: Sequence[str]
+    run: Callable[[str, Path, int], Run]
+    timed: int
+
+    def times(self) -> StepTimes:
+        """Return the times of a step of all arms, measured when they are first needed."""
+        timed = self._runs(dict.fromkeys(self.arms, self.timed))
+        return speeds.step_times({name: (run.spec, run.words(0)) for name, run in timed.items()}, self.folder)
+
+    def steps_at_equal_time(self, steps: int) -> dict[str, int]:
+        """Return the steps of each arm that take as long as `steps` steps of the first arm."""
+        ms = self.times().ms
+        return {name: max(1, round(steps * ms[self.arms[0]] / ms[name])) for name in self.arms}
+
+    def at_equal_steps(self, steps: int) -> dict[str, Run]:
+        """Return the runs of all arms for a number of steps."""
+        return self._runs(dict.fromkeys(self.arms, steps))
+
+    def at_equal_time(self, steps: int) -> dict[str, Run]:
+        """Return the runs of all arms that take as long as `steps` steps of the first arm."""
+        counts = self.steps_at_equal_time(steps)
+        found = self._runs(counts, "=time")  # no arm's own folder ends so
+        return {**found, **self._runs({name: count for name, count in counts.items() if count == steps})}
+
+    def plan(self, steps: int) -> list[Run]:
+        """Return all runs, those at equal steps and at equal time of each arm in turn, each once."""
+        timed = self.at_equal_time(steps)
+        both = [run for name, run in self.at_equal_steps(steps).items() for run in (run, timed[name])]
+        return [*{run.folder: run for run in both}.values()]
+
+    def _runs(self, steps: Mapping[str, int], ending: str = "") -> dict[str, Run]:
+        folders = {name: folder_of(self.folder, name) for name in steps}
+        return {name: self.run(name, Path(f"{folders[name]}{ending}"), count) for name, count in steps.items()}
+
+
+class Measured(NamedTuple):
+    """The final metric of some arms.
+
+    Fields:
+      values: the metric by seed and arm.
+      means: its mean over seeds by arm.
+      differences: the mean of the differences to the first arm with the same seed.
+    """
+
+    values: Values
+    means: Mapping[str, Mean]
+    differences: Mapping[str, Mean]
+
+
+class Comparison(NamedTuple):
+    """Measurements of the arms of a group.
+
+    Fields:
+      seeds: the seeds, the same for all arms.
+      at_steps: the metric after equal steps.
+      at_time: the metric of the runs that take as long as those of the first arm, with differences to that arm.
+      steps: the steps of these runs.
+      times: the time of a step.
+      parameters: their number.
+    """
+
+    seeds: Sequence[int]
+    at_steps: Measured
+    at_time: Measured
+    steps: Mapping[str, int]
+    times: StepTimes
+    parameters: Mapping[str, int]
 
 
 class Claim(NamedTuple):
-    """A statement of the paper that one arm has a lower loss than another."""
+    """A statement that one arm has a lower loss than another."""
 
     text: str
     better: str
     worse: str
 
-
-class Comparison(NamedTuple):
-    """Measurements of each arm; all arms have the same seeds.
-
-    Fields:
-      means, intervals: METRIC after all steps, and half the width of its 95 % interval.
-      differences, difference_intervals: to the first arm with the same seed.
-      equal_time, equal_time_intervals: METRIC of the runs that take as long as those of the first arm, and half the
-        width of its 95 % interval.
-      equal_steps: the steps of these runs.
-      step_ms: the median time of a step.
-      machine: where the steps were timed.
-      parameters: their number.
-      values: METRIC after all steps, by seed and arm.
-    """
-
-    seeds: Sequence[int]
-    means: Mapping[str, float]
-    intervals: Mapping[str, float | None]
-    differences: Mapping[str, float]
-    difference_intervals: Mapping[str, float | None]
-    equal_time: Mapping[str, float]
-    equal_time_intervals: Mapping[str, float | None]
-    equal_steps: Mapping[str, int]
-    step_ms: Mapping[str, float]
-    machine: str
-    parameters: Mapping[str, int]
-    values: Mapping[int, Mapping[str, float]]
+    def verdict(self, found: Comparison) -> str:
+        """Return "holds", "does not hold" or "undecided", by the interval of the difference of paired seeds."""
+        return decision(over_seeds(differences(found.at_steps.values, self.worse))[self.better])
 
 
-def folder_of(runs: Path, arm: str) -> Path:
-    """Return the folder of an arm's runs."""
-    return runs / re.sub(r"[^A-Za-z0-9.=+-]+", "_", arm).strip("_")
-
-
-def timed_folder_of(runs: Path, arm: str) -> Path:
-    """Return the folder of an arm's runs at equal time; no arm's own folder ends so."""
-    return runs / f"{folder_of(runs, arm).name}=time"
-
-
-def train_arms(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], train: Train, steps: int = STEPS) -> int:
-    """Train all arms, seed by seed, and return the exit status of the first run that fails, or 0.
-
-    Raises:
-      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
-    """
-    each = steps_at_equal_time(times_of(arms, runs), steps)
-    for seed in seeds:
-        for name, arm in arms.items():
-            length = {folder_of(runs, name): steps}
-            if each[name] != steps:
-                length[timed_folder_of(runs, name)] = each[name]
-            for folder, count in length.items():
-                words = words_of(arm, seed)
-                if status := seeded.run(train, spec_of(count), workdir_of(folder, seed), words, METRIC):
-                    return status
-    return 0
-
-
-def times_of(arms: Mapping[str, Arm], runs: Path) -> step_times.StepTimes:
-    """Return the times of a step of all arms, measured when they are first needed."""
-    return step_times.step_times({name: (spec_of(1), words_of(arm, 0)) for name, arm in arms.items()}, runs)
-
-
-def steps_at_equal_time(times: step_times.StepTimes, steps: int) -> dict[str, int]:
-    """Return the steps of each arm that take as long as `steps` steps of the first arm."""
-    first = next(iter(times.ms.values()))
-    return {name: max(1, round(steps * first / ms)) for name, ms in times.ms.items()}
-
-
-def spec_of(steps: int) -> str:
-    """Return the config of a run."""
-    return f"lm_stdlib:steps={steps}"
-
-
-def model_of(fields: Mapping[str, Any]) -> lm.LM:
-    """Return the language model of bytes with these fields."""
-    return lm.Model(VOCABULARY, **{**fields, "context": CONTEXT})
-
-
-def words_of(arm: Arm, seed: int) -> list[str]:
-    """Return the overrides of an arm's config."""
-    return overrides({**MODEL, **arm.fields}, seed)
-
-
-def overrides(fields: Mapping[str, object], seed: int) -> list[str]:
-    """Return the overrides of the config of a model with these fields."""
-    values: dict[str, object] = {f"model.{key}": value for key, value in fields.items()}
-    values |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
-    values |= {"seed": seed, "tensorboard": False, "evals.validation.log_percent": 100}
-    return [f"{key}={value}" for key, value in values.items()]
-
-
-def compare(arms: Mapping[str, Arm], runs: Path, seeds: Sequence[int], steps: int = STEPS) -> Comparison:
-    """Return the measurements of complete runs.
+def measure(runs: Mapping[str, Run], seeds: Sequence[int], scale: int = 1) -> Measured:
+    """Return the final metrics of complete runs, times `scale`.
 
     Raises:
       ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
     """
-    first, times = next(iter(arms)), times_of(arms, runs)
-    equal_steps = steps_at_equal_time(times, steps)
-    folders = {name: folder_of(runs, name) for name in arms}
-    timed = {name: folders[name] if equal_steps[name] == steps else timed_folder_of(runs, name) for name in arms}
-    values, at_equal_time = (seeded.all_finals(runs, found, seeds, METRIC) for found in (folders, timed))
-    differences = {seed: {name: x - each[first] for name, x in each.items()} for seed, each in values.items()}
-    sizes = {name: seeded.parameters(workdir_of(folder, seeds[0])) for name, folder in folders.items()}
-    return Comparison(
-        seeds, *summary(values), *summary(differences), *summary(at_equal_time), equal_steps, times.ms,
-        times.machine, sizes, values,
-    )  # fmt: skip
+    found = all_finals(runs, seeds)
+    values = {seed: {name: scale * value for name, value in each.items()} for seed, each in found.items()}
+    return Measured(values, over_seeds(values), over_seeds(differences(values, next(iter(runs)))))
 
 
-def summary(values: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float | None]]:
-    """Return the mean over seeds and half the width of the 95 % interval of each arm."""
-    rows = {str(row["metric"]): row for row in summarize(values)}
-    means = {name: float(row["mean"] or 0) for name, row in rows.items()}
-    return means, {name: None if (w := row["± 95 %"]) is None else float(w) for name, row in rows.items()}
+def compare(group: Group, seeds: Sequence[int], steps: int, scale: int = 1) -> Comparison:
+    """Return the measurements of complete runs, with metrics times `scale`.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
+    """
+    runs = group.at_equal_steps(steps)
+    at_steps, at_time = (measure(each, seeds, scale) for each in (runs, group.at_equal_time(steps)))
+    parameters = {name: run.parameters(seeds[0]) for name, run in runs.items()}
+    return Comparison(seeds, at_steps, at_time, group.steps_at_equal_time(steps), group.times(), parameters)
 
 
-def verdict(claim: Claim, found: Comparison) -> str:
-    """Return "holds", "does not hold" or "undecided", by the 95 % interval of the difference of paired seeds."""
-    ((mean, interval),) = [
-        (row["mean"], row["± 95 %"])
-        for row in summarize({s: {"d": v[claim.better] - v[claim.worse]} for s, v in found.values.items()})
-    ]
-    assert isinstance(mean, float)
-    return decision(mean, interval if isinstance(interval, float) else None)
+def over_seeds(values: Values) -> dict[str, Mean]:
+    """Return the mean of each name over the seeds, with Student's t interval."""
+    found = {}
+    for row in summarize(values):
+        mean, interval = row["mean"], row["± 95 %"]
+        assert isinstance(mean, float)
+        found[str(row["metric"])] = Mean(mean, interval if isinstance(interval, float) else None)
+    return found
 
 
-def decision(mean: float, interval: float | None, *, lower: bool = True, decimals: int = 4) -> str:
+def differences(values: Values, first: str) -> dict[int, dict[str, float]]:
+    """Return the difference of each value to that of the name `first` with the same seed."""
+    return {seed: {name: value - each[first] for name, value in each.items()} for seed, each in values.items()}
+
+
+def decision(difference: Mean, *, lower: bool = True, decimals: int = 4) -> str:
     """Return "holds", "does not hold" or "undecided" for the statement that a difference is below (or above) 0.
 
     Args:
-      mean: the mean difference.
-      interval: half the width of its 95 % interval; None for a single seed, which decides nothing.
+      difference: the mean difference; a single seed, which has no interval, decides nothing.
       lower: the statement is that the difference is below 0, not above.
       decimals: of the numbers in the text.
     """
-    mean = round(mean, decimals) + 0.0  # no negative zero
+    mean, interval = round(difference.mean, decimals) + 0.0, difference.interval  # no negative zero
     if interval is None or abs(mean) <= interval:
         width = "" if interval is None else f" ± {interval:.{decimals}f}"
         return f"undecided ({mean:+.{decimals}f}{width})"
     return f"{'holds' if (mean < 0) == lower else 'does not hold'} ({mean:+.{decimals}f} ± {interval:.{decimals}f})"
 
 
-def ordered_pairs(arms: Mapping[str, Arm], found: Comparison) -> tuple[int, int]:
-    """Return how many pairs of arms with different values in the paper have the same order here, and their number."""
-    known = [(arm.paper, found.means[name]) for name, arm in arms.items() if arm.paper is not None]
-    pairs = [(a, b) for i, a in enumerate(known) for b in known[:i] if a[0] != b[0]]
-    return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
+# Small language models of bytes, trained on the text of Python's standard library.
+METRIC = "validation/bits_per_byte"
+CONTEXT, STEPS, VOCABULARY = 64, 600, 257
+MODEL = {"width": 64, "depth": 2, "mlp_dim": 176, "num_heads": 8}
+
+
+def language_models(folder: Path, arms: Mapping[str, Mapping[str, object]]) -> Group:
+    """Return a group of language models, given by the fields in which they differ from `MODEL`."""
+
+    def run(name: str, folder: Path, steps: int) -> Run:
+        return language_model_run(folder, {**MODEL, **arms[name]}, steps)
+
+    return Group(folder, [*arms], run, timed=1)
+
+
+def language_model_run(folder: Path, fields: Mapping[str, object], steps: int) -> Run:
+    """Return the run of a language model with these fields."""
+    overrides: dict[str, object] = {f"model.{key}": value for key, value in fields.items()}
+    overrides |= {f"{data}.context": CONTEXT for data in ("input.data", "evals.validation.data")}
+    return Run(folder, f"lm_stdlib:steps={steps}", overrides, METRIC)
+
+
+def language_model(fields: Mapping[str, Any]) -> lm.LM:
+    """Return the language model of bytes with these fields."""
+    return lm.Model(VOCABULARY, **{**fields, "context": CONTEXT})
+
+
+def row(name: str, found: Comparison, more: Mapping[str, Cell]) -> Row:
+    """Return the measurements of a language model, with further columns."""
+    at_steps, at_time = found.at_steps, found.at_time
+    return {
+        "config": name, "parameters": found.parameters[name], "bits per byte": at_steps.means[name].mean,
+        "± 95 %": at_steps.means[name].interval, "difference": at_steps.differences[name].mean,
+        "difference ± 95 %": at_steps.differences[name].interval, "at equal time": at_time.means[name].mean,
+        "at equal time ± 95 %": at_time.means[name].interval, "steps at equal time": found.steps[name],
+        "step ms": found.times.ms[name], **more,
+    }  # fmt: skip
+
+
+def about(found: Comparison, steps: int, first: str = "the first row") -> str:
+    """Return the settings of the runs as a note; `first` is what the others are compared with."""
+    size = ", ".join(f"{key} {value}" for key, value in MODEL.items())
+    return (
+        f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{CONTEXT} bytes of Python's standard "
+        f"library, evaluated on its validation split. Seeds {', '.join(map(str, found.seeds))}; intervals of Student's "
+        f"t distribution. Differences are to {first} with the same seed. “At equal time” are other runs, for as "
+        f"many steps as take the time of {first}, each with a complete schedule of the learning rate. Times of a "
+        f"step are medians of {speeds.ROUNDS} interleaved rounds, without compilation, data and evaluations, on "
+        f"{found.times.machine}; other processes on the machine change them."
+    )

@@ -9,65 +9,67 @@ from typing import NamedTuple
 
 from dcvit.errors import ConfigError, nearest
 from dcvit.reproduction import (
+    ablations,
     arms,
-    case_study,
-    diversity,
+    circuits,
+    costs,
+    downstream,
     full,
     heads,
     in_context,
-    key_heads,
+    overhead,
     scaling,
-    table2,
-    table4,
-    table6,
-    table8,
-    table9,
-    table10,
+    seeded,
     tables,
 )
-from dcvit.reproduction.seeded import Train
+from dcvit.reproduction.seeded import Run, Train
 from dcvit.reproduction.tables import Table
 
 NOTHING = "nothing to compute"
-SCALES = ("desk", "full")
 
 
 class Trained(NamedTuple):
-    """A desk computation that trains models first: with a folder of runs, seeds, `dcvit train`, and steps."""
+    """A desk computation that trains models first.
 
-    train: Callable[[Path, Sequence[int], Train, int], int]
+    Fields:
+      plan: from the folder of the runs and the steps to the runs.
+      table: from the folder, the seeds and the steps to the table of complete runs.
+      steps: the steps by default.
+      folder: the name of the folder of the runs, which entries may share.
+    """
+
+    plan: Callable[[Path, int], list[Run]]
     table: Callable[[Path, Sequence[int], int], Table]
-    steps: int  # by default
-    runs: str  # name of the folder of runs, which entries may share
-
-
-STATIC: dict[str, Callable[[], Table]] = {
-    "table2": table2.table, "table6": table6.table, "table10": table10.table, "table11": in_context.table11,
-    "table7": table8.table7,
-}  # fmt: skip
-TRAINED = {
-    "table4": Trained(table4.train, table4.table, scaling.STEPS, "figure4"),  # the largest models of figure4
-    "table8": Trained(table8.train, table8.table8, table8.STEPS, "table8"),
-    "table9": Trained(functools.partial(arms.train_arms, table9.ARMS), table9.table, arms.STEPS, "table9"),
-    "heads": Trained(heads.train, heads.table, arms.STEPS, "heads"),
-    "key_heads": Trained(key_heads.train, key_heads.table, arms.STEPS, "key_heads"),
-    "table5": Trained(in_context.train, in_context.table5, in_context.STEPS, "in_context"),
-    "figure5": Trained(in_context.train, diversity.figure5, in_context.STEPS, "in_context"),
-    "figure6": Trained(in_context.train, in_context.figure6, in_context.STEPS, "in_context"),
-    "figure7": Trained(in_context.train, case_study.figure7, in_context.STEPS, "in_context"),
-    "figure8": Trained(in_context.train, case_study.figure8, in_context.STEPS, "in_context"),
-} | {
-    name: Trained(functools.partial(scaling.train, name), functools.partial(scaling.table, name), scaling.STEPS, name)
-    for name in scaling.FIGURES
-}
+    steps: int
+    folder: str
 
 
 class Entry(NamedTuple):
-    """A table or figure. `desk` and `full` say what is computed, or `NOTHING`."""
+    """A table or figure.
+
+    Fields:
+      title: its title.
+      desk: what scale "desk" computes, or `NOTHING`.
+      full: what scale "full" computes, or `NOTHING`.
+      compute: the computation of scale "desk".
+    """
 
     title: str
     desk: str
     full: str = NOTHING
+    compute: Callable[[], Table] | Trained | None = None
+
+
+def on_tasks(table: Callable[[Path, Sequence[int], int], Table]) -> Trained:
+    """Return the computation of a table of the models of table5."""
+    return Trained(in_context.plan, table, in_context.STEPS, "in_context")
+
+
+def scaled(name: str) -> Trained:
+    """Return the computation of a figure of scaling curves."""
+    return Trained(
+        functools.partial(scaling.plan, name), functools.partial(scaling.table, name), scaling.STEPS, name
+    )  # fmt: skip
 
 
 COMMANDS = "commands, slices and hours of the runs"
@@ -75,31 +77,63 @@ CASE = "an answer of the models of table5"
 SCALED, GENERATED = "4 small language models", "2 small language models on generated tasks"
 ENTRIES = {
     "table1": Entry("comparison of head composition approaches", NOTHING),
-    "table2": Entry("ratios of extra parameters and computation", "by formula, and counted in models and programs"),
+    "table2": Entry(
+        "ratios of extra parameters and computation", "by formula, and counted in models and programs",
+        compute=costs.table2,
+    ),
     "table3": Entry("model sizes of the scaling experiments", NOTHING, "the runs of figure3"),
-    "table4": Entry("downstream tasks of Pythia and DCPythia", "2 models of figure4 on local tasks", COMMANDS),
-    "table5": Entry("synthetic dataset", GENERATED, "the models of table4"),
-    "table6": Entry("training and inference speed", "bounds by FLOPs and cache, and speed of small models", COMMANDS),
-    "table7": Entry("ViT architectures", "parameters and FLOPs, counted", "the runs of table8"),
-    "table8": Entry("ImageNet-1k accuracy", "ViT and DCViT on digits and scenes, trained twice per seed", COMMANDS),
-    "table9": Entry("ablations of DCMHA's components", "12 small language models, trained twice per seed", COMMANDS),
-    "table10": Entry("local:global attention and query-wise composition", "FLOPs and cache", COMMANDS),
-    "table11": Entry("examples of the synthetic dataset", "examples of the generated tasks"),
+    "table4": Entry(
+        "downstream tasks of Pythia and DCPythia", "2 models of figure4 on local tasks", COMMANDS,
+        Trained(downstream.plan, downstream.table, scaling.STEPS, "figure4"),
+    ),
+    "table5": Entry("synthetic dataset", GENERATED, "the models of table4", on_tasks(in_context.table5)),
+    "table6": Entry(
+        "training and inference speed", "bounds by FLOPs and cache, and speed of small models", COMMANDS,
+        overhead.table,
+    ),
+    "table7": Entry("ViT architectures", "parameters and FLOPs, counted", "the runs of table8", costs.table7),
+    "table8": Entry(
+        "ImageNet-1k accuracy", "ViT and DCViT on digits and scenes, trained twice per seed", COMMANDS,
+        Trained(ablations.plan8, ablations.table8, ablations.IMAGE_STEPS, "table8"),
+    ),
+    "table9": Entry(
+        "ablations of DCMHA's components", "12 small language models, trained twice per seed", COMMANDS,
+        Trained(ablations.plan9, ablations.table9, arms.STEPS, "table9"),
+    ),
+    "table10": Entry(
+        "local:global attention and query-wise composition", "FLOPs and cache", COMMANDS, costs.table10
+    ),
+    "table11": Entry(
+        "examples of the synthetic dataset", "examples of the generated tasks", compute=in_context.table11
+    ),
     "figure1": Entry("prototypical composition maps", NOTHING),
     "figure2": Entry("illustration of DCMHA", NOTHING),
-    "figure3": Entry("scaling curves of Transformers and DCFormers", f"4 families of {SCALED}", COMMANDS),
-    "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS),
-    "figure5": Entry("captured variance of QK and OV heads", "the models of table5", "the models of table4"),
-    "figure6": Entry("few-shot evaluation on the synthetic dataset", GENERATED, "the models of table4"),
-    "figure7": Entry("composition of weights in a case study", CASE, "the models of table4"),
-    "figure8": Entry("attention distributions in the case study", CASE, "the models of table4"),
+    "figure3": Entry(
+        "scaling curves of Transformers and DCFormers", f"4 families of {SCALED}", COMMANDS, scaled("figure3")
+    ),
+    "figure4": Entry("scaling curves of Pythia and DCPythia", f"2 families of {SCALED}", COMMANDS, scaled("figure4")),
+    "figure5": Entry(
+        "captured variance of QK and OV heads", "the models of table5", "the models of table4",
+        on_tasks(circuits.figure5),
+    ),
+    "figure6": Entry(
+        "few-shot evaluation on the synthetic dataset", GENERATED, "the models of table4", on_tasks(in_context.figure6)
+    ),
+    "figure7": Entry(
+        "composition of weights in a case study", CASE, "the models of table4", on_tasks(circuits.figure7)
+    ),
+    "figure8": Entry(
+        "attention distributions in the case study", CASE, "the models of table4", on_tasks(circuits.figure8)
+    ),
     "heads": Entry(
         "leaderboard of cross-head attention, not in the paper",
         "11 small language models, trained twice per seed, and on generated tasks",
+        compute=Trained(heads.plan, heads.table, arms.STEPS, "heads"),
     ),
     "key_heads": Entry(
         "composition with grouped queries, not in the paper",
         "11 small language models, trained twice per seed, and 4 ViTs on digits",
+        compute=Trained(heads.key_heads_plan, heads.key_heads_table, arms.STEPS, "key_heads"),
     ),
 }  # fmt: skip
 
@@ -116,22 +150,33 @@ def check(name: str, scale: str) -> None:
     """Raise ConfigError if an entry is unknown or has no computation at a scale."""
     if name not in ENTRIES:
         raise ConfigError(f"unknown table or figure {name!r}; {nearest(name, ENTRIES)}")
-    known = full.RUNS if scale == "full" else {*STATIC, *TRAINED}
-    if name not in known:
-        raise ConfigError(f"{name} at scale {scale}: {getattr(ENTRIES[name], scale)}; see --list")
+    entry = ENTRIES[name]
+    if (name not in full.RUNS) if scale == "full" else entry.compute is None:
+        raise ConfigError(f"{name} at scale {scale}: {getattr(entry, scale)}; see --list")
 
 
-def reproduce(
-    name: str, scale: str, out: Path, seeds: Sequence[int], steps: int | None, train: Train
-) -> tuple[int, Table | None]:
+class Options(NamedTuple):
+    """Options of the computation of an entry.
+
+    Fields:
+      scale: "desk" or "full".
+      out: the folder of the files; the runs of training are in its folder `runs`.
+      seeds: seeds of the runs.
+      steps: steps of a run, of the largest model if they differ; None means those of the entry.
+    """
+
+    scale: str
+    out: Path
+    seeds: Sequence[int]
+    steps: int | None
+
+
+def reproduce(name: str, options: Options, train: Train) -> tuple[int, Table | None]:
     """Compute an entry, and write its files to a folder.
 
     Args:
       name: a name in `ENTRIES`.
-      scale: "desk" or "full".
-      out: the folder; the runs of training are in its folder `runs`.
-      seeds: seeds of the runs.
-      steps: steps of a run, of the largest model if they differ; None means those of the entry.
+      options: how to compute it.
       train: trains a model.
 
     Returns:
@@ -140,17 +185,17 @@ def reproduce(
     Raises:
       ConfigError: see `check`.
     """
-    check(name, scale)
-    if scale == "full":
+    check(name, options.scale)
+    compute = ENTRIES[name].compute
+    if options.scale == "full" or compute is None:
         table = full.table(name)
-    elif name in STATIC:
-        table = STATIC[name]()
-    else:
-        trained = TRAINED[name]
-        runs = out / "runs" / trained.runs
-        steps = trained.steps if steps is None else steps
-        if status := trained.train(runs, seeds, train, steps):
+    elif isinstance(compute, Trained):
+        folder = options.out / "runs" / compute.folder
+        steps = compute.steps if options.steps is None else options.steps
+        if status := seeded.train_all(compute.plan(folder, steps), options.seeds, train):
             return status, None
-        table = trained.table(runs, seeds, steps)
-    tables.write(table, out)
+        table = compute.table(folder, options.seeds, steps)
+    else:
+        table = compute()
+    tables.write(table, options.out)
     return 0, table

@@ -11,7 +11,7 @@ import numpy as np
 from dcvit.config.load import load, recommended
 from dcvit.models import flops
 from dcvit.parallel.topologies import topology
-from dcvit.reproduction.arms import folder_of
+from dcvit.reproduction.seeded import folder_of
 from dcvit.reproduction.tables import Row, Table
 from dcvit.training.model import make_model
 

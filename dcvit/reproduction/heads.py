@@ -1,7 +1,12 @@
-"""Leaderboard of cross-head attention: the names of `dcvit.models.head_settings` on small language models.
+"""Comparisons that are not in the paper: cross-head attention by name, and compositions with grouped queries.
 
-Every name is trained on embedded text, as `dcvit.reproduction.arms` describes, and on the generated tasks of
-`configs/lm_synthetic.py`, in RUNS/NAME=synthetic/seedN.
+`heads`: every name of `dcvit.models.head_settings` is trained on embedded text, as `dcvit.reproduction.arms` describes,
+and on the generated tasks of `configs/lm_synthetic.py`, in FOLDER/NAME=synthetic/seedN.
+
+`key_heads`: what is kept if heads compose only inside the groups of a key head. For 1, 2 and 4 key heads, the eight
+heads of a small language model do not compose, compose query-wise inside the groups of a key head (DCFlash, which plain
+attention computes), query-wise all together, or completely. With one key head, the second and the third are the same. A
+ViT with two key heads has the same four arms.
 """
 
 from __future__ import annotations
@@ -12,87 +17,69 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dcvit.models import head_settings, lm
-from dcvit.reproduction import arms, costs, seeded
-from dcvit.reproduction.arms import Arm
-from dcvit.reproduction.seeded import Train
-from dcvit.reproduction.table9 import about, row
+from dcvit.reproduction import arms, costs
+from dcvit.reproduction.arms import Claim, Group
+from dcvit.reproduction.seeded import Run, folder_of
 from dcvit.reproduction.tables import Cell, Chart, Table
-from dcvit.training.seeds import summarize, workdir_of
 
-KEY_HEADS = 4  # two heads share a key head, so that all names are possible
-ARMS = {name: Arm({"heads": name, "num_key_heads": KEY_HEADS}) for name in head_settings.NAMES}
+# Two heads share a key head, so that all names are possible.
+ARMS = {name: {"heads": name, "num_key_heads": 4} for name in head_settings.NAMES}
 ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
-TASK_KEY_HEADS = 2  # of four heads
-TASK_LR = 3e-3  # that of scripts/bench_synthetic.py
+TASK_FIELDS = {"model.num_key_heads": 2, "lr": 3e-3}  # of four heads; the learning rate of scripts/bench_runs.py
 ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu_step.py; not in a package
 
 
-def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
-    """Train all models on text and on generated tasks, and return the exit status of the first run that fails, or 0.
+def plan(folder: Path, steps: int) -> list[Run]:
+    """Return the runs of the leaderboard."""
+    return [*arms.language_models(folder, ARMS).plan(steps), *task_runs(folder, steps).values()]
 
-    Raises:
-      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
-    """
-    if status := arms.train_arms(ARMS, runs, seeds, train, steps):
-        return status
-    for seed in seeds:
-        for name in ARMS:
-            spec, path = f"lm_synthetic:steps={task_steps(steps)}", workdir_of(task_folder(runs, name), seed)
-            if status := seeded.run(train, spec, path, task_words(name, seed), ACCURACY):
-                return status
-    return 0
+
+def task_runs(folder: Path, steps: int) -> dict[str, Run]:
+    """Return the runs on generated tasks, with steps in proportion to those of runs on text."""
+    spec = f"lm_synthetic:steps={task_steps(steps)}"
+    return {
+        name: Run(folder_of(folder, f"{name}=synthetic"), spec, {"model.heads": name, **TASK_FIELDS}, ACCURACY)
+        for name in ARMS
+    }
 
 
 def task_steps(steps: int) -> int:
-    """Return the steps of a run on generated tasks, in proportion to those of a run on text."""
+    """Return the steps of a run on generated tasks for those of a run on text."""
     return max(1, round(steps * TASK_STEPS / arms.STEPS))
 
 
-def task_folder(runs: Path, name: str) -> Path:
-    """Return the folder of a name's runs on generated tasks."""
-    return arms.folder_of(runs, f"{name}=synthetic")
-
-
-def task_words(name: str, seed: int) -> list[str]:
-    """Return the overrides of configs/lm_synthetic.py for a name."""
-    fields = [f"model.heads={name}", f"model.num_key_heads={TASK_KEY_HEADS}"]
-    return [*fields, f"lr={TASK_LR}", f"seed={seed}", "tensorboard=False", "evals.validation.log_percent=100"]
-
-
-def table(runs: Path, seeds: Sequence[int], steps: int) -> Table:
-    """Return the table of complete runs.
+def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the leaderboard of complete runs.
 
     Raises:
       ConfigError: a run is not complete, or the runs of a name differ in more than their seed.
     """
-    found = arms.compare(ARMS, runs, seeds, steps)
-    folders = {name: task_folder(runs, name) for name in ARMS}
-    values = seeded.all_finals(runs, folders, seeds, ACCURACY)
-    accuracies = summarize({seed: {name: 100 * value for name, value in each.items()} for seed, each in values.items()})
+    found = arms.compare(arms.language_models(folder, ARMS), seeds, steps)
+    accuracies = arms.measure(task_runs(folder, steps), seeds, scale=100).means
     rows, seconds = [], tpu_seconds(ESTIMATES)
-    for (name, arm), accuracy in zip(ARMS.items(), accuracies, strict=True):
-        net = model_of(arm)
+    for name in ARMS:
+        net = model_of(name)
         more: dict[str, Cell] = {
             "MFLOP per token": costs.forward_operations(net, arms.CONTEXT) / arms.CONTEXT / 1e6,
             "cache per token": costs.cache_per_token(net, arms.CONTEXT),
             "flash": "yes" if is_flash(net) else "no",
             "405M on TPU v5e, s": seconds.get(name),
-            "accuracy on tasks %": accuracy["mean"],
-            "accuracy on tasks ± 95 %": accuracy["± 95 %"],
+            "accuracy on tasks %": accuracies[name].mean,
+            "accuracy on tasks ± 95 %": accuracies[name].interval,
         }
-        rows.append(row(name, found, more))
+        rows.append(arms.row(name, found, more))
     tasks = (
         f"The accuracy on tasks is that of other models, trained by configs/lm_synthetic.py for {task_steps(steps)} "
         "steps on the generated tasks of docs/composed_tasks.md, and evaluated on their validation split. They have "
-        f"four heads and two key heads, and the learning rate is {TASK_LR} for all."
+        f"four heads and two key heads, and the learning rate is {TASK_FIELDS['lr']} for all."
     )
     tpu = (
         "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
         "heads and 8 key heads, on a slice v5e:4x4 (docs/tpu_heads.json, by scripts/tpu_step.py). There is none of "
         "`diff`, whose layers differ and cannot be scanned."
     )
-    notes = (about(found, steps), tasks, *([tpu] if seconds else []))
+    notes = (arms.about(found, steps), tasks, *([tpu] if seconds else []))
     return Table("heads", "Leaderboard of cross-head attention", rows, notes,
                  Chart("config", "bits per byte", "± 95 %"))  # fmt: skip
 
@@ -109,9 +96,9 @@ def tpu_seconds(path: Path) -> dict[str, float]:
     return found
 
 
-def model_of(arm: Arm) -> lm.LM:
-    """Return the model of an arm."""
-    return arms.model_of({**arms.MODEL, **arm.fields})
+def model_of(name: str) -> lm.LM:
+    """Return the language model of a name."""
+    return arms.language_model({**arms.MODEL, **ARMS[name]})
 
 
 def is_flash(net: lm.LM) -> bool:
@@ -119,3 +106,111 @@ def is_flash(net: lm.LM) -> bool:
     if net.heads is not None:
         return net.heads != "diff"
     return net.compose is None or net.composition().foldable(net.num_key_heads or net.num_heads)
+
+
+PLAIN, FOLDED, QUERY_WISE, COMPLETE = "plain", "DCFlash", "query-wise", "complete"
+KEY_HEADS = (1, 2, 4)
+IMAGE_KEY_HEADS, IMAGE_METRIC = 2, "test/top1"
+IMAGE_STEPS = 1500  # for `arms.STEPS` steps of a language model
+
+
+def fields_of(key_heads: int) -> dict[str, dict[str, object]]:
+    """Return the fields of the attention of each composition."""
+    found: dict[str, dict[str, object]] = {
+        PLAIN: {"compose": None},
+        FOLDED: {"compose": "both", "branches": "q", "groups": key_heads},
+        QUERY_WISE: {"compose": "both", "branches": "q"},
+        COMPLETE: {"compose": "both"},
+    }
+    if key_heads == 1:
+        del found[FOLDED]
+    return {name: {**fields, "num_key_heads": key_heads} for name, fields in found.items()}
+
+
+def key_head_models(folder: Path, key_heads: int) -> Group:
+    """Return the language models with a number of key heads; the first one does not compose."""
+    fields = {f"K={key_heads} {name}": each for name, each in fields_of(key_heads).items()}
+    return arms.language_models(folder / f"K={key_heads}", fields)
+
+
+def key_head_vits(folder: Path) -> Group:
+    """Return the ViTs."""
+    compositions = fields_of(IMAGE_KEY_HEADS)
+
+    def run(name: str, folder: Path, steps: int) -> Run:
+        fields = {"num_heads": arms.MODEL["num_heads"], **compositions[name]}
+        overrides = {**{f"model.{key}": value for key, value in fields.items()}, "total_steps": steps}
+        return Run(folder, "vit_digits:attention=dcmha", overrides, IMAGE_METRIC)
+
+    return Group(folder / "images", [*compositions], run, timed=image_steps(arms.STEPS))
+
+
+def image_steps(steps: int) -> int:
+    """Return the steps of a ViT for those of a language model."""
+    return max(1, round(steps * IMAGE_STEPS / arms.STEPS))
+
+
+def key_heads_plan(folder: Path, steps: int) -> list[Run]:
+    """Return the runs of the comparison of key heads, after the times of all steps are measured."""
+    vits = key_head_vits(folder)
+    vits.times()
+    language = [run for n in KEY_HEADS for run in key_head_models(folder, n).plan(steps)]
+    return [*language, *vits.at_equal_steps(image_steps(steps)).values()]
+
+
+def key_heads_table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the comparison of key heads of complete runs.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
+    """
+    images = image_columns(folder, seeds, steps)
+    rows, statements = [], []
+    for n in KEY_HEADS:
+        found = arms.compare(key_head_models(folder, n), seeds, steps)
+        for name, fields in fields_of(n).items():
+            net = arms.language_model({**arms.MODEL, **fields})
+            more: dict[str, Cell] = {"cache per token": costs.cache_per_token(net, arms.CONTEXT)}
+            more |= images[name] if n == IMAGE_KEY_HEADS else dict.fromkeys(images[name])
+            rows.append(arms.row(f"K={n} {name}", found, more))
+        for claim in claims_of(n):
+            statements.append(f"- {claim.text}: {claim.verdict(found)}")
+    vits = (
+        f"ViTs of configs/vit_digits.py with {arms.MODEL['num_heads']} heads and {IMAGE_KEY_HEADS} key heads after "
+        f"{image_steps(steps)} steps: top-1 accuracy on the test split, and differences in percentage points."
+    )
+    verdicts = "With the differences in bits per byte of paired seeds, at equal steps:\n\n" + "\n".join(statements)
+    notes = (arms.about(found, steps, "the plain row of as many key heads"), vits, verdicts)
+    return Table(
+        "key_heads", "Composition with grouped queries", rows, notes, Chart("config", "bits per byte", "± 95 %")
+    )
+
+
+def image_columns(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, dict[str, Cell]]:
+    """Return the columns of the ViTs by the name of their composition."""
+    vits = key_head_vits(folder)
+    found, times = arms.measure(vits.at_equal_steps(image_steps(steps)), seeds, scale=100), vits.times().ms
+    return {
+        name: {
+            "ViT step ms": times[name], "ViT top-1 %": mean.mean, "ViT ± 95 %": mean.interval,
+            "ViT difference": found.differences[name].mean, "ViT difference ± 95 %": found.differences[name].interval,
+        }
+        for name, mean in found.means.items()
+    }  # fmt: skip
+
+
+def claims_of(key_heads: int) -> list[Claim]:
+    """Return the statements about the models with a number of key heads."""
+    folded = QUERY_WISE if key_heads == 1 else FOLDED
+    statements = (
+        ("composition inside key heads improves plain attention", folded, PLAIN),
+        ("complete composition improves plain attention", COMPLETE, PLAIN),
+        ("complete composition is better than composition inside key heads", COMPLETE, folded),
+    )
+    return [
+        Claim(
+            f"with {key_heads} of {arms.MODEL['num_heads']} key heads, {text}",
+            f"K={key_heads} {better}", f"K={key_heads} {worse}",
+        )
+        for text, better, worse in statements
+    ]  # fmt: skip

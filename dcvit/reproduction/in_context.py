@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import cast
 
 from dcvit.pages.evaluation import evaluate
-from dcvit.reproduction import seeded
-from dcvit.reproduction.seeded import Train
-from dcvit.reproduction.stored import run_checksum, stored
+from dcvit.reproduction import arms
+from dcvit.reproduction.arms import Mean
+from dcvit.reproduction.seeded import Run, all_finals, run_checksum, stored
 from dcvit.reproduction.tables import Chart, Curves, Row, Table
-from dcvit.training.seeds import summarize, workdir_of
+from dcvit.training.seeds import workdir_of
 from dcvit.training.trained import open_trained
 from input_pipeline.text.synthetic import Source
 from input_pipeline.text.synthetic_tasks import DOMAINS, TASKS
@@ -26,26 +26,22 @@ METRIC = "validation/accuracy"
 ARMS = {"plain": ("mha", 10.05, 31.9), "DCMHA": ("dcmha", 7.36, 39.0)}
 
 
-def train(runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
-    """Train both models, seed by seed, and return the exit status of the first run that fails, or 0.
+def runs_of(folder: Path, steps: int) -> dict[str, Run]:
+    """Return the run of each model."""
+    specs = {name: f"lm_synthetic:attention={each[0]},steps={steps},shots={SHOTS}" for name, each in ARMS.items()}
+    return {name: Run(folder / name, spec, {}, METRIC) for name, spec in specs.items()}
 
-    Raises:
-      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
-    """
-    for seed in seeds:
-        for name, (attention, *_) in ARMS.items():
-            words = [f"seed={seed}", "tensorboard=False", "evals.validation.log_percent=100"]
-            spec = f"lm_synthetic:attention={attention},steps={steps},shots={SHOTS}"
-            if status := seeded.run(train, spec, workdir_of(runs / name, seed), words, METRIC):
-                return status
-    return 0
+
+def plan(folder: Path, steps: int) -> list[Run]:
+    """Return the runs of both models."""
+    return [*runs_of(folder, steps).values()]
 
 
 def measured(workdir: Path) -> dict[str, dict[str, float]]:
     """Return the metrics of a run's evaluations by name; they are stored in the workdir.
 
     Raises:
-      ConfigError: see `dcvit.reproduction.stored`.
+      ConfigError: see `dcvit.reproduction.seeded.stored`.
     """
 
     def compute() -> dict[str, dict[str, float]]:
@@ -57,32 +53,33 @@ def measured(workdir: Path) -> dict[str, dict[str, float]]:
     return stored(workdir / "shots.json", run_checksum(workdir), compute)
 
 
-def summaries(runs: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Row]:
-    """Return mean and interval of accuracy (in percent) and perplexity of both models, by "MODEL METRIC"."""
-    values = {
-        seed: {
-            f"{name} {metric}": measured(workdir_of(runs / name, seed))[evaluation][metric] * scale
-            for name in ARMS
-            for metric, scale in (("accuracy", 100), ("perplexity", 1))
-        }
-        for seed in seeds
-    }
-    return {str(row["metric"]): row for row in summarize(values)}
-
-
-def check_complete(runs: Path, seeds: Sequence[int]) -> None:
+def check_complete(folder: Path, seeds: Sequence[int]) -> None:
     """Raise ConfigError if a run is not complete, or the runs of a model differ in more than their seed."""
-    seeded.all_finals(runs, {name: runs / name for name in ARMS}, seeds, METRIC)
+    all_finals(runs_of(folder, STEPS), seeds)
 
 
-def table5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
+def means_of(folder: Path, seeds: Sequence[int], evaluation: str) -> dict[str, Mean]:
+    """Return the accuracy (in percent) and the perplexity of both models over seeds, by "MODEL METRIC"."""
+    return arms.over_seeds(
+        {
+            seed: {
+                f"{name} {metric}": measured(workdir_of(folder / name, seed))[evaluation][metric] * scale
+                for name in ARMS
+                for metric, scale in (("accuracy", 100), ("perplexity", 1))
+            }
+            for seed in seeds
+        }
+    )
+
+
+def table5(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     """Return the accuracy of both models over all shots."""
-    check_complete(runs, seeds)
-    found = summaries(runs, seeds, "validation")
+    check_complete(folder, seeds)
+    found = means_of(folder, seeds, "validation")
     rows: list[Row] = [
         {
-            "model": name, "perplexity": found[f"{name} perplexity"]["mean"],
-            "accuracy %": found[f"{name} accuracy"]["mean"], "± 95 %": found[f"{name} accuracy"]["± 95 %"],
+            "model": name, "perplexity": found[f"{name} perplexity"].mean,
+            "accuracy %": found[f"{name} accuracy"].mean, "± 95 %": found[f"{name} accuracy"].interval,
             "perplexity, paper": perplexity, "accuracy %, paper": accuracy,
         }
         for name, (_, perplexity, accuracy) in ARMS.items()
@@ -91,14 +88,14 @@ def table5(runs: Path, seeds: Sequence[int], steps: int) -> Table:
                  Chart("model", "accuracy %", "± 95 %", "accuracy %, paper"))  # fmt: skip
 
 
-def figure6(runs: Path, seeds: Sequence[int], steps: int) -> Table:
+def figure6(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     """Return the accuracy of both models by the number of examples before the answer's."""
-    check_complete(runs, seeds)
-    by_shots = {shots: summaries(runs, seeds, f"validation/{shots}-shot") for shots in range(SHOTS + 1)}
+    check_complete(folder, seeds)
+    by_shots = {shots: means_of(folder, seeds, f"validation/{shots}-shot") for shots in range(SHOTS + 1)}
     rows: list[Row] = [
         {
-            "model": name, "shots": shots, "accuracy %": found[f"{name} accuracy"]["mean"],
-            "± 95 %": found[f"{name} accuracy"]["± 95 %"], "perplexity": found[f"{name} perplexity"]["mean"],
+            "model": name, "shots": shots, "accuracy %": found[f"{name} accuracy"].mean,
+            "± 95 %": found[f"{name} accuracy"].interval, "perplexity": found[f"{name} perplexity"].mean,
         }
         for name in ARMS
         for shots, found in by_shots.items()

@@ -15,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from dcvit.models import lm
 from dcvit.models.presets import COMPOSED, GPT3, LLAMA, PYTHIA
-from dcvit.reproduction import costs, seeded
-from dcvit.reproduction.arms import CONTEXT, METRIC, folder_of, model_of, overrides, spec_of
-from dcvit.reproduction.seeded import Train
+from dcvit.reproduction import arms, costs
+from dcvit.reproduction.arms import CONTEXT, Mean
+from dcvit.reproduction.seeded import Run, all_finals, folder_of
 from dcvit.reproduction.tables import Cell, Curves, Row, Table
-from dcvit.training.seeds import summarize, workdir_of
 
 STEPS = 1200  # of the largest models
 BATCH, WINDOW = 16, CONTEXT // 8  # the paper's windows are an eighth of the context, too
@@ -66,14 +64,15 @@ def points(name: str, steps: int) -> dict[str, list[Point]]:
 
     All families have the same steps, those of plain Transformer++, as in Table 3. The largest size has `steps`.
     """
-    sizes = [costs.parameters(_model("Transformer++", size)) for size in SIZES]
+    sizes = [costs.parameters(arms.language_model(fields_of("Transformer++", size))) for size in SIZES]
     found: dict[str, list[Point]] = {}
     for family in (family for pair in FIGURES[name].pairs for family in pair):
         found[family] = []
         for shape, size in zip(SIZES, sizes, strict=True):
-            count, net = max(1, round(steps * size / sizes[-1])), _model(family, shape)
+            fields, count = fields_of(family, shape), max(1, round(steps * size / sizes[-1]))
+            net = arms.language_model(fields)
             operations = float(costs.training_operations(net, CONTEXT)) * BATCH * count
-            found[family].append(Point(fields_of(family, shape), costs.parameters(net), count, operations))
+            found[family].append(Point(fields, costs.parameters(net), count, operations))
     return found
 
 
@@ -86,33 +85,20 @@ def fields_of(family: str, size: tuple[int, int, int]) -> dict[str, object]:
     return {**FAMILIES[family], **shape}
 
 
-def _model(family: str, size: tuple[int, int, int]) -> lm.LM:
-    return model_of(fields_of(family, size))
+def plan(name: str, folder: Path, steps: int) -> list[Run]:
+    """Return the runs of a figure."""
+    return [*runs_of(points(name, steps), folder).values()]
 
 
-def train(name: str, runs: Path, seeds: Sequence[int], train: Train, steps: int) -> int:
-    """Train all models of a figure, seed by seed, and return the exit status of the first run that fails, or 0.
-
-    Raises:
-      ConfigError, MetricsError: see `dcvit.reproduction.seeded.run`.
-    """
-    return train_points(points(name, steps), runs, seeds, train)
-
-
-def train_points(found: Mapping[str, Sequence[Point]], runs: Path, seeds: Sequence[int], train: Train) -> int:
-    """Train models of several families, seed by seed; see `train`."""
-    for seed in seeds:
-        for family, each in found.items():
-            for point in each:
-                path = workdir_of(folder(runs, family, point), seed)
-                if status := seeded.run(train, spec_of(point.steps), path, overrides(point.fields, seed), METRIC):
-                    return status
-    return 0
-
-
-def folder(runs: Path, family: str, point: Point) -> Path:
-    """Return the folder of a model's runs."""
-    return folder_of(runs, f"{family}-{point.fields['width']}x{point.fields['depth']}")
+def runs_of(found: Mapping[str, Sequence[Point]], folder: Path) -> dict[str, Run]:
+    """Return the run of each model by "FAMILY NUMBER"."""
+    return {
+        f"{family} {i}": arms.language_model_run(
+            folder_of(folder, f"{family}-{point.fields['width']}x{point.fields['depth']}"), point.fields, point.steps
+        )
+        for family, each in found.items()
+        for i, point in enumerate(each)
+    }
 
 
 class Line(NamedTuple):
@@ -155,16 +141,15 @@ def bootstrapped(
     return np.percentile(found, [2.5, 97.5], axis=0).T
 
 
-def table(name: str, runs: Path, seeds: Sequence[int], steps: int) -> Table:
+def table(name: str, folder: Path, seeds: Sequence[int], steps: int) -> Table:
     """Return the table of complete runs.
 
     Raises:
       ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
     """
     found = points(name, steps)
-    folders = {f"{family} {i}": folder(runs, family, p) for family, each in found.items() for i, p in enumerate(each)}
-    values = seeded.all_finals(runs, folders, seeds, METRIC)
-    summary = {str(row["metric"]): row for row in summarize(values)}
+    values = all_finals(runs_of(found, folder), seeds)
+    means = arms.over_seeds(values)
     losses = {
         family: np.array([[values[seed][f"{family} {i}"] for i in range(len(SIZES))] for seed in seeds])
         for family in found
@@ -176,21 +161,20 @@ def table(name: str, runs: Path, seeds: Sequence[int], steps: int) -> Table:
         intervals = bootstrapped(found[plain], found[composed], pair)
         for family in (plain, composed):
             for i, point in enumerate(found[family]):
-                row = summary[f"{family} {i}"]
                 more: dict[str, Cell] = {"compute equivalent": None, "95 % interval": None, "paper": None}
                 if family == composed:
                     low, high = intervals[i]
                     more = {"compute equivalent": ratios[i], "95 % interval": f"{low:.2f}–{high:.2f}", "paper": paper}
-                rows.append(_row(family, point, row, more))
+                rows.append(_row(family, point, means[f"{family} {i}"], more))
     return Table(name, FIGURES[name].title, rows, _notes(name, found, losses, seeds, steps),
                  Curves("family", "training FLOPs", "bits per byte", "± 95 %"))  # fmt: skip
 
 
-def _row(family: str, point: Point, summary: Row, more: Mapping[str, Cell]) -> Row:
+def _row(family: str, point: Point, loss: Mean, more: Mapping[str, Cell]) -> Row:
     return {
         "family": family, "width × depth": f"{point.fields['width']} × {point.fields['depth']}",
         "parameters": point.parameters, "steps": point.steps, "training FLOPs": point.operations,
-        "bits per byte": summary["mean"], "± 95 %": summary["± 95 %"], **more,
+        "bits per byte": loss.mean, "± 95 %": loss.interval, **more,
     }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Runs of `dcvit train` with several seeds that a table compares, each in a workdir FOLDER/seedN.
 
 A complete run is skipped and an interrupted one is resumed. A run of another config is an error, so that no table mixes
-configs, and so is a run that diverged, because a table without it would look better than it is.
+configs, and so is a run that diverged, because a table without it would look better than it is. Results that take long
+are computed once and stored as JSON beside the runs that they describe.
 """
 
 from __future__ import annotations
@@ -11,41 +12,89 @@ import io
 import json
 import os
 import platform
+import re
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError, MetricsError
+from dcvit.errors import ConfigError, MetricsError, first_line
 from dcvit.runs import identity, metrics
+from dcvit.runs.files import replace
+from dcvit.training.seeds import workdir_of
 from dcvit.training.tasks import task_class
 
 Train = Callable[[Sequence[str]], int]  # the command `dcvit train`, which returns its exit status
+Value = TypeVar("Value", bound=object)
 OF_A_SEED = ("seed", "model_init")  # keys in which the runs of one arm may differ
 
 
-def run(train: Train, spec: str, path: Path, overrides: Sequence[str], metric: str) -> int:
-    """Train with hidden output unless the run is complete, and return the exit status.
+class Run(NamedTuple):
+    """A config that is trained with several seeds.
 
-    Args:
-      train: trains a model.
+    Fields:
+      folder: the folder of the workdirs, one per seed.
       spec: the config with its arguments.
-      path: the workdir.
-      overrides: "a.b=value" for the config.
-      metric: name of the metric to print, "EVALUATOR/METRIC".
+      overrides: values of the config by key.
+      metric: "EVALUATOR/METRIC", which is compared after the last step.
+    """
+
+    folder: Path
+    spec: str
+    overrides: Mapping[str, object]
+    metric: str
+
+    def words(self, seed: int) -> list[str]:
+        """Return the overrides of the run with a seed; its evaluator runs before the first step and at the end.
+
+        `overrides` may give the config another seed than that of the workdir.
+        """
+        last = {"seed": seed, "tensorboard": False, f"evals.{self.metric.partition('/')[0]}.log_percent": 100}
+        return [f"{key}={value}" for key, value in {**self.overrides, **last, **self.overrides}.items()]
+
+    def parameters(self, seed: int) -> int:
+        """Return the number of parameters of the run with a seed."""
+        count: int = metrics.read(workdir_of(self.folder, seed) / "metrics.jsonl")[0]["num_params"]
+        return count
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    """Return the folder below `folder` of the runs with a name, whose other characters are replaced."""
+    return folder / re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_")
+
+
+def train_all(runs: Iterable[Run], seeds: Iterable[int], train: Train) -> int:
+    """Train all runs that are not complete, seed by seed; return the exit status of the first that fails, or 0.
+
+    Raises:
+      ConfigError, MetricsError: see `train_run`.
+    """
+    chosen = [*runs]
+    for seed in seeds:
+        for run in chosen:
+            if status := train_run(run, seed, train):
+                return status
+    return 0
+
+
+def train_run(run: Run, seed: int, train: Train) -> int:
+    """Train with hidden output unless the run is complete, and return the exit status.
 
     Raises:
       ConfigError: the config is invalid, or the workdir holds a run of another config.
       MetricsError: the run diverged.
     """
-    check_config(path, configs.load(spec, overrides))
-    if final(path, metric) is not None:
+    path, words = workdir_of(run.folder, seed), run.words(seed)
+    check_config(path, configs.load(run.spec, words))
+    if final(path, run.metric) is not None:
         return 0
     started = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):
-        status = train(["--config", spec, "--workdir", str(path), *(f"--config.{word}" for word in overrides)])
+        status = train(["--config", run.spec, "--workdir", str(path), *(f"--config.{word}" for word in words)])
     if status == 0:
-        print(f"{path}: {metric} {final(path, metric):.4f}, {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{path}: {run.metric} {final(path, run.metric):.4f}, {time.monotonic() - started:.0f} s", flush=True)
     return status
 
 
@@ -65,34 +114,33 @@ def final(path: Path, metric: str) -> float | None:
     return float(value)
 
 
-def finals(folders: Mapping[str, Path], seeds: Iterable[int], metric: str) -> dict[int, dict[str, float]]:
-    """Return the final metric of each arm, given by its folder, for all seeds that are complete in every arm.
+def finals(runs: Mapping[str, Run], seeds: Iterable[int]) -> dict[int, dict[str, float]]:
+    """Return the final metric of each run, by name, for all seeds that are complete in every run.
 
     Raises:
-      ConfigError: the runs of an arm differ in more than their seed.
+      ConfigError: the runs of a name differ in more than their seed.
     """
-    found = {seed: {arm: final(folder / f"seed{seed}", metric) for arm, folder in folders.items()} for seed in seeds}
+    found = {seed: {n: final(workdir_of(run.folder, seed), run.metric) for n, run in runs.items()} for seed in seeds}
     complete = {
-        seed: {arm: value for arm, value in each.items() if value is not None}
+        seed: {name: value for name, value in each.items() if value is not None}
         for seed, each in found.items()
         if None not in each.values()
     }
-    for folder in folders.values():
-        check_same_config([folder / f"seed{seed}" for seed in complete])
+    for run in runs.values():
+        check_same_config([workdir_of(run.folder, seed) for seed in complete])
     return complete
 
 
-def all_finals(
-    runs: Path, folders: Mapping[str, Path], seeds: Sequence[int], metric: str
-) -> dict[int, dict[str, float]]:
-    """Return `finals` of all seeds; `runs` names the runs in errors.
+def all_finals(runs: Mapping[str, Run], seeds: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Return `finals` of all seeds.
 
     Raises:
-      ConfigError: a run is not complete, or the runs of an arm differ in more than their seed.
+      ConfigError: a run is not complete, or the runs of a name differ in more than their seed.
     """
-    values = finals(folders, seeds, metric)
+    values = finals(runs, seeds)
     if missing := [seed for seed in seeds if seed not in values]:
-        raise ConfigError(f"{runs}: the runs of seed {missing[0]} are not complete")
+        folder = next(iter(runs.values())).folder.parent
+        raise ConfigError(f"{folder}: the runs of seed {missing[0]} are not complete")
     return values
 
 
@@ -119,10 +167,41 @@ def _check(path: Path, saved: Mapping[str, object], expected: Mapping[str, objec
         raise ConfigError(f"{path} holds a run of another config: {different}. Remove it, or give another --out")
 
 
-def parameters(path: Path) -> int:
-    """Return the number of parameters of a run."""
-    count: int = metrics.read(path / "metrics.jsonl")[0]["num_params"]
-    return count
+def stored(path: Path, source: object, compute: Callable[[], Value]) -> Value:
+    """Return the value in a file, or compute it and write the file.
+
+    Args:
+      path: the file. It also holds `source`, and a checksum of both.
+      source: what the value is computed from, as JSON: configs, or the checksum of a run.
+      compute: returns the value, as JSON.
+
+    Raises:
+      ConfigError: the file is damaged, was changed, or its value was computed from something else.
+    """
+    if not path.is_file():
+        found = {"source": source, "value": compute()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, json.dumps({**found, "crc32": checksum(found)}, indent=1, allow_nan=False) + "\n")
+    try:
+        content = json.loads(path.read_text())
+        if content.pop("crc32", None) != checksum(content):
+            raise ValueError("its checksum is missing or differs: it was changed")
+        value: Value = content["value"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f"cannot read {path}: {first_line(e)}; remove it to compute it again") from None
+    if content["source"] != json.loads(json.dumps(source)):
+        raise ConfigError(f"{path} was computed from other configs or another run; remove it to compute it again")
+    return value
+
+
+def checksum(content: object) -> str:
+    """Return the CRC-32 of JSON as 8 hexadecimal digits."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def run_checksum(path: Path) -> str:
+    """Return the CRC-32 of the metrics of a run, which tells it from every other one."""
+    return f"{zlib.crc32((path / 'metrics.jsonl').read_bytes()):08x}"
 
 
 def machine() -> str:

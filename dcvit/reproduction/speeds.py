@@ -1,18 +1,86 @@
-"""Measured speed of small language models in training and in decoding, in interleaved rounds of one process."""
+"""Times of training steps, and speed in training and in decoding, measured in interleaved rounds of one process."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dcvit.inference.generation import Options, Params, cast_params, generate
 from dcvit.models import lm
-from dcvit.reproduction import step_times
-from dcvit.training.setup import load_setup
+from dcvit.parallel.sharding import local_rows, prefetch
+from dcvit.reproduction.seeded import machine, stored
+from dcvit.training.setup import Setup, load_setup
+from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
+
+NAME = "step_times.json"
+ROUNDS = 30
+
+
+class StepTimes(NamedTuple):
+    """The median time of a step of each arm in milliseconds, and where they were measured."""
+
+    ms: Mapping[str, float]
+    machine: str
+
+
+def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> StepTimes:
+    """Measure the steps of each arm, or return what an earlier call has measured and stored in the folder.
+
+    The stored times are kept, so that the same command trains for the same numbers of steps again.
+
+    Args:
+      runs: the config of each arm, as for `dcvit.config.load.load`.
+      folder: the folder of the runs.
+
+    Raises:
+      ConfigError: the stored times are damaged, or those of other configs.
+    """
+    wanted = {arm: [spec, *overrides] for arm, (spec, overrides) in runs.items()}
+
+    def measure() -> dict[str, dict[str, float] | str]:
+        seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, ROUNDS)
+        return {"ms": {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, "machine": machine()}
+
+    return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]
+
+
+def stepper(setup: Setup) -> Callable[[], None]:
+    """Compile the training step of a run, and return a function that executes it on the first batch of the data."""
+    with jax.set_mesh(setup.model.mesh):
+        shapes = state_shapes(setup)
+        places = jax.tree.map(lambda s: s.sharding, shapes)
+        key = jax.random.key(setup.seed)
+        state = jax.jit(lambda: initial_state(setup, init_params(setup, key)), out_shardings=places)()
+        batches = setup.data.batches(0, local_rows(setup.model.mesh, setup.data.batch_size))
+        (batch,) = prefetch(itertools.islice(batches, 1), setup.model.mesh, setup.data.batch_size)
+        batches.close()
+        update = jit_update(setup, shapes).lower(state, batch).compile()
+
+    def step() -> None:
+        nonlocal state
+        state, metrics = update(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return step
+
+
+def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every timed step. A round runs two steps of each arm and times the second."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step()  # not timed: it brings the arm's arrays back to the caches
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
 
 
 def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -23,8 +91,7 @@ def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, r
       tokens: those of a step.
       rounds: timed steps of an arm.
     """
-    steps = {arm: step_times.stepper(load_setup(*run)) for arm, run in runs.items()}
-    seconds = step_times.interleaved(steps, rounds)
+    seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, rounds)
     return {arm: [tokens / each for each in times] for arm, times in seconds.items()}
 
 

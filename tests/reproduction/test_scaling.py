@@ -1,6 +1,7 @@
-"""Scaling curves: tokens per parameter, fitted lines and compute equivalents; runs are in test_downstream_table.py."""
+"""Scaling curves: tokens per parameter, fitted lines and compute equivalents; runs are in test_downstream.py."""
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,8 +37,8 @@ def smallest(name):
 def test_words_of_a_run_make_the_model_of_the_paper_in_small(family):
     """All fields but the shape are those of a preset of the family, windows of an eighth of the context."""
     point = smallest("figure4" if "Pythia" in family else "figure3")[family]
-    words = [*arms.overrides(point.fields, 3), f"model.context={scaling.CONTEXT}"]  # as the data sets it
-    net = make_model(config.load(f"lm_stdlib:steps={point.steps}", words))
+    run = arms.language_model_run(Path(), point.fields, point.steps)
+    net = make_model(config.load(run.spec, [*run.words(3), f"model.context={arms.CONTEXT}"]))  # as the data sets it
     assert costs.parameters(net) == point.parameters
     preset = presets.PRESETS[f"{family}-{'2.8B' if 'Pythia' in family else '405M'}"]
     shape = ("depth", "width", "num_heads", "mlp_dim", "init_std", "out_init_std")

@@ -3,7 +3,7 @@
 import pytest
 
 from dcvit.errors import ConfigError
-from dcvit.reproduction.stored import run_checksum, stored
+from dcvit.reproduction.seeded import run_checksum, stored
 
 VALUE = {"validation": {"accuracy": 0.5, "perplexity": 3.25}}
 

@@ -1,12 +1,11 @@
 """Tables 5 and 11 and Figure 6: shots and seeds of runs become rows, and examples are those of the tasks."""
 
-import json
-
 import pytest
+from fake_training import write_run
 
 from dcvit.errors import ConfigError
 from dcvit.reproduction import in_context
-from dcvit.reproduction.stored import run_checksum, stored
+from dcvit.reproduction.seeded import run_checksum, stored
 from input_pipeline.text import synthetic_tasks
 
 ACCURACY = {"plain": 0.5, "DCMHA": 0.75}
@@ -18,10 +17,7 @@ def runs(tmp_path):
     for name, accuracy in ACCURACY.items():
         for seed in (0, 1):
             folder = tmp_path / name / f"seed{seed}"
-            folder.mkdir(parents=True)
-            (folder / "config.json").write_text(json.dumps({"total_steps": 5, "seed": seed}))
-            last = {"step": 5, in_context.METRIC: accuracy + 0.02 * seed}
-            (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+            write_run(folder, {"total_steps": 5, "seed": seed}, {in_context.METRIC: accuracy + 0.02 * seed})
             measured = {"validation": {"accuracy": accuracy + 0.02 * seed, "perplexity": 4.0}}
             for shots in range(in_context.SHOTS + 1):
                 value = {"accuracy": accuracy + 0.02 * seed + 0.01 * shots, "perplexity": 3.0}

@@ -10,11 +10,11 @@ from pathlib import Path
 from dcvit.models import lm
 from dcvit.models.presets import decode_preset
 from dcvit.reproduction import costs, scaling, speeds
-from dcvit.reproduction.arms import model_of, overrides, spec_of
+from dcvit.reproduction.arms import language_model, language_model_run
+from dcvit.reproduction.costs import CONTEXT, VOCABULARY
 from dcvit.reproduction.seeded import machine
 from dcvit.reproduction.tables import Chart, Row, Table
 
-CONTEXT, VOCABULARY = 2048, 50_257
 # Throughput of DCFormer++ in percent of Transformer++: training, and generation with and without windows there.
 PAPER = {"2.8B": (74.5, 87.9, 81.1), "6.9B": (83.1, 94.5, 88.7), "13B": (84.4, 95.1, 89.9), "33B": (89.2, 94.8, 89.7)}
 SIZES = ((64, 2, 8), (128, 4, 8))  # width, depth, heads of the measured models
@@ -107,23 +107,23 @@ def fields(size: tuple[int, int, int]) -> dict[str, dict[str, object]]:
     return {PLAIN: plain, SAME: {**plain, **windows}, COMPOSED: composed}
 
 
-def arms_of(size: tuple[int, int, int]) -> dict[str, tuple[list[str], lm.LM]]:
-    """Return the overrides of the config of each measured model of a size, and the model."""
+def runs_of(size: tuple[int, int, int]) -> dict[str, tuple[str, list[str]]]:
+    """Return the config of each measured model of a size, and its overrides."""
+    runs = {arm: language_model_run(Path(), each, 1) for arm, each in fields(size).items()}
     lengths = [f"{data}.context={LENGTH}" for data in ("input.data", "evals.validation.data")]
-    return {
-        arm: ([*overrides(each, 0), *lengths], model_of(each).clone(context=LENGTH))
-        for arm, each in fields(size).items()
-    }
+    return {arm: (run.spec, [*run.words(0), *lengths]) for arm, run in runs.items()}
+
+
+def nets_of(size: tuple[int, int, int]) -> dict[str, lm.LM]:
+    """Return the measured models of a size."""
+    return {arm: language_model(each).clone(context=LENGTH) for arm, each in fields(size).items()}
 
 
 def measured(size: tuple[int, int, int]) -> list[Row]:
     """Return the measured speed of small models of a size in training and in generation."""
-    runs, nets = {}, {}
-    for arm, (words, net) in arms_of(size).items():
-        runs[arm], nets[arm] = (spec_of(1), words), net
-    rates = {"training": speeds.training_rates(runs, scaling.BATCH * LENGTH, ROUNDS)}
+    rates = {"training": speeds.training_rates(runs_of(size), scaling.BATCH * LENGTH, ROUNDS)}
     for batch, name in ((1, "generation"), (8, "generation of 8 rows")):
-        rates[name] = speeds.decoding_rates(nets, batch, PROMPT, NEW, ROUNDS)
+        rates[name] = speeds.decoding_rates(nets_of(size), batch, PROMPT, NEW, ROUNDS)
     return [
         measured_row(f"{size[0]}×{size[1]} {name}, measured", each, arm)
         for name, each in rates.items()

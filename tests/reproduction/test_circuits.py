@@ -1,16 +1,17 @@
-"""Figures 7 and 8: the rule that selects the example, the terms of its compositions, and its attention."""
+"""Figures 5, 7 and 8: captured variance of heads, the example that is selected, and its compositions."""
 
 import functools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from small_models import HEADS, jit, make_lm, make_tokens
+from small_models import HEADS, SMALL, jit, make_lm, make_tokens
 
 from dcvit import cli, reproduce
 from dcvit.interpret.activations import compose_weights_of, run_with_cache
-from dcvit.reproduction import case_study, catalog, tables
+from dcvit.reproduction import catalog, circuits, in_context, tables
 from dcvit.training.trained import open_trained
 
 LENGTH = 9
@@ -21,12 +22,12 @@ def random_case():
     """Return the case of a small random model with all terms."""
     net, params = make_lm(position="learned", compose="both", static=True, groups=2)
     arrays = run_with_cache(net, params, make_tokens(1, LENGTH)).arrays
-    return case_study.Case(0, [f"w{i}" for i in range(LENGTH)], "right", "wrong", 0, net, arrays)
+    return circuits.Case(0, [f"w{i}" for i in range(LENGTH)], "right", "wrong", 0, net, arrays)
 
 
 @pytest.fixture
 def case(monkeypatch):
-    monkeypatch.setattr(case_study, "find_case", lambda runs, seeds: random_case())
+    monkeypatch.setattr(circuits, "find_case", lambda runs, seeds: random_case())
     return random_case()
 
 
@@ -36,21 +37,21 @@ def heads_of(rows):
 
 def test_the_first_answer_that_only_the_composed_model_gives_is_selected():
     plain, composed = np.array([True, False, True, False, False]), np.array([True, False, False, True, True])
-    assert case_study.first_case(plain, composed) == 3
-    assert case_study.first_case(composed, plain) == 2
-    assert case_study.first_case(plain, plain) is None
+    assert circuits.first_case(plain, composed) == 3
+    assert circuits.first_case(composed, plain) == 2
+    assert circuits.first_case(plain, plain) is None
 
 
 @pytest.mark.slow
 def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_path):
     """Lenders times the sum of the terms are the composed numbers that the model computes."""
-    table = case_study.figure7(tmp_path, [0], 5)
+    table = circuits.figure7(tmp_path, [0], 5)
     assert len(table.rows) == 2 * 2 * 7 * HEADS
     for layer in range(2):
         weights = np.asarray(case.arrays[f"block0{layer}/composed_weights"])[0, :, LENGTH - 1]
-        head, key = case_study.largest_key(case, layer)
+        head, key = circuits.largest_key(case, layer)
         assert weights[head, key] == weights.max()
-        for where, (before, after) in case_study.COMPOSITIONS.items():
+        for where, (before, after) in circuits.COMPOSITIONS.items():
             rows = [row for row in table.rows if row["composition"] == f"layer {layer} {where}"]
             parts = {term: heads_of(r for r in rows if r["term"] == term) for term in {row["term"] for row in rows}}
             whole = parts.pop("all")
@@ -62,7 +63,7 @@ def test_maps_of_figure_7_compose_the_scores_and_weights_of_the_pair(case, tmp_p
 
 
 def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, tmp_path):
-    table = case_study.figure8(tmp_path, [0], 5)
+    table = circuits.figure8(tmp_path, [0], 5)
     for layer in range(2):
         for where in ("pre", "post"):
             before, after = (
@@ -83,7 +84,7 @@ def test_figure_8_has_distributions_and_their_compositions_over_all_keys(case, t
 
 @pytest.mark.slow
 def test_a_grid_of_matrices_is_drawn(case, tmp_path):
-    files = tables.write(case_study.figure8(tmp_path, [0], 5), tmp_path)
+    files = tables.write(circuits.figure8(tmp_path, [0], 5), tmp_path)
     assert [file.name for file in files] == ["figure8.md", "figure8.csv", "figure8.png"]
     assert files[-1].read_bytes().startswith(b"\x89PNG")
     assert "“w0 w1 w2 w3 w4 w5 w6 w7 w8 ____”: DCMHA answers “right”" in files[0].read_text()
@@ -98,8 +99,8 @@ def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_pa
         assert cli.run(reproduce.main, [name, *words]) == 0
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert ("in_context/plain/seed0" in capsys.readouterr().out) == (name == "table5")
-    runs = tmp_path / "runs" / catalog.TRAINED["figure7"].runs
-    case = case_study.find_case(runs, [0])
+    runs = tmp_path / "runs" / catalog.ENTRIES["figure7"].compute.folder
+    case = circuits.find_case(runs, [0])
     trained = [open_trained(runs / name / "seed0", None, None) for name in ("plain", "DCMHA")]
     greedy = [
         jit(lambda tokens, net=net, params=params: net.apply({"params": params}, tokens)[0].argmax(axis=-1))
@@ -118,3 +119,36 @@ def test_the_case_of_trained_models_is_the_first_in_the_order_of_the_data(tmp_pa
                 assert decode([int(plain[at - 1])]).split() == [case.plain_answer]
                 return
     pytest.fail("no answer is the composed model's only")
+
+
+def test_components_are_the_smallest_number_that_captures_a_share():
+    curve = np.array([0.4, 0.5, 0.85, 0.9, 1.0])
+    assert [circuits.components(curve, share) for share in (0.3, 0.5, 0.51, 0.9, 1.0)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_figure_5_has_the_squared_singular_values_of_concatenated_heads(monkeypatch, tmp_path):
+    net, params = make_lm(position="learned")
+    trained = SimpleNamespace(language_model=lambda: (net, params))
+    monkeypatch.setattr(circuits, "open_trained", lambda *_: trained)
+    monkeypatch.setattr(in_context, "check_complete", lambda *_: None)
+    table = circuits.figure5(tmp_path, [0, 1], 5)
+
+    width, expected = SMALL["width"], {"QK": [], "OV": []}
+    for layer in range(SMALL["depth"]):
+        block = params["Transformer"][f"decoderblock_{layer}"]["MultiHeadDotProductAttention_0"]
+        q, k, v, out = (np.asarray(block[name]["kernel"], np.float64) for name in ("query", "key", "value", "out"))
+        out = out.reshape(HEADS, -1, width)
+        for kind, forms in (
+            ("QK", [q[:, h] @ k[:, h].T for h in range(HEADS)]), ("OV", [v[:, h] @ out[h] for h in range(HEADS)]),
+        ):  # fmt: skip
+            squares = np.linalg.svd(np.concatenate(forms), compute_uv=False) ** 2
+            expected[kind].append(np.cumsum(squares) / squares.sum())
+    for kind, curves in expected.items():
+        for name in in_context.ARMS:
+            rows = [row for row in table.rows if row["heads"] == f"{kind}, {name}"]
+            assert [row["components"] for row in rows] == list(range(1, width + 1))
+            found = [row["captured variance"] for row in rows]
+            np.testing.assert_allclose(found, np.mean(curves, axis=0), rtol=1e-4)
+            assert max(row["± 95 %"] for row in rows) == pytest.approx(0, abs=1e-9)  # all seeds have one model
+    assert table.notes[-1].count("undecided") == 2  # and so have both arms

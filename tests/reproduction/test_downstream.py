@@ -5,13 +5,14 @@ import importlib.util
 import json
 
 import pytest
+from fake_training import write_run
 
 from dcvit import cli, reproduce
 from dcvit.errors import ConfigError
 from dcvit.inference import harness_tasks
-from dcvit.reproduction import local_tasks, scaling, table4
-from dcvit.reproduction.local_tasks import CHOICE, CLOZE
-from dcvit.reproduction.stored import run_checksum, stored
+from dcvit.reproduction import downstream, scaling
+from dcvit.reproduction.downstream import CHOICE, CLOZE
+from dcvit.reproduction.seeded import run_checksum, stored
 from dcvit.training.seeds import workdir_of
 
 TEXT = "import os\n\ndef path_of(name):\n    return path_of + os.path_of(name)\n    # path_of name with ten names\n"
@@ -19,10 +20,10 @@ LINES = "".join(f"line {i} of other names\nand names of line {i}\n" for i in ran
 
 
 def test_a_word_of_a_cloze_is_in_its_context_which_ends_before_it():
-    (found,) = (q for q in local_tasks.clozes("the name of some name here" + " " * 30, 64) if q["target"] == " name")
+    (found,) = (q for q in downstream.clozes("the name of some name here" + " " * 30, 64) if q["target"] == " name")
     assert found["context"] == "the name of some"
-    for text in (TEXT, *local_tasks.held_out_files()[:3]):
-        for question in local_tasks.clozes(text, 40):
+    for text in (TEXT, *downstream.held_out_files()[:3]):
+        for question in downstream.clozes(text, 40):
             whole = question["context"] + question["target"]
             assert whole in text
             assert len(whole.encode()) <= 40
@@ -31,47 +32,45 @@ def test_a_word_of_a_cloze_is_in_its_context_which_ends_before_it():
 
 
 def test_the_labeled_choice_follows_its_context_and_the_others_are_different_lines_of_other_texts():
-    files = sorted((text for text in local_tasks.held_out_files() if text.isascii()), key=len)
-    text, others = files[-1], sorted({f"\n{line}"[: local_tasks.LONGEST_LINE] for line in files[-2].split("\n")})
-    questions = local_tasks.choices(text, others, 40)
-    assert questions == local_tasks.choices(text, others, 40)
+    files = sorted((text for text in downstream.held_out_files() if text.isascii()), key=len)
+    text, others = files[-1], sorted({f"\n{line}"[: downstream.LONGEST_LINE] for line in files[-2].split("\n")})
+    questions = downstream.choices(text, others, 40)
+    assert questions == downstream.choices(text, others, 40)
     squeezed = "\n".join(line.rstrip() for line in text.split("\n"))
     for question in questions:
         wrong = [*question["choices"]]
         right = wrong.pop(question["label"])
         assert question["context"] + right in squeezed
-        assert len({*wrong, right}) == local_tasks.CHOICES
+        assert len({*wrong, right}) == downstream.CHOICES
         assert {*wrong} <= {*others}
         assert all(len((question["context"] + choice).encode()) <= 40 for choice in question["choices"])
         assert question["context"] == question["context"].rstrip()
-    counts = [sum(question["label"] == i for question in questions) for i in range(local_tasks.CHOICES)]
-    assert min(counts) > 0.8 * len(questions) / local_tasks.CHOICES  # no place is right more often
+    counts = [sum(question["label"] == i for question in questions) for i in range(downstream.CHOICES)]
+    assert min(counts) > 0.8 * len(questions) / downstream.CHOICES  # no place is right more often
 
 
 def test_lines_after_empty_ones_and_text_of_other_characters_are_no_choices():
-    assert local_tasks.line_starts("first line\nsecond line \n\nafter an empty one\n}\n") == {1: "\nsecond line"}
-    assert local_tasks.line_starts("first line\nsecond line ü\n") == {}
+    assert downstream.line_starts("first line\nsecond line \n\nafter an empty one\n}\n") == {1: "\nsecond line"}
+    assert downstream.line_starts("first line\nsecond line ü\n") == {}
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """Complete runs of both models with seeds 0 and 1, and stored results of the harness."""
-    monkeypatch.setattr(local_tasks, "held_out_files", lambda: [TEXT + LINES, LINES.replace("line", "row")])
-    for family, point in table4.models(8).items():
+    monkeypatch.setattr(downstream, "held_out_files", lambda: [TEXT + LINES, LINES.replace("line", "row")])
+    for family, run in downstream.models(tmp_path, 8).items():
         for seed in (0, 1):
-            workdir = workdir_of(scaling.folder(tmp_path, family, point), seed)
-            workdir.mkdir(parents=True)
-            (workdir / "config.json").write_text(json.dumps({"total_steps": 8, "seed": seed}))
-            (workdir / "metrics.jsonl").write_text(json.dumps({"step": 8, table4.METRIC: 2.5 + seed}) + "\n")
+            workdir = workdir_of(run.folder, seed)
+            write_run(workdir, {"total_steps": 8, "seed": seed}, {downstream.METRIC: 2.5 + seed})
             better = 0.1 * (1 + seed) if family == "DCPythia" else 0.0
-            found = {f"{CLOZE} acc": 0.2 + better, table4.LOG_PERPLEXITY: 9 - seed, f"{CHOICE} acc_norm": 0.5}
+            found = {f"{CLOZE} acc": 0.2 + better, downstream.LOG_PERPLEXITY: 9 - seed, f"{CHOICE} acc_norm": 0.5}
             stored(workdir / "harness.json", run_checksum(workdir), lambda value=found: value)
     return tmp_path
 
 
 @pytest.mark.weekly
 def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
-    rows = {row["measure"].split(" (")[0]: row for row in table4.table(runs, [0, 1], 8).rows}
+    rows = {row["measure"].split(" (")[0]: row for row in downstream.table(runs, [0, 1], 8).rows}
     cloze, average = rows["cloze accuracy %"], rows["average accuracy %"]
     assert (cloze["Pythia"], cloze["Pythia ± 95 %"], cloze["DCPythia"]) == pytest.approx((20, 0, 35))
     assert cloze["difference"] == pytest.approx(15)
@@ -81,13 +80,7 @@ def test_differences_are_paired_by_seed_beside_those_of_the_paper(runs):
     assert rows["cloze, log2 of the perplexity"]["Pythia"] == 8.5
     assert rows["cloze, log2 of the perplexity"]["difference 6.9B, paper"] is None
     with pytest.raises(ConfigError, match="the runs of seed 2 are not complete"):
-        table4.table(runs, [0, 1, 2], 8)
-
-
-def test_a_statement_holds_only_outside_of_the_interval():
-    for mean, interval, expected in ((2.0, 1.0, "holds (+"), (-2.0, 1.0, "does not hold"), (2.0, 3.0, "undecided")):
-        assert f": {expected}" in table4.verdict({"mean": mean, "± 95 %": interval})
-    assert "undecided" in table4.verdict({"mean": 2.0, "± 95 %": None})
+        downstream.table(runs, [0, 1, 2], 8)
 
 
 def test_without_the_library_nothing_is_trained(tmp_path, monkeypatch, capsys):
@@ -125,15 +118,16 @@ def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
 
     from input_pipeline.text.tokenizer import ByteTokenizer
 
-    monkeypatch.setattr(local_tasks, "LONGEST_LINE", 12)
-    monkeypatch.setattr(local_tasks, "PER_FILE", 4)
-    files = local_tasks.held_out_files()[:2]
-    monkeypatch.setattr(local_tasks, "held_out_files", lambda: files)
-    local_tasks.write(tmp_path / "tasks", CONTEXT)
+    monkeypatch.setattr(downstream, "LONGEST_LINE", 12)
+    monkeypatch.setattr(downstream, "PER_FILE", 4)
+    files = downstream.held_out_files()[:2]
+    monkeypatch.setattr(downstream, "held_out_files", lambda: files)
+    downstream.write_tasks(tmp_path / "tasks", CONTEXT)
     one = made("DCFormer++")
     opened = SimpleNamespace(language_model=lambda: (one.net, one.params), tokenizer=ByteTokenizer)
-    monkeypatch.setattr(table4, "open_trained", lambda *options: opened)
-    found = table4.measured(tmp_path, tmp_path / "tasks")
+    monkeypatch.setattr(downstream, "open_trained", lambda *options: opened)
+    write_run(tmp_path, {"total_steps": 1}, {})
+    found = downstream.measured(tmp_path, tmp_path / "tasks")
 
     def score(context, continuation):
         return direct(one, [*(context + continuation).encode()], len(continuation))
@@ -144,14 +138,14 @@ def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
     )
     scores = [score(question["context"], question["target"]) for question in cloze]
     bits = -np.mean([nats for nats, _ in scores]) / np.log(2)
-    assert found[table4.LOG_PERPLEXITY] == pytest.approx(bits, rel=1e-4)
+    assert found[downstream.LOG_PERPLEXITY] == pytest.approx(bits, rel=1e-4)
     assert found[f"{CLOZE} acc"] == np.mean([greedy for _, greedy in scores])
     right = [
         np.argmax([score(q["context"], text)[0] / len(text) for text in q["choices"]]) == q["label"] for q in choice
     ]
     assert found[f"{CHOICE} acc_norm"] == np.mean(right)
-    monkeypatch.setattr(table4, "open_trained", lambda *options: pytest.fail("measured again"))
-    assert table4.measured(tmp_path, tmp_path / "tasks") == found
+    monkeypatch.setattr(downstream, "open_trained", lambda *options: pytest.fail("measured again"))
+    assert downstream.measured(tmp_path, tmp_path / "tasks") == found
 
 
 @needs_library
@@ -159,13 +153,13 @@ def test_results_of_the_harness_equal_forward_passes(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("library_promotion", "small_library")
 def test_tiny_models_are_trained_once_for_the_table_and_figure_4(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "SIZES", ((16, 1, 2), (32, 1, 2)))
-    monkeypatch.setattr(local_tasks, "PER_FILE", 1)
+    monkeypatch.setattr(downstream, "PER_FILE", 1)
     words = ["--steps", "4", "--seeds", "1", "--out", str(tmp_path)]
     assert cli.run(reproduce.main, ["figure4", *words]) == 0
     assert "DCPythia has a lower loss than Pythia" in capsys.readouterr().out
     with (tmp_path / "figure4.csv").open(newline="") as file:
         assert [row["family"] for row in csv.DictReader(file)] == ["Pythia", "Pythia", "DCPythia", "DCPythia"]
-    for name, absent in (("table4", f": {table4.METRIC} "), ("table4", "seed0"), ("figure4", "seed0")):
+    for name, absent in (("table4", f": {downstream.METRIC} "), ("table4", "seed0"), ("figure4", "seed0")):
         assert cli.run(reproduce.main, [name, *words]) == 0
         assert absent not in capsys.readouterr().out  # nothing was trained, or measured, again
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -7,29 +7,27 @@ import pytest
 
 from dcvit.config import load as config
 from dcvit.models import presets
-from dcvit.reproduction import arms, speeds, table6, tables
+from dcvit.reproduction import arms, overhead, speeds, tables
 from dcvit.training.model import make_model
 
 
 @pytest.mark.parametrize(
-    ("arm", "preset"), [(table6.PLAIN, "Transformer++-6.9B"), (table6.COMPOSED, "DCFormer++-6.9B")]
+    ("arm", "preset"), [(overhead.PLAIN, "Transformer++-6.9B"), (overhead.COMPOSED, "DCFormer++-6.9B")]
 )
 def test_measured_models_are_those_of_the_paper_in_small(arm, preset):
     expected = {k: v for k, v in presets.PRESETS[preset].items() if k not in ("depth", "width", "num_heads", "mlp_dim")}
-    words, net = table6.arms_of((32, 2, 4))[arm]
-    trained = make_model(
-        config.load(arms.spec_of(1), [*words, f"model.context={table6.LENGTH}"])
-    )  # as the data sets it
+    (spec, words), net = overhead.runs_of((32, 2, 4))[arm], overhead.nets_of((32, 2, 4))[arm]
+    trained = make_model(config.load(spec, [*words, f"model.context={overhead.LENGTH}"]))  # as the data sets it
     for found in (trained, net):
         assert {key: getattr(found, key) for key in expected} == expected
-        assert (found.context, found.qk_norm) == (table6.LENGTH, None)
-    assert arm == table6.PLAIN or trained.window == net.window == table6.LENGTH // 8
+        assert (found.context, found.qk_norm) == (overhead.LENGTH, None)
+    assert arm == overhead.PLAIN or trained.window == net.window == overhead.LENGTH // 8
 
 
 def test_models_with_the_same_windows_differ_from_plain_ones_in_nothing_else():
-    fields = table6.fields((32, 2, 4))
-    same = {key: value for key, value in fields[table6.SAME].items() if fields[table6.PLAIN].get(key, ()) != value}
-    assert same == {key: fields[table6.COMPOSED][key] for key in ("window", "window_pattern")}
+    fields = overhead.fields((32, 2, 4))
+    same = {key: value for key, value in fields[overhead.SAME].items() if fields[overhead.PLAIN].get(key, ()) != value}
+    assert same == {key: fields[overhead.COMPOSED][key] for key in ("window", "window_pattern")}
 
 
 @pytest.mark.exhaustive
@@ -42,18 +40,20 @@ def test_rates_count_new_tokens_from_the_first_to_the_last_and_rounds_after_the_
 
     monkeypatch.setattr(speeds, "generate", generate)
     monkeypatch.setattr(speeds.time, "perf_counter", lambda: float(next(clock)))
-    nets = {name: arms.model_of({"width": width, "depth": 1, "num_heads": 2}) for name, width in (("a", 8), ("b", 16))}
+    nets = {
+        name: arms.language_model({"width": width, "depth": 1, "num_heads": 2}) for name, width in (("a", 8), ("b", 16))
+    }
     rates = speeds.decoding_rates(nets, batch=3, prompt=5, tokens=9, rounds=2)
     assert rates == {"a": [3 * 8 / 2] * 2, "b": [3 * 8 / 2] * 2}
     assert order == [(nets[name], 3, {5}) for name in "ababab"]
 
 
 def test_speed_is_the_median_of_the_ratios_of_a_round():
-    rates = {table6.PLAIN: [10.0, 20.0, 40.0], table6.SAME: [5.0] * 3, table6.COMPOSED: [8.0, 10.0, 36.0]}
-    row = table6.measured_row("64×2 training, measured", rates, table6.PLAIN)
+    rates = {overhead.PLAIN: [10.0, 20.0, 40.0], overhead.SAME: [5.0] * 3, overhead.COMPOSED: [8.0, 10.0, 36.0]}
+    row = overhead.measured_row("64×2 training, measured", rates, overhead.PLAIN)
     assert (row["TFM++"], row["DCFM++"], row["speed %"], row["range %"]) == (20, 10, 80, "50.0–90.0")
     assert row["paper %"] is None
-    assert table6.measured_row("x", rates, table6.SAME)["case"] == "x, same windows"
+    assert overhead.measured_row("x", rates, overhead.SAME)["case"] == "x, same windows"
 
 
 def test_estimates_are_of_pairs_with_the_same_config_and_slice(tmp_path):
@@ -61,7 +61,7 @@ def test_estimates_are_of_pairs_with_the_same_config_and_slice(tmp_path):
         return {"config": config, "seconds": seconds, "topology": topology, "examples": examples}
 
     path = tmp_path / "tpu_step.json"
-    assert table6.estimates(path) == []
+    assert overhead.estimates(path) == []
     stored = [
         one("vit_i1k:variant=DCViT-S/16", 1), one("lm_pile:preset=Transformer++-2.8B", 3),
         one("lm_pile:preset=DCFormer++-2.8B", 4), one("lm_pile:preset=DCFormer++-2.8B", 4, "v5e:8x8"),
@@ -69,7 +69,7 @@ def test_estimates_are_of_pairs_with_the_same_config_and_slice(tmp_path):
         one("lm_pile:preset=Transformer++-405M,grad_accum=2 model.rank=1", 1),
     ]  # fmt: skip
     path.write_text(json.dumps(stored))
-    large, small = table6.estimates(path)
+    large, small = overhead.estimates(path)
     assert (large["speed %"], large["paper %"]) == (75, 74.5)
     assert (small["speed %"], small["paper %"]) == (50, None)
 
@@ -79,20 +79,20 @@ def test_a_table_without_estimates_says_so(installed, tmp_path, monkeypatch):
     path = tmp_path / "tpu_step.json"
     if not installed:
         path.write_text("[]")
-    monkeypatch.setattr(table6, "ESTIMATES", path)
-    rates = {arm: [1.0] for arm in (table6.PLAIN, table6.SAME, table6.COMPOSED)}
-    row = table6.measured_row("a", rates, table6.PLAIN)
-    monkeypatch.setattr(table6, "bounds", lambda: [row])
-    monkeypatch.setattr(table6, "measured", lambda size: [row])
+    monkeypatch.setattr(overhead, "ESTIMATES", path)
+    rates = {arm: [1.0] for arm in (overhead.PLAIN, overhead.SAME, overhead.COMPOSED)}
+    row = overhead.measured_row("a", rates, overhead.PLAIN)
+    monkeypatch.setattr(overhead, "bounds", lambda: [row])
+    monkeypatch.setattr(overhead, "measured", lambda size: [row])
     words = "are not part of an installed package" if installed else "has no estimates of the TPU compiler"
-    assert words in " ".join(tables.markdown(table6.table()).split())
+    assert words in " ".join(tables.markdown(overhead.table()).split())
 
 
 @pytest.mark.weekly
 @pytest.mark.usefixtures("library_promotion")
 def test_small_models_train_and_generate_in_rounds(monkeypatch):
     for name, value in {"ROUNDS": 1, "LENGTH": 32, "PROMPT": 8, "NEW": 4}.items():
-        monkeypatch.setattr(table6, name, value)
-    rows = table6.measured((16, 1, 2))
+        monkeypatch.setattr(overhead, name, value)
+    rows = overhead.measured((16, 1, 2))
     assert len({row["case"] for row in rows}) == len(rows) == 6
     assert all(row["TFM++"] > 0 and row["speed %"] > 0 for row in rows)
