@@ -1,7 +1,7 @@
 """Language models of the DCMHA paper on the Pile, by name.
 
     dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile --workdir W
-    dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile,branches=q --workdir W
+    dcvit train --config configs/lm_pile.py:preset=DCPythia-2.8B,data=/data/pile --config.model.branches=q --workdir W
     dcvit train --config configs/lm_pile.py:preset=DCFormer++-405M,data=/data/pile,runlocal=true --workdir W
 
 Parameters are counted with the vocabulary given here. Batches are rows of 2048 tokens. The paper's results: validation
@@ -53,10 +53,10 @@ DCPythia also normalize queries and keys. All train with AdamW (0.9, 0.95, eps 1
 clipping at 1.0, warm-up for 1 % of the steps and a cosine to 10 % of the peak (Appendix C). The 405M models train for
 13,500 steps, as released; 834M and 1.4B for Table 3's tokens over its batch of 0.5M.
 
-Ablations and trade-offs. Each argument overrides a field of the preset:
+Ablations and trade-offs override fields of the preset, as --config.model.FIELD=VALUE:
 
-    Table 9    +static proj.   compose=both,projection=false,gate=false,static=true
-               +dyn. proj.     gate=false          +dyn. gate     projection=false     +all   static=true
+    Table 9    +static proj.   projection=False and gate=False and static=True
+               +dyn. proj.     gate=False          +dyn. gate     projection=False     +all   static=True
                +query-wise     branches=q          +key-wise      branches=k
                +pre comp.      compose=pre         +post comp.    compose=post         R=1, 2, 4   rank=1
     Table 10   3:1, 7:1        window_pattern=3:1  QW             branches=q
@@ -65,12 +65,14 @@ Ablations and trade-offs. Each argument overrides a field of the preset:
 The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenized files; `data` is the path of the .bin file,
 and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl and .jsonl.zst files with
 `tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
-DATA/validation. docs/text.md has the details. `document_mask=true` masks attention between documents, which the paper
-does not do. `end_of_text` is the token that ends a document, for data that does not define it (0 in Pythia's files).
+DATA/validation. docs/text.md has the details. Tokens of another vocabulary also need --config.vocab_size=N and, for
+both kinds of tokenized data, --config.input.data.vocab_size=N and --config.evals.validation.data.vocab_size=N.
+--config.document_mask=True masks attention between documents, which the paper does not do. If the data does not define
+the token that ends a document, which is 0 in Pythia's files, give it as `end_of_text` of both data sections.
 
-Parameters, optimizer state and batch are split over all chips (mesh axis fsdp). `tensor=4` also splits heads and MLPs
-over four chips, and `grad_accum=16` computes the gradient of a batch in 16 parts. The function `pods` lists the slice
-of a TPU pod for each model.
+Parameters, optimizer state and batch are split over all chips (mesh axis fsdp). With
+--config.mesh="[('fsdp', -1), ('tensor', 4)]" heads and MLPs are also split over four chips. `grad_accum=16` computes
+the gradient of a batch in 16 parts. The function `pods` lists the slice of a TPU pod for each model.
 """
 
 from ml_collections import ConfigDict
@@ -83,43 +85,29 @@ def get_config(
     data: str = "/data/pile",
     kind: str = "megatron",
     tokenizer: str | None = None,
-    vocab_size: int | None = None,
-    end_of_text: int | None = None,
     context: int = 2048,
     validation: int = 2048,
-    document_mask: bool = False,
-    compose: str | None = "preset",
-    branches: str = "preset",
-    projection: bool | None = None,
-    gate: bool | None = None,
-    static: bool | None = None,
-    rank: int | None = None,
-    groups: int | None = None,
-    window_pattern: str = "preset",
-    tensor: int = 1,
     grad_accum: int = 1,
     runlocal: bool = False,
 ) -> ConfigDict:
-    """`preset` names the model and `data` the files; other arguments override the preset. See the module docstring."""
+    """`preset` names the model, and `data` the files. See the module docstring."""
     steps, batch_size, lr = recipe(preset)
     config = ConfigDict()
     config.seed = 0
     config.total_steps = steps
 
-    config.vocab_size = vocab_size or vocabulary(preset)
-    train, held_out = splits(kind, data, validation, context, tokenizer, config.vocab_size, end_of_text)
+    config.vocab_size = vocabulary(preset)
+    options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
+    if kind != "text":  # the data has tokens
+        options |= {"vocab_size": config.vocab_size, "end_of_text": None}
+    train, held_out = splits(options, data, validation)
     config.input = {"data": train, "batch_size": batch_size}
     config.grad_accum = grad_accum
-    config.mesh = [("fsdp", -1), ("tensor", tensor)]
+    config.mesh = [("fsdp", -1), ("tensor", 1)]
     config.sharding_strategy = "fsdp+tensor"
-    config.document_mask = document_mask
 
     config.model_name = "lm"
     config.model = dict(preset=preset, context=context, scan=True, remat="full_but_attention", dtype_mm="bfloat16")
-    given = {"compose": compose, "branches": branches, "window_pattern": window_pattern}
-    config.model.update({name: value for name, value in given.items() if value != "preset"})
-    given = {"projection": projection, "gate": gate, "static": static, "rank": rank, "groups": groups}
-    config.model.update({name: value for name, value in given.items() if value is not None})
     config.loss_chunk = 512
 
     config.optax_name = "scale_by_adam"
@@ -139,23 +127,12 @@ def get_config(
     return config
 
 
-def splits(
-    kind: str,
-    data: str,
-    validation: int,
-    context: int,
-    tokenizer: str | None,
-    vocab_size: int,
-    end_of_text: int | None,
-) -> tuple[dict, dict]:
-    """Return the data of training and validation."""
-    if kind == "text" and tokenizer is None:
+def splits(options: dict, data: str, validation: int) -> tuple[dict, dict]:
+    """Return the data of training and validation; megatron's has both in one file."""
+    if options["kind"] == "text" and "tokenizer" not in options:
         raise ValueError("kind=text needs tokenizer=PATH/tokenizer.json")
-    options = {"kind": kind, "context": context} | ({"tokenizer": tokenizer} if tokenizer else {})
-    if kind != "text":  # the data has tokens
-        options |= {"vocab_size": vocab_size, "end_of_text": end_of_text}
-    if kind == "megatron":
-        options |= {"path": data}
+    if options["kind"] == "megatron":
+        options = options | {"path": data}
         return options | {"rows": (0, -validation)}, options | {"rows": (-validation, None)}
     train, held_out = (options | {"path": f"{data}/{split}"} for split in ("train", "validation"))
     return train, held_out

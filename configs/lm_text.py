@@ -8,7 +8,9 @@
 `data_dir` is a folder, file or glob of .txt, .jsonl and .jsonl.zst files. Tokens are bytes; `tokenizer=train` trains a
 BPE tokenizer on the text and stores it in the workdir, and `tokenizer=PATH/tokenizer.json` uses a given one. The last
 tenth of the text, with files in alphabetical order, is the validation split. 1,000 steps take minutes on two CPU cores;
-train longer, and larger models (`--config.model.width=512`), on more than a few megabytes of text.
+train longer (`--config.total_steps`), and larger models (`--config.model.width=512`), on more than a few megabytes of
+text. The text in a line of .jsonl files has the key "text", or that of `--config.input.data.key` and
+`--config.evals.validation.data.key`.
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, or weights of transformers. The model and the
 tokenizer are those of `init`, and the learning rate is 0.0001. `attention=dcmha` upcycles a plain model: compositions
@@ -27,14 +29,11 @@ def get_config(
     vocab_size: int | None = None,
     context: int | None = None,
     val_fraction: float = 0.1,
-    key: str = "text",
     attention: str | None = None,
-    steps: int = 1000,
-    batch_size: int = 16,
     init: str = "",
     init_config: dict | None = None,
 ) -> ConfigDict:
-    """`vocab_size` is that of a tokenizer to train, by default 4096; `key` names the text in a line of .jsonl files.
+    """`vocab_size` is that of a tokenizer to train, by default 4096.
 
     `context` is 256 by default, or that of `init` if it is shorter. `attention` is dcmha by default, or that of `init`.
     """
@@ -51,13 +50,13 @@ def get_config(
     if tokenizer == "train" or (vocab_size and not tokenizer):
         tokenizer, vocab_size = "{workdir}/tokenizer.json", vocab_size or 4096
     config = ConfigDict()
-    config.seed, config.total_steps = 0, steps
+    config.seed, config.total_steps = 0, 1000
     config.vocab_size = run.get("vocab_size", vocab_size)  # None: that of the tokenizer
 
     context = context or min(256, run.get("context", 256))
-    data = {"kind": "text", "path": data_dir, "context": context, "tokenizer": tokenizer, "key": key}
+    data = {"kind": "text", "path": data_dir, "context": context, "tokenizer": tokenizer, "key": "text"}
     data |= run.get("end", {})
-    config.input = {"data": {**data, "part": (0.0, 1 - val_fraction)}, "batch_size": batch_size}
+    config.input = {"data": {**data, "part": (0.0, 1 - val_fraction)}, "batch_size": 16}
 
     config.model_name = "lm"
     config.model = run.get("model", SMALL)
@@ -79,7 +78,7 @@ def get_config(
     config.evals = {}
     if val_fraction:
         held_out = {**data, "part": (1 - val_fraction, 1.0), "limit": 512}
-        config.evals.validation = {"type": "perplexity", "data": held_out, "batch_size": batch_size, "log_percent": 10}
+        config.evals.validation = {"type": "perplexity", "data": held_out, "batch_size": 16, "log_percent": 10}
     return config
 
 

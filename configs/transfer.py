@@ -1,17 +1,18 @@
 """Fine-tuning of a trained ViT or DCViT on another data set, optionally at another resolution.
 
     dcvit train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
-    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,batch_size=64 --workdir W
+    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets --config.input.batch_size=64 --workdir W
     dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,compose=both --workdir W
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, a big_vision `.npz` file, or weights of
-transformers or timm. The model and the preprocessing are those of `init`, with the number of classes of the new data;
-arguments override them. `compose=both` upcycles a plain model: compositions that start as the identity are added. With
-`res`, and for weights that tell no preprocessing, images are cropped to that resolution, by default 384, as `crop`
-says, with the `exif` and the range of values of `init`. The head is initialized to zero. Learned position embeddings
-are resampled to the new resolution; fixed ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is
-that of big_vision's transfer.py: momentum, cosine, no weight decay, 500 to 20,000 steps. Its learning rates, tuned per
-data set, lie between 0.001 and 0.03.
+transformers or timm. The model and the preprocessing are those of `init`, with the number of classes of the new data.
+For weights that do not tell their model, give --config.model.variant. `compose=both` upcycles a plain model:
+compositions that start as the identity are added. With `res`, and for weights that tell no preprocessing, images are
+cropped to that resolution, by default 384, with the `exif` and the range of values of `init`; --config.input.pp sets
+other crops. The head is initialized to zero. Learned position embeddings are resampled to the new resolution; fixed
+ones (posemb=sincos2d, as in vit_i1k.py) are computed for it. The recipe is that of big_vision's transfer.py: momentum,
+cosine, no weight decay, 500 to 20,000 steps. Its learning rates (--config.lr), tuned per data set, lie between 0.001
+and 0.03.
 """
 
 from ml_collections import ConfigDict
@@ -25,54 +26,42 @@ DATASETS = {
     "oxford_flowers102": ("train[:90%]", "train[90%:]", "test", 500),
 }
 MODEL = {"variant": "DCViT-S/16", "posemb": "sincos2d", "rep_size": True, "pool_type": "gap"}  # without `init`
-SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size")  # which a variant sets, too
 RES = 384
 LABELS = '|onehot({num_classes})|keep("image", "labels")'
 
 
 def get_config(
     init: str = "",
-    variant: str | None = None,
     data: str = "",
     data_dir: str = "",
     val_fraction: float = 0.0,
     res: int | None = None,
-    crop: str = "inception_crop",
     exif: bool | None = None,
-    steps: int = 0,
-    lr: float = 0.01,
-    batch_size: int = 512,
-    posemb: str | None = None,
-    rep_size: bool | None = None,
-    pool_type: str | None = None,
     compose: str | None = None,
     init_config: dict | None = None,
 ) -> ConfigDict:
     """Return the config; arguments that are None are those of `init`, whose config is `init_config`.
 
     `data` is a key of DATASETS, or `data_dir` a folder with train and val, or with classes and a `val_fraction`.
-    `steps=0` uses the number of DATASETS.
     """
     if not init:
         raise ValueError("give the checkpoint to start from: transfer.py:init=CHECKPOINT")
     run = init_config or {}
     if run and run["model_name"] != "vit":
         raise ValueError(f"init={init} is a model of model_name={run['model_name']!r}; expected 'vit'")
-    given = {"variant": variant, "posemb": posemb, "rep_size": rep_size, "pool_type": pool_type, "compose": compose}
-    model = {key: value for key, value in run.get("model", MODEL).items() if not (variant and key in SIZES)}
-    pp_train, pp_eval = preprocessing(run, res, crop, exif)
-    train, evaluated, own_steps = sources(data, data_dir, val_fraction)
+    pp_train, pp_eval = preprocessing(run, res, exif)
+    train, evaluated, steps = sources(data, data_dir, val_fraction)
 
     config = ConfigDict()
     config.seed = 0
-    config.total_steps = steps or own_steps
+    config.total_steps = steps
     config.num_classes = None  # the number of classes of the data
 
-    config.input = {"data": train, "batch_size": batch_size, "pp": pp_train + LABELS}
+    config.input = {"data": train, "batch_size": 512, "pp": pp_train + LABELS}
     config.pp_predict = pp_eval
 
     config.model_name = "vit"
-    config.model = {**model, **{key: value for key, value in given.items() if value is not None}}
+    config.model = {**run.get("model", MODEL), **({"compose": compose} if compose else {})}
     config.model_init = init
     config.model_load = {"dont_load": ["head/kernel", "head/bias"], "upcycle": compose is not None}
 
@@ -80,7 +69,7 @@ def get_config(
     config.optax_name = "trace"
     config.optax = {"decay": 0.9, "accumulator_dtype": "bfloat16"}
     config.grad_clip_norm = 1.0
-    config.lr = lr
+    config.lr = 0.01
     config.schedule = {"decay_type": "cosine", "warmup_percent": 5}
 
     config.log_steps = 10
@@ -92,18 +81,10 @@ def get_config(
     return config
 
 
-def preprocessing(run: dict, res: int | None, crop: str, exif: bool | None) -> tuple[str, str]:
+def preprocessing(run: dict, res: int | None, exif: bool | None) -> tuple[str, str]:
     """Return the preprocessing of training and of evaluation, without labels: that of `init`, or for `res`."""
     as_run = "pp" in run.get("input", {}) and res is None and exif is None
     res = res or RES
-    bigger = res * 7 // 6  # 448 for 384
-    crops = {
-        "inception_crop": f"inception_crop({res})",
-        "resmall_crop": f"resize_small({bigger})|random_crop({res})",
-        "resize_crop": f"resize({bigger})|random_crop({res})",
-    }
-    if crop not in crops:
-        raise ValueError(f"crop={crop!r}; known: {', '.join(crops)}")
     if as_run:
         pp_eval, pp_train = run["pp_predict"], run["input"]["pp"].partition("|onehot(")[0]
         return pp_train if pp_train.startswith("decode") else pp_eval, pp_eval  # the run's images may not be encoded
@@ -113,8 +94,8 @@ def preprocessing(run: dict, res: int | None, crop: str, exif: bool | None) -> t
     decode = f"decode({arguments})" if arguments else "decode"
     value_range = next((op for op in ops if op.startswith(("value_range", "vgg_value_range"))), "value_range(-1, 1)")
     return (
-        f"{decode}|{crops[crop]}|flip_lr|{value_range}",
-        f"{decode}|resize_small({bigger})|central_crop({res})|{value_range}",
+        f"{decode}|inception_crop({res})|flip_lr|{value_range}",
+        f"{decode}|resize_small({res * 7 // 6})|central_crop({res})|{value_range}",  # 448 for 384
     )
 
 

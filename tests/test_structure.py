@@ -20,6 +20,7 @@ SOURCES = sorted(
 TREES = {path: ast.parse((ROOT / path).read_text()) for path in SOURCES}
 
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 60, 150, 450
+CONFIG_PARAMETERS = 8
 # File::name -> the reason why it may be longer than the limit.
 LONG_DEFINITIONS = {}
 LONG_FILES = {
@@ -55,6 +56,15 @@ def test_functions_of_configs_are_short():
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         long = {node.name for node in functions if node.end_lineno - node.lineno + 1 > FUNCTION_LINES}
         assert not long, f"{path}: {long}"
+
+
+def test_configs_have_few_parameters():
+    """The rest are overrides."""
+    for path in ROOT.glob("configs/*.py"):
+        (get_config,) = (
+            node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == "get_config"
+        )  # fmt: skip
+        assert len(get_config.args.args) <= CONFIG_PARAMETERS, path
 
 
 def test_files_are_short():

@@ -14,7 +14,7 @@ from dcvit.models import flops, lm
 from dcvit.models.vit import ViT
 from dcvit.reproduction.tables import Chart, Row, Table
 from dcvit.training.model import make_model
-from dcvit.training.setup import param_shapes
+from dcvit.models.trees import param_shapes
 
 CONTEXT, VOCABULARY = 2048, 50_257  # of the paper's models
 

@@ -19,7 +19,7 @@ UTILIZATION = 0.4  # the share of the peak that is assumed
 IMAGES = 1_268_355  # of train[:99%]
 PILE, IMAGENET = "the Pile, tokenized: docs/text.md", "imagenet2012: docs/tutorials/imagenet.md"
 ABLATED = "lm_pile:preset=DCFormer++-405M"
-STATIC = "projection=false,gate=false,static=true"
+STATIC = "--config.model.projection=False --config.model.gate=False --config.model.static=True"
 SIZES_3 = ("405M", "834M", "1.4B")
 # For each entry: name of the run → config, overrides.
 RUNS: dict[str, dict[str, tuple[str, str]]] = {
@@ -45,15 +45,18 @@ RUNS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "table9": {
         "TFM++": ("lm_pile:preset=Transformer++-405M", ""),
-        "+static proj.": (f"{ABLATED},{STATIC}", ""), "+dyn. proj.": (f"{ABLATED},gate=false", ""),
-        "+dyn. gate": (f"{ABLATED},projection=false", ""), "+all": (f"{ABLATED},static=true", ""),
-        "DCFM++ (R=2)": (ABLATED, ""), "+query-wise": (f"{ABLATED},branches=q", ""),
-        "+key-wise": (f"{ABLATED},branches=k", ""), "+pre comp.": (f"{ABLATED},compose=pre", ""),
-        "+post comp.": (f"{ABLATED},compose=post", ""), "R=1": (f"{ABLATED},rank=1", ""),
-        "R=4": (f"{ABLATED},rank=4", ""),
+        "+static proj.": (ABLATED, STATIC), "+dyn. proj.": (ABLATED, "--config.model.gate=False"),
+        "+dyn. gate": (ABLATED, "--config.model.projection=False"), "+all": (ABLATED, "--config.model.static=True"),
+        "DCFM++ (R=2)": (ABLATED, ""), "+query-wise": (ABLATED, "--config.model.branches=q"),
+        "+key-wise": (ABLATED, "--config.model.branches=k"), "+pre comp.": (ABLATED, "--config.model.compose=pre"),
+        "+post comp.": (ABLATED, "--config.model.compose=post"), "R=1": (ABLATED, "--config.model.rank=1"),
+        "R=4": (ABLATED, "--config.model.rank=4"),
     },
     "table10": {
-        f"{name} {column}": (f"lm_pile:preset={name},window_pattern={pattern},branches={branches}", steps)
+        f"{name} {column}": (
+            f"lm_pile:preset={name}",
+            f"--config.model.window_pattern={pattern} --config.model.branches={branches} {steps}".rstrip(),
+        )
         for name, steps in (("DCFormer++-405M", ""), ("DCPythia-6.9B", "--config.total_steps=13000"))
         for column, pattern, branches in (
             ("1:1", "1:1", "qk"), ("3:1", "3:1", "qk"), ("7:1", "7:1", "qk"), ("1:1 QW", "1:1", "q"),

@@ -87,8 +87,8 @@ def test_predictions_have_the_class_names_of_the_folder(trained, pets, capsys):
 @pytest.mark.exhaustive
 def test_fine_tuning_at_another_resolution_on_other_classes_keeps_all_but_the_head(trained, two_classes, tmp_path):
     """Learned position embeddings are resampled."""
-    spec = f"configs/transfer.py:init={trained},data_dir={two_classes},res=64,steps=1,batch_size=8,lr=0.0"
-    assert command(spec, tmp_path / "tuned") == 0
+    spec = f"configs/transfer.py:init={trained},data_dir={two_classes},res=64"
+    assert command(spec, tmp_path / "tuned", "total_steps=1", "input.batch_size=8", "lr=0") == 0
     before, after = load_params(trained), load_params(tmp_path / "tuned")
     assert after["head"]["kernel"].shape == (32, 2)
     assert not np.any(after["head"]["kernel"])  # from zero, and not moved at a learning rate of 0
@@ -113,7 +113,7 @@ def test_fine_tuning_has_the_model_and_the_preprocessing_of_the_run(tmp_path):
         assert (tuned.input.pp, tuned.evals.val.pp) == (run.input.pp, run.evals.val.pp)
         assert tuned.pp_predict == run.pp_predict
         assert tuned.num_classes is None  # those of the new data
-    other = configs.load(f"transfer:init={workdir},data_dir=y,res=48,rep_size=true")
+    other = configs.load(f"transfer:init={workdir},data_dir=y,res=48", ["model.rep_size=True"])
     assert other.input.pp.startswith("decode(exif=True)|inception_crop(48)|flip_lr|value_range(-1, 1)|onehot(")
     assert (other.model.rep_size, other.model.variant) == (True, "ViT-mu/16")
     file = configs.load("transfer:init=vit.npz,data_dir=y")
@@ -121,8 +121,9 @@ def test_fine_tuning_has_the_model_and_the_preprocessing_of_the_run(tmp_path):
 
 
 def test_head_of_other_classes_is_refused_with_the_option_that_resets_it(trained, two_classes, tmp_path, capsys):
-    spec = f"configs/transfer.py:init={trained},data_dir={two_classes},steps=1,batch_size=8"
-    assert command(spec, tmp_path / "tuned", "model_load.dont_load=[]") == 2
+    spec = f"configs/transfer.py:init={trained},data_dir={two_classes}"
+    words = ["total_steps=1", "input.batch_size=8", "model_load.dont_load=[]"]
+    assert command(spec, tmp_path / "tuned", *words) == 2
     err = capsys.readouterr().err
     assert "head/kernel (checkpoint (32, 3), model (32, 2))" in err
     assert """--config.model_load.dont_load="['head/.*']\"""" in err
@@ -193,13 +194,16 @@ INVALID = [
     (f"{FOLDER} pp_predict=decode|resize(40)|value_range", "pp_predict yields"),
     (f"{FOLDER} pp_predict=decode|resize(32)", "pp_predict yields"),
     (f"{FOLDER} pp_predict=decode|resize(32)|valu_range", "unknown op"),
-    ("transfer.py:init=x,data_dir={pets},res=32,variant=ViT-mu/16", "512: set --config.input.batch_size to 24 or less"),
+    ("transfer.py:init=x,data_dir={pets},res=32 model.variant=ViT-mu/16", "512: set --config.input.batch_size to 24 or less"),
     ("transfer.py:init={text},data_dir={pets}", "a model of model_name='lm'; expected 'vit'"),
     ("transfer.py", "give the checkpoint to start from"),
     ("transfer.py:init=x", "give either data="),
     ("transfer.py:init=x,data=cifar11", "known: cifar10"),
-    ("transfer.py:init=x,data_dir={pets},crop=big,batch_size=8", "known: inception_crop"),
-    ("transfer.py:init=/nowhere,data_dir={pets},res=32,batch_size=8,variant=ViT-mu/16", "no checkpoint in"),
+    ("transfer.py:init=x,data_dir={pets},lr=1", "takes no argument 'lr'; .*--config.KEY=VALUE"),
+    (
+        "transfer.py:init=/nowhere,data_dir={pets},res=32 input.batch_size=8 model.variant=ViT-mu/16",
+        "no checkpoint in",
+    ),
 ]
 
 

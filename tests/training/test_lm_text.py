@@ -30,11 +30,12 @@ def books(tmp_path):
 
 
 def setup(arguments, evaluators=True):
-    return make_setup(configs.load(f"lm_text:{arguments}", TINY), evaluate=evaluators)
+    spec, *words = f"lm_text:{arguments}".split()
+    return make_setup(configs.load(spec, [*TINY, *words]), evaluate=evaluators)
 
 
 def command(arguments, workdir):
-    words = [f"--config.{word}" for word in TINY]
+    words = [f"--config.{word}" for word in (*TINY, "total_steps=2", "input.batch_size=8")]
     return cli.run(train.main, ["--config", f"lm_text:{arguments}", "--workdir", str(workdir), *words])
 
 
@@ -75,7 +76,7 @@ def test_record_of_a_run_with_its_own_tokenizer_names_no_temporary_file(books):
 
 @pytest.mark.exhaustive
 def test_a_moved_workdir_generates_evaluates_and_resumes_with_its_own_tokenizer(books, tmp_path, capsys):
-    arguments = f"data_dir={books},context=16,tokenizer=train,vocab_size=300,batch_size=8,steps=2"
+    arguments = f"data_dir={books},context=16,tokenizer=train,vocab_size=300"
     assert command(arguments, tmp_path / "run") == 0
     tokenizer = (tmp_path / "run" / "tokenizer.json").read_text()
     moved = (tmp_path / "run").rename(tmp_path / "moved")
@@ -110,7 +111,7 @@ def test_resumed_run_uses_the_tokenizer_of_its_workdir(books, tmp_path):
         ("data_dir=/nowhere", "no files at /nowhere: expected a file, a glob, or a folder of files ending in .txt"),
         ("data_dir={short}", "2 examples of 256 tokens do not fill one batch of 16: set --config.input.batch_size"),
         (
-            "data_dir={short},batch_size=8,context=32,val_fraction=0.001",
+            "data_dir={short},context=32,val_fraction=0.001 input.batch_size=8",
             "part=.* of 15 example.* is empty; give another fraction, or, for text, a shorter context",
         ),
         ("data_dir={short},vocab_size=99", "a tokenizer of 99 tokens: expected 257"),
@@ -138,6 +139,6 @@ def test_lm_pile_on_small_data_names_its_arguments(books, tmp_path, arguments, m
         writer.add(np.arange(2049 * 4) % 200)
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(str(books), 257))
     places = {"tokens": tmp_path / "tokens", "books": books, "tokenizer": tmp_path / "tokenizer.json"}
-    spec = f"lm_pile:runlocal=true,vocab_size=300,{arguments.format(**places)}"
+    spec = f"lm_pile:runlocal=true,{arguments.format(**places)}"
     with pytest.raises((ConfigError, InputError), match=message):
         make_setup(configs.load(spec, ["input.batch_size=512"]), evaluate=False)

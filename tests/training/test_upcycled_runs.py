@@ -21,10 +21,8 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 def upcycle(init, workdir, arguments="", *overrides):
     """Train as the command does; return the exit status."""
-    words = [f"--config.{word}" for word in ("ema_decay=0.0", *overrides)]
-    return cli.run(
-        train.main, ["--config", f"upcycle:init={init},steps=1{arguments}", "--workdir", str(workdir), *words]
-    )
+    words = [f"--config.{word}" for word in ("ema_decay=0.0", "total_steps=1", *overrides)]
+    return cli.run(train.main, ["--config", f"upcycle:init={init}{arguments}", "--workdir", str(workdir), *words])
 
 
 def assert_continues(plain, upcycled, metric):
@@ -43,14 +41,14 @@ def names(params):
 
 @pytest.mark.weekly
 def test_run_of_images_starts_with_the_metrics_of_the_plain_run(digits_workdir, tmp_path):
-    assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre,branches=q,rank=1") == 0
+    assert upcycle(digits_workdir, tmp_path / "run", ",compose=pre", "model.branches=q", "model.rank=1") == 0
     assert_continues(digits_workdir, tmp_path / "run", "test/loss")
 
 
 @pytest.mark.weekly
 def test_language_model_starts_with_the_metrics_of_the_plain_run(tmp_path):
     assert lm_command(tmp_path / "plain", **{"model.depth": 1, "model.compose": None}) == 0
-    assert upcycle(tmp_path / "plain", tmp_path / "run", ",compose=post,static=true,groups=2") == 0
+    assert upcycle(tmp_path / "plain", tmp_path / "run", ",compose=post", "model.static=True", "model.groups=2") == 0
     assert_continues(tmp_path / "plain", tmp_path / "run", "validation/loss")
 
 
@@ -79,13 +77,13 @@ def test_model_data_and_recipe_are_those_of_the_run(runs):
     workdir = runs("vit_digits:attention=mha", "seed=4294967295", "model.dropout=0.1")
     old = json.loads((workdir / "config.json").read_text())
     for init in (workdir, f"{workdir}/", workdir / "checkpoints" / "6"):
-        new = configs.load(f"upcycle:init={init},rank=3,static=true")
+        new = configs.load(f"upcycle:init={init}", ["model.rank=3", "model.static=True"])
         assert new.model.to_dict().items() >= (old["model"] | {"compose": "both", "rank": 3, "static": True}).items()
         assert (new.model_init, new.model_load.to_dict(), new.seed) == (str(init), {"upcycle": True}, 0)
         changed = {key for key in old if json.loads(new.to_json())[key] != old[key]}
         assert changed == {"model", "model_init", "model_load", "seed"}
-    short = configs.load(f"upcycle:init={workdir},steps=7,lr=0.5,seed=9,compose=none")
-    assert (short.total_steps, short.lr, short.seed, short.get("total_epochs")) == (7, 0.5, 9, None)
+    short = configs.load(f"upcycle:init={workdir},compose=none", ["total_steps=7"])
+    assert (short.total_steps, short.get("total_epochs")) == (7, None)
     assert (short.model.compose, short.model_load.upcycle) == (None, False)
 
 
