@@ -18,18 +18,18 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from tpu_bundles import bundles
+from tpu_bundles import AttentionShape, bundles
 
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import platform as backend
 from dcvit.parallel import runtime
+from dcvit.reproduction.speeds import interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
 Arguments: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, ComposeWeights | None, ComposeWeights | None]
@@ -163,13 +163,7 @@ def measure(
             continue
         calls[name], temporary[name] = call, size
         call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            call()  # not timed: it allocates again the memory that a larger row before it has released
-            started = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - started)
+    seconds = interleaved(calls, rounds)
     return {name: (seconds[name], temporary[name]) for name in calls}
 
 
@@ -197,7 +191,8 @@ def schedules(topologies: Sequence[str]) -> list[Row]:
     rows = []
     for topology in topologies:
         for composed in (False, True):
-            found = bundles(topology, 6, 196, 196, 64, composed=composed, backward=True)
+            shape = AttentionShape(4, 6, 6, 64, 196, 196, None, composed)
+            found = bundles(topology, shape, backward=True)
             rows.append({"topology": topology, "composed": composed, "bundles": found})
             print(f"  {topology} {'DC' if composed else 'plain':5} {found}")
     return rows

@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-from recipe_data import photo
+import numpy as np
+from PIL import Image
 
 import input_pipeline as ip
 from input_pipeline import shuffle
@@ -79,6 +80,17 @@ class RepeatedSource:
 
     def nbytes(self) -> int:
         return self.source.nbytes() * self.length // len(self.source)
+
+
+def photo(seed: int, height: int = 375, width: int = 500) -> bytes:
+    """Return a JPEG of noise with the 1/f spectrum of photographs, quality 90."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)) + 1 / 500
+    gray, *colors = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency, s=(height, width))
+    pixels = np.stack([gray + color / 2 for color in colors], axis=-1)
+    file = io.BytesIO()
+    Image.fromarray(np.clip(120 + 50 * pixels / pixels.std(), 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
 
 
 def prepare(folder: str, count: int) -> ip.Source:

@@ -21,8 +21,7 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -34,6 +33,7 @@ from flax import linen as nn
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
+from dcvit.reproduction.speeds import interleaved
 
 CONTEXT = 2048
 TORCH = "plain, PyTorch"
@@ -137,18 +137,6 @@ def torch_stepper(batch: int) -> Callable[[], None]:
     return step
 
 
-def measure(steps: Mapping[str, tuple[Callable[[], None], int | None]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every timed step, by row, in interleaved rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, (step, _) in steps.items():
-            step()  # not timed: it allocates the memory that a larger row before it has returned
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["vit_s16", *SIZES], default="vit_s16")
@@ -178,7 +166,7 @@ def main() -> None:
     }
     if args.torch:
         steps[TORCH] = torch_stepper(args.batch), None
-    seconds = measure(steps, args.rounds)
+    seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.rounds)
     machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
     if "GLIBC_TUNABLES" in os.environ:
         machine += f", GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"

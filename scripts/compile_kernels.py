@@ -15,9 +15,9 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tpu_bundles import bundles
+from tpu_bundles import AttentionShape, bundles
 
 from dcvit.models.lm import Model, layer_windows
 from dcvit.models.presets import PRESETS
@@ -26,19 +26,6 @@ from dcvit.models.vit import VARIANTS
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 IMAGE, TEXT = 196, 2048  # tokens: 224×224 in patches of 16×16, and the paper's context
 BATCHES, LANES = (4, 64), 128  # one example in a block, and eight, whose tokens fill complete registers
-
-
-class AttentionShape(NamedTuple):
-    """Shape of one attention; decoding has one query. Eight divides the batch of kernels with blocks of examples."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    width: int
-    queries: int
-    keys: int
-    window: int | None
-    composed: bool
 
 
 def shapes() -> dict[AttentionShape, list[str]]:
@@ -63,10 +50,7 @@ def compiled(shape: AttentionShape, topology: str, models: list[str]) -> dict[st
     """Compile the kernels for one shape and return a row of the table."""
     row = {"topology": topology, **shape._asdict(), "models": models}
     try:
-        row["bundles"] = bundles(
-            topology, shape.heads, shape.queries, shape.keys, shape.width, composed=shape.composed, backward=True,
-            causal=shape.queries == TEXT, window=shape.window, key_heads=shape.key_heads, batch=shape.batch,
-        )  # fmt: skip
+        row["bundles"] = bundles(topology, shape, backward=True, causal=shape.queries == TEXT)
     except RuntimeError as error:
         row["error"] = str(error)
     return row

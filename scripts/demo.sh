@@ -4,13 +4,10 @@
 #   scripts/demo.sh lm [--steps N] [--seeds 0,1,2] [--out FOLDER]    DCFormer++ and Transformer++ on embedded text
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-script=demo.py
 if [ "${1:-}" = lm ]; then
-  shift
-  script=demo_lm.py
   echo "dcvit demo: DCFormer++ against Transformer++ on the text of Python's standard library"
 else
   echo "dcvit demo: DCViT against a plain ViT on 1,797 handwritten digits"
 fi
 bash "$root/scripts/setup.sh"
-exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/$script" "$@"
+exec "${DCVIT_VENV:-$root/.venv}/bin/python" -u "$root/scripts/demo.py" "$@"

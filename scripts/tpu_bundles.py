@@ -23,10 +23,23 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:(LH|LB|LE|PB|PF|CT):|:)?\s*(>*)\s*\{(.*)")
 DELAY = 4  # bundles after a branch that the processor still executes
+
+
+class AttentionShape(NamedTuple):
+    """Shape of one attention; decoding has one query. Eight divides the batch of kernels with blocks of examples."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    width: int
+    queries: int
+    keys: int
+    window: int | None
+    composed: bool
 
 
 def count(text: str, shares: Sequence[float] | None = None) -> float:
@@ -132,7 +145,7 @@ def child(spec: dict[str, Any]) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     batch, queries, keys, heads, width = (spec[name] for name in ("batch", "queries", "keys", "heads", "width"))
-    key_heads = spec["key_heads"] or heads
+    key_heads = spec["key_heads"]
     q, k = array(batch, queries, heads, width), array(batch, keys, key_heads, width)
     rank = spec["rank"]
     weights = spec["composed"] and ComposeWeights(
@@ -164,9 +177,8 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def bundles(
-    topology: str, heads: int, queries: int, keys: int, width: int, *, composed: bool = True, backward: bool = False,
-    dtype: str = "bfloat16", causal: bool = False, window: int | None = None, key_heads: int | None = None,
-    rank: int = 2, batch: int = 4,
+    topology: str, shape: AttentionShape, *, backward: bool = False, dtype: str = "bfloat16", causal: bool = False,
+    rank: int = 2,
 ) -> dict[str, int]:  # fmt: skip
     """Return the bundles of a step of the grid for each kernel.
 
@@ -178,7 +190,9 @@ def bundles(
     Raises:
       RuntimeError: the compilation failed; the message is the end of the compiler's output.
     """
-    spec = dict(locals())
+    spec = {
+        "topology": topology, **shape._asdict(), "backward": backward, "dtype": dtype, "causal": causal, "rank": rank,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -209,10 +223,12 @@ def main() -> int:
     if args.child:
         child(json.loads(args.child))
         return 0
+    shape = AttentionShape(
+        args.batch, args.heads, args.key_heads or args.heads, args.width, args.queries, args.keys or args.queries,
+        args.window, not args.plain,
+    )  # fmt: skip
     found = bundles(
-        args.topology, args.heads, args.queries, args.keys or args.queries, args.width, composed=not args.plain,
-        backward=True, dtype=args.dtype, causal=args.causal, window=args.window, key_heads=args.key_heads,
-        rank=args.rank, batch=args.batch,
+        args.topology, shape, backward=True, dtype=args.dtype, causal=args.causal, rank=args.rank
     )  # fmt: skip
     print(json.dumps(found))
     return 0

@@ -115,6 +115,18 @@ def hangup():
 
 
 @pytest.fixture
+def no_compilation_cache():
+    """Programs compiled for a slice cannot be read back from JAX's cache."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
 def digits_run(tmp_path):
     """Run a tiny digits training with overrides, as the command does; return (exit status, workdir)."""
     from dcvit import cli, train

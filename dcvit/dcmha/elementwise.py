@@ -2,7 +2,7 @@
 
 As batched matrix products, the einsums of `dcvit.dcmha.compose.compose` copy all scores into another layout. Products
 and sums of planes become loops that read the scores where they are: compiled for a GPU, the program reads and writes
-half as many bytes (scripts/gpu_traffic.py). A CPU would compute each hidden score again for each head.
+half as many bytes (docs/gpu_traffic.json). A CPU would compute each hidden score again for each head.
 """
 
 from __future__ import annotations

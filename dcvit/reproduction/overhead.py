@@ -51,9 +51,14 @@ def table() -> Table:
 
 
 def row_of(
-    case: str, unit: str, plain: float, composed: float, speed: float, paper: float | None, spread: str | None = None
-) -> Row:
-    """Return a row. `plain` and `composed` are in `unit`; `speed` is in percent, with the range `spread`."""
+    case: str, unit: str, plain: float, composed: float, paper: float | None,
+    measured: tuple[float, str] | None = None,
+) -> Row:  # fmt: skip
+    """Return a row. `plain` and `composed` are in `unit`, and `measured` the speed in percent with its range.
+
+    The speed is by default the ratio of the costs `plain` and `composed`.
+    """
+    speed, spread = (100 * plain / composed, None) if measured is None else measured
     return {
         "case": case, "unit": unit, "TFM++": plain, "DCFM++": composed, "speed %": speed, "range %": spread,
         "paper %": paper,
@@ -74,7 +79,7 @@ def bounds() -> list[Row]:
         ):
             for windows, count, paper in zip(("", ", same windows"), counted[:2], papers, strict=True):
                 case = f"{size} {what}{windows}"
-                rows.append(row_of(case, unit, count, counted[2], 100 * count / counted[2], paper))
+                rows.append(row_of(case, unit, count, counted[2], paper))
     return rows
 
 
@@ -95,7 +100,7 @@ def estimates(path: Path) -> list[Row]:
             size = config.partition("DCFormer++-")[2].replace(",", " ").split()[0]
             case = f"{config.partition('preset=')[2]} training, TPU compiler, {topology}"
             paper = PAPER[size][0] if size in PAPER else None
-            rows.append(row_of(case, "seconds per step", plain, seconds, 100 * plain / seconds, paper))
+            rows.append(row_of(case, "seconds per step", plain, seconds, paper))
     return rows
 
 
@@ -137,4 +142,4 @@ def measured_row(case: str, rates: Mapping[str, Sequence[float]], plain: str) ->
     ratios = [100 * b / a for a, b in zip(rates[plain], rates[COMPOSED], strict=True)]
     medians = [statistics.median(rates[arm]) for arm in (plain, COMPOSED)]
     spread = f"{min(ratios):.1f}–{max(ratios):.1f}"
-    return row_of(case + windows, "tokens/s", medians[0], medians[1], statistics.median(ratios), None, spread)
+    return row_of(case + windows, "tokens/s", medians[0], medians[1], None, (statistics.median(ratios), spread))

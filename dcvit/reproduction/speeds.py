@@ -76,7 +76,7 @@ def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            step()  # not timed: it brings the arm's arrays back to the caches
+            step()  # not timed: it brings the arm's arrays back to the caches, and allocates its memory again
             started = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - started)

@@ -10,7 +10,6 @@ import jax
 import jax.experimental.topologies
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,14 +23,7 @@ from dcvit.training import aot as compilation
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_cache():
-    """Programs compiled for a slice cannot be read back from JAX's cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 
 BATCH, LENGTH, WIDTH, HEADS, TENSOR, RANK = 8, 384, 512, 16, 4, 2  # no dimension of a parameter is LENGTH

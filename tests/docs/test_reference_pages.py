@@ -2,13 +2,10 @@
 
 import dataclasses
 import re
-import sys
 
 import pytest
-from markdown_pages import ROOT
-
-sys.path.insert(0, str(ROOT / "docs"))
 import reference_pages
+from markdown_pages import ROOT
 from reference_pages import PAGES
 
 from dcvit import __main__ as entry

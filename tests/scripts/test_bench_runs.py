@@ -2,17 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
+import bench_runs as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_training import write_run
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_runs as bench
 import synthetic_parts as parts
+from fake_training import write_run
 
 from dcvit import train
 from dcvit.config.load import load

@@ -1,14 +1,10 @@
 """Benchmark scripts count schedules, compile every named model, and measure every implementation of attention."""
 
 import math
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_dcmha
 import compile_kernels
+import pytest
 import tpu_bundles
 
 from dcvit.models.presets import PRESETS

@@ -9,14 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import SCRIPTS, Sandbox, parsed
+from stand_ins import SCRIPTS, parsed
 
 SHELL_SCRIPTS = sorted([*SCRIPTS.glob("*.sh"), SCRIPTS / "slurm.sbatch", SCRIPTS.parent / ".ci" / "run"])
-
-
-@pytest.fixture
-def sandbox(tmp_path):
-    return Sandbox(tmp_path)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import RUN, SCRIPTS, TIMEOUT, Sandbox, parsed, program, wait_for
+from stand_ins import RUN, SCRIPTS, TIMEOUT, parsed, program, wait_for
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "6"}
 SRUN = """
@@ -14,11 +14,6 @@ echo "step at $PWD"
 if [ -e "$SANDBOX/long" ]; then until [ -e "$SANDBOX/go" ]; do sleep 0.02; done; fi
 exit "$(cat "$SANDBOX/code")"
 """
-
-
-@pytest.fixture
-def sandbox(tmp_path):
-    return Sandbox(tmp_path)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import RUN, SETUP, TIMEOUT, Sandbox, git, parsed, wait_for
+from stand_ins import RUN, SETUP, TIMEOUT, git, parsed, wait_for
 
 SLICE = ["--name", "pod", "--zone", "us-east5-a", "--project", "p"]
 SIZE = ["--type", "v5p-16", "--version", "v2-alpha-tpuv5"]
@@ -21,13 +21,6 @@ QUEUE = [
     *["--runtime-version=v2-alpha-tpuv5", "--node-id=pod"],
 ]
 WORKERS = (0, 1)
-
-
-@pytest.fixture
-def sandbox(tmp_path):
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    (sandbox.folder / "go").touch()  # ends the training runs that still wait
 
 
 # Dry runs

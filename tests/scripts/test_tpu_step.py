@@ -12,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import tpu_bundles
 import tpu_cycles
 import tpu_step
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
@@ -184,19 +181,9 @@ def test_flops_of_a_convolution_are_those_of_xla(name):
     assert sum(tpu_cycles.flops(x, shapes) for x in instructions) == expected
 
 
-@pytest.fixture
-def _no_compilation_cache():
-    """Programs compiled for a slice cannot be read back from JAX's cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 @needs_libtpu
 @pytest.mark.weekly
-@pytest.mark.usefixtures("_no_compilation_cache")
+@pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_estimates_of_a_scan_respect_the_hardware(topology):
     """Two layers in a scan: no product is faster than the matrix units, and no relayout faster than the memory."""
