@@ -63,7 +63,7 @@ def program_operations(net: lm.LM, context: int) -> float:
 RANK = 2
 # Model, sequence length S, and the percentages of the paper. For 6.9B and ρ = 0.5 it prints S = 4096, although
 # ρ = S/D_m is 0.5 at S = 2048 and the percentage is that of ρ = 0.5.
-CASES = (("1.4B", 2048, 2.6, 4.8), ("6.9B", 2048, 1.3, 1.9), ("6.9B", 8192, 1.3, 3.3))
+TABLE_2 = (("1.4B", 2048, 2.6, 4.8), ("6.9B", 2048, 1.3, 1.9), ("6.9B", 8192, 1.3, 3.3))
 
 
 def extra_parameters(head_dim: int, rank: int = RANK) -> float:
@@ -94,7 +94,7 @@ def _layers(preset: str, composed: bool, depth: int, **fields: int | None) -> lm
 def table2() -> Table:
     """Return Table 2; percentages of a layer, without embeddings."""
     rows: list[Row] = []
-    for size, length, paper_parameters, paper_operations in CASES:
+    for size, length, paper_parameters, paper_operations in TABLE_2:
         plain, composed = ([one_layer(size, c, depth) for depth in (1, 2)] for c in (False, True))
         net = plain[0]
         head_dim = net.width // net.num_heads
@@ -137,21 +137,21 @@ def _all_pairs(net: lm.LM, length: int) -> float:
 
 
 # The paper's parameters in millions (Table 7) and relative sizes (Table 8).
-SIZES = {"ViT-S/16": (22, 1.0), "DCViT-S/16": (22, 1.03), "ViT-M/16": (39, 1.72)}
+TABLE_7 = {"ViT-S/16": (22, 1.0), "DCViT-S/16": (22, 1.03), "ViT-M/16": (39, 1.72)}
 
 
 def table7() -> Table:
     """Return the shapes, parameters and operations of the paper's models, counted."""
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    nets = {name: _paper_model(name) for name in SIZES}
-    parameters = [sum(leaf.size for leaf in jax.tree.leaves(param_shapes(net, image))) for net in nets.values()]
+    nets = {name: _paper_model(name) for name in TABLE_7}
+    counts = [sum(leaf.size for leaf in jax.tree.leaves(param_shapes(net, image))) for net in nets.values()]
     operations = [flops.vit_flops(net, image.shape[1:]) for net in nets.values()]
     rows: list[Row] = [
         {
             "model": name, "layers": net.depth, "width": net.width, "MLP width": net.mlp_dim, "heads": net.num_heads,
-            "parameters": parameters[i], "parameters in millions, paper": SIZES[name][0],
-            "relative parameters": parameters[i] / parameters[0],
-            "relative FLOPs": operations[i] / operations[0], "relative size, paper": SIZES[name][1],
+            "parameters": counts[i], "parameters in millions, paper": TABLE_7[name][0],
+            "relative parameters": counts[i] / counts[0],
+            "relative FLOPs": operations[i] / operations[0], "relative size, paper": TABLE_7[name][1],
         }
         for i, (name, net) in enumerate(nets.items())
     ]  # fmt: skip
@@ -170,7 +170,7 @@ def _paper_model(name: str) -> ViT:
 
 # Column of Table 10: window pattern and branches; the paper's perplexity (405M), training and generation speed in
 # percent (6.9B).
-COLUMNS = {
+TABLE_10 = {
     "1:1": ("1:1", "qk", 10.83, 83.1, 94.5),
     "3:1": ("3:1", "qk", 10.78, 86.6, 99.0),
     "7:1": ("7:1", "qk", 10.83, 88.1, 101.5),
@@ -184,7 +184,7 @@ def table10() -> Table:
     plain = lm.Model(VOCABULARY, preset="Transformer++-6.9B")
     operations, cache = training_operations(plain, CONTEXT), cache_per_token(plain, CONTEXT)
     rows: list[Row] = []
-    for name, (pattern, branches, perplexity, training, generation) in COLUMNS.items():
+    for name, (pattern, branches, perplexity, training, generation) in TABLE_10.items():
         net = lm.Model(VOCABULARY, preset="DCFormer++-6.9B", window_pattern=pattern, branches=branches, scan=True)
         rows.append({
             "local:global": name,

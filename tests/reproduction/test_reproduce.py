@@ -45,7 +45,7 @@ def test_errors_are_one_line(words, message, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("size", "length", "params", "flops"), costs.CASES)
+@pytest.mark.parametrize(("size", "length", "params", "flops"), costs.TABLE_2)
 def test_formulas_of_table_2_round_to_the_paper(size, length, params, flops):
     net = costs.one_layer(size, False, 1)
     head_dim, rho = net.width // net.num_heads, length / net.width
@@ -55,11 +55,11 @@ def test_formulas_of_table_2_round_to_the_paper(size, length, params, flops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*(pytest.param(case, marks=pytest.mark.exhaustive) for case in costs.CASES[:-1]), costs.CASES[-1]]
+    "case", [*(pytest.param(case, marks=pytest.mark.exhaustive) for case in costs.TABLE_2[:-1]), costs.TABLE_2[-1]]
 )
 def test_table_2_counts_models_of_the_paper(case, monkeypatch):
     """By hand: 4·(M·2RH + (2RH)² + M·H) parameters, and the operations of Appendix E for all pairs."""
-    monkeypatch.setattr(costs, "CASES", (case,))
+    monkeypatch.setattr(costs, "TABLE_2", (case,))
     (row,) = costs.table2().rows
     size, length, *_ = case
     assert (row["model"], row["S"]) == (size, length)
@@ -88,7 +88,7 @@ def test_bounds_of_table_6_are_above_the_speed_of_the_paper(size, monkeypatch):
 @pytest.mark.exhaustive
 def test_table_7_rounds_to_the_parameters_of_the_paper():
     rows = {row["model"]: row for row in costs.table7().rows}
-    assert list(rows) == list(costs.SIZES)
+    assert list(rows) == list(costs.TABLE_7)
     assert [row["parameters"] for row in rows.values()][1] == 22_703_080  # configs/vit_i1k.py
     for name, millions in (("ViT-S/16", 22), ("ViT-M/16", 39)):
         assert round(rows[name]["parameters"] / 1e6) == millions == rows[name]["parameters in millions, paper"]
