@@ -181,10 +181,10 @@ def _arguments(path: Path, parameters: Mapping[str, inspect.Parameter], text: st
     arguments = _parse_arguments(text)
     for key in arguments:
         if key not in parameters:
-            raise ConfigError(
-                f"{path} takes no argument {key!r}; {nearest(key, parameters)}; other values are overrides: "
-                f"--config.KEY=VALUE, or --config.model.{key}=VALUE for a field of the model"
-            )
+            hint = nearest(key, parameters)
+            if not hint.startswith("did you mean"):
+                hint += f"; give other values as --config.KEY=VALUE, fields of the model as --config.model.{key}=VALUE"
+            raise ConfigError(f"{path} takes no argument {key!r}; {hint}")
     given = {k: _like(parameters[k].default, v, f"argument {k}") for k, v in arguments.items()}
     if "init_config" in parameters:
         given["init_config"] = init_config(arguments.get("init", ""))

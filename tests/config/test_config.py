@@ -78,6 +78,7 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("vit_digit", [], "no config named 'vit_digit'; did you mean 'vit_digits'"),
         ("absent/config.py", [], "no config file absent/config.py"),
         ("vit_digits:atention=mha", [], "did you mean 'attention'"),
+        ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
         ("vit_digits:attention=mla", [], "attention='mla'; known: dcmha, mha"),
         ("vit_digits:attention", [], "not of the form key=value"),
         ("vit_digits:epochs=many", [], "argument epochs=many should be of type int, not str"),

@@ -208,18 +208,26 @@ def test_estimates_of_a_scan_respect_the_hardware(topology):
     assert all(cost.moved / tpu_cycles.HBM[chip.name] * clock <= cost.cycles for cost in relayouts)
 
 
+@pytest.fixture
+def tpu_step_rows(library_promotion, tmp_path):
+    """Run the script in a process of its own; return its rows and its output."""
+
+    def run(*words):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        command = [sys.executable, ROOT / "scripts/tpu_step.py", *words, "--json", tmp_path / "rows.json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "rows.json").read_text()), done.stdout
+
+    return run
+
+
 @needs_libtpu
 @pytest.mark.weekly
-def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_promotion, tmp_path):
+def test_script_compiles_a_step_with_kernels_and_writes_all_figures(tpu_step_rows):
     configs = ["vit_digits:attention=dcmha", "vit_digits:attention=mha model.implementation=reference"]
     words = ["--config", *configs, "--config.model.depth=2", "--topology", "v5e:2x2", "--top", "5"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/tpu_step.py", *words, "--json", tmp_path / "rows.json"],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    composed, plain = json.loads((tmp_path / "rows.json").read_text())
+    (composed, plain), printed = tpu_step_rows(*words)
     steps = {name.partition(".")[0]: (kernel["steps"], kernel["calls"]) for name, kernel in composed["kernels"].items()}
     assert steps == dict.fromkeys(("dcmha_forward", "dcmha_gradients"), (composed["examples"], 2))
     assert not plain["kernels"]
@@ -231,22 +239,16 @@ def test_script_compiles_a_step_with_kernels_and_writes_all_figures(library_prom
     setup = load_setup(configs[1].split()[0], ["model.depth=2"], stand_in=True)
     formula = training_flops(setup.model.module, setup.task.example) * plain["examples"]
     assert 0.95 < plain["matmul_flops"] / formula <= 1  # nothing needs the gradient of the images
-    assert "| of the first | 1.00 |" in done.stdout
+    assert "| of the first | 1.00 |" in printed
 
 
 @pytest.mark.weekly
 @needs_libtpu
-def test_conditions_of_compiled_kernels_are_counted(library_promotion, tmp_path):
+def test_conditions_of_compiled_kernels_are_counted(tpu_step_rows):
     """Kernels with several tiles skip those that no query attends to; the script fails unless it finds every part."""
     config = "lm_stdlib model.compose=both model.depth=1 model.num_heads=2 model.width=128 model.window=256"
-    words = ["--config", config, "--topology", "v5e:2x2", "--json", tmp_path / "rows.json"]
-    words += [f"--config.{data}.context=1024" for data in ("input.data", "evals.validation.data")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/tpu_step.py", *words], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads((tmp_path / "rows.json").read_text())
+    contexts = [f"--config.{data}.context=1024" for data in ("input.data", "evals.validation.data")]
+    (result,), _ = tpu_step_rows("--config", config, "--topology", "v5e:2x2", *contexts)
     assert {name.partition(".")[0] for name in result["kernels"]} == {
         "dcmha_matrices", "dcmha_forward", "dcmha_gradient_matrices", "dcmha_delta", "dcmha_gradients",
     }  # fmt: skip
