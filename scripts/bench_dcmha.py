@@ -15,8 +15,6 @@ on a GPU with bfloat16.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ from tpu_bundles import AttentionShape, bundles
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import platform as backend
 from dcvit.parallel import runtime
-from dcvit.reproduction.speeds import interleaved
+from dcvit.reproduction.speeds import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
 Arguments: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, ComposeWeights | None, ComposeWeights | None]
@@ -247,8 +245,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a plot of --lengths to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    device = jax.devices()[0].device_kind
-    machine = f"{os.cpu_count()} cores, {device}, {platform.machine()}, jax {jax.__version__}"
+    machine = device()
     print(machine)
     result: Row = {"machine": machine, "rounds": args.rounds}
     result["attention"] = [row for name in args.shapes for row in table(name, SHAPES[name], args.rounds)]

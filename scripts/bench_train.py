@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import json
 import os
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ from flax import linen as nn
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
-from dcvit.reproduction.speeds import interleaved
+from dcvit.reproduction.speeds import device, interleaved
 
 CONTEXT = 2048
 TORCH = "plain, PyTorch"
@@ -167,7 +166,7 @@ def main() -> None:
     if args.torch:
         steps[TORCH] = torch_stepper(args.batch), None
     seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.rounds)
-    machine = f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
+    machine = device()
     if "GLIBC_TUNABLES" in os.environ:
         machine += f", GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"
     print(f"{args.model}, batch {args.batch}, {dtype}, {args.rounds} rounds; {machine}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +51,12 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
         return {"ms": {arm: 1e3 * statistics.median(times) for arm, times in seconds.items()}, "machine": machine()}
 
     return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]
+
+
+def device() -> str:
+    """Return the machine with its accelerator and the version of JAX in words."""
+    kind = jax.devices()[0].device_kind
+    return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
 
 
 def stepper(setup: Setup) -> Callable[[], None]:
