@@ -26,7 +26,7 @@ from dcvit.config.durations import is_duration
 from dcvit.config.keys import UNITS
 from dcvit.config.load import load
 from dcvit.dcmha import dispatch
-from dcvit.errors import ConfigError, check_call, first_line, nearest
+from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.models.trees import param_shapes
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh

@@ -277,7 +277,7 @@ def test_checkpoint_is_resharded_from_ddp_on_eight_devices_to_both_axes_on_four(
     axes = {"mesh": [("fsdp", 2), ("tensor", 2)], "sharding_strategy": "fsdp+tensor"}
     other = configured("vit", **ATTENTION["groups"], **axes)
     run = setup.make_setup(other, devices=jax.devices()[:4], evaluate=False)
-    mesh, placed = run.model.mesh, step.state_shapes(run)
+    placed = step.state_shapes(run)
     restored = restoring.restore(tmp_path / "checkpoints/5", placed.items())
     found = (restored["params"], restored["ema"], restored["rest"]["opt_state"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), (saved.params, saved.ema, saved.opt_state))

@@ -194,7 +194,10 @@ INVALID = [
     (f"{FOLDER} pp_predict=decode|resize(40)|value_range", "pp_predict yields"),
     (f"{FOLDER} pp_predict=decode|resize(32)", "pp_predict yields"),
     (f"{FOLDER} pp_predict=decode|resize(32)|valu_range", "unknown op"),
-    ("transfer.py:init=x,data_dir={pets},res=32 model.variant=ViT-mu/16", "512: set --config.input.batch_size to 24 or less"),
+    (
+        "transfer.py:init=x,data_dir={pets},res=32 model.variant=ViT-mu/16",
+        "512: set --config.input.batch_size to 24 or less",
+    ),
     ("transfer.py:init={text},data_dir={pets}", "a model of model_name='lm'; expected 'vit'"),
     ("transfer.py", "give the checkpoint to start from"),
     ("transfer.py:init=x", "give either data="),

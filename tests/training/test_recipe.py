@@ -1,6 +1,5 @@
 """The recipe of configs/vit_i1k.py against simulations in numpy: order of the records, optimizer, labels."""
 
-import functools
 import hashlib
 import math
 
@@ -14,7 +13,9 @@ import pytest
 
 import input_pipeline
 from dcvit.config import load as configs
-from dcvit.training.setup import make_optimizer, make_setup
+from dcvit.config.durations import Durations
+from dcvit.training.plan import make_optimizer
+from dcvit.training.setup import make_setup
 
 SPEC = "vit_i1k:variant=DCViT-S/16"
 AVERAGE = 0.9999  # the decay of averaged weights in the test; the recipe has none
@@ -112,8 +113,7 @@ def test_schedule_and_optimizer_are_those_of_the_simulation_over_all_steps():
     """Learning rate, Adam with a mean in bfloat16, clipping, weight decay and averaged parameters."""
     total, warmup = 20_000, 2_000
     config = configs.load(SPEC, [f"total_steps={total}", f"schedule.warmup_steps={warmup}"])
-    in_steps = functools.partial(configs.duration, batch_size=1024, examples=1_268_355, total_steps=total)
-    optimizer, schedule = make_optimizer(config, PARAMS, total, in_steps)
+    optimizer, schedule = make_optimizer(config, PARAMS, Durations(1024, 1_268_355, total))
     factor, grads = simulated_factor(np.arange(total), total, warmup), gradients(total)
     expected, expected_average, clipped = simulated(config, factor, grads)
     found, average = optimized(optimizer, grads)
