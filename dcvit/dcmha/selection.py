@@ -1,0 +1,130 @@
+"""Selection of an implementation by the verdicts on the device, and the policy of a part of a program.
+
+Without a verdict, an implementation that needs one is not selected. `dcvit.dcmha.verification` produces verdicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Literal, TypeAlias
+
+import jax
+
+from dcvit.dcmha import verdicts
+from dcvit.dcmha.verdicts import Verdicts
+from dcvit.dcmha.verification import SECONDS, Case, examine
+
+LOG = logging.getLogger(__name__)
+Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
+
+
+@dataclasses.dataclass
+class Selection:
+    """How kernels are selected in the code inside `selecting`.
+
+    Fields:
+      policy: "verify" produces missing verdicts, "known" uses those that exist, "trust" selects kernels without any,
+        "off" selects none.
+      seconds: limit of compiling, and of running, one implementation.
+      chosen: the selected implementation by key of the case. Entries that exist are used without verification, so that
+        a resumed run computes with the same implementations.
+      share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
+        get its result.
+    """
+
+    policy: Policy = "known"
+    seconds: float = SECONDS
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+    share: Callable[[str, Callable[[], str]], str] = lambda key, choose: choose()
+
+
+_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)  # None: Selection()
+
+
+@contextlib.contextmanager
+def selecting(selection: Selection) -> Iterator[Selection]:
+    """Select kernels as `selection` says, in functions that are traced inside."""
+    token = _SELECTION.set(selection)
+    try:
+        yield selection
+    finally:
+        _SELECTION.reset(token)
+
+
+def verify(function: Callable[..., object], *args: object, seconds: float = SECONDS) -> dict[str, str]:
+    """Verify and time the implementations of attention for each call of attention in a function.
+
+    Programs that are traced later, in this process and others, use the fastest implementations that passed.
+
+    Args:
+      function: a function that calls `dcvit.dcmha.attention` or contains layers with DCMHA, such as a training step. It
+        is traced, not run. JAX remembers traces of compiled functions: call this before their first use.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
+      seconds: limit of compiling, and of running, one implementation.
+
+    Returns:
+      The selected implementation of each case that has kernels.
+
+    Raises:
+      DeviceHungError: an implementation does not finish on the device.
+    """
+    with selecting(Selection("verify", seconds)) as selection:
+        jax.eval_shape(lambda *x: function(*x), *args)  # a new function, which has no trace yet
+    return selection.chosen
+
+
+def order(case: Case) -> tuple[str, ...]:
+    """Return the candidates to try for a case: the selected one, then those that need no verdict."""
+    selection = _SELECTION.get() or Selection()
+    if not case.kernels or selection.policy == "trust":
+        return tuple(case.candidates)
+    name = ""
+    if selection.policy != "off":
+        name = selection.chosen.get(case.key, "")
+        if name not in case.candidates:
+            name = selection.share(case.key, lambda: _choose(case, selection))
+        if name:
+            selection.chosen[case.key] = name
+    return tuple(dict.fromkeys([*[name] * bool(name), *[n for n in case.candidates if n not in case.kernels]]))
+
+
+def _choose(case: Case, selection: Selection) -> str:
+    """Return the fastest implementation that passed; "" if no verdict is known and none is to be produced."""
+    device = _device()
+    if device is None:
+        _warn_once("the devices of the mesh are not attached to this host, so that no kernel can be verified")
+        return ""
+    store = Verdicts(verdicts.environment(device))
+    if selection.policy == "verify":
+        found = examine(case, store, selection.seconds)
+    else:
+        found = store.read(case.key)
+    if not case.kernels & found.keys():
+        _warn_once(
+            f"{' and '.join(sorted(case.kernels))} are not verified on {device.device_kind}: slower implementations"
+            " are used; run `dcvit check-kernels` or dcvit.dcmha.verify"
+        )
+        return ""
+    for name, verdict in found.items():
+        if name in case.kernels and verdict.status not in (verdicts.PASSED, verdicts.UNSUPPORTED):
+            _warn_once(f"{name} is not used for {case.key}: {verdict.status}: {verdict.reason}")
+    passed = {name: v.milliseconds or 0.0 for name, v in found.items() if v.passed and name in case.candidates}
+    return min(passed, key=lambda name: passed[name], default="")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    LOG.warning("attention: %s", message)
+
+
+def _device() -> jax.Device | None:
+    """Return the first device of this process, or None if the current mesh is of devices of another kind."""
+    device = jax.local_devices()[0]
+    mesh = jax.sharding.get_abstract_mesh()
+    wanted = None if mesh.empty else mesh.abstract_device
+    return None if wanted is not None and wanted.device_kind != device.device_kind else device

@@ -1,0 +1,134 @@
+"""Verdicts on implementations of attention, kept as JSON for each kind of device, version of JAX and state of the code.
+
+The folder is $DCVIT_CACHE, or else `dcvit/kernels` in $XDG_CACHE_HOME or `~/.cache`. It has one file for each
+environment (`environment`), so that a new version of JAX, of the driver or of the kernels begins without verdicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+LOG = logging.getLogger(__name__)
+FORMAT = 1
+PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED = (
+    "passed", "wrong", "unsupported", "failed", "timed out", "started",
+)  # fmt: skip
+STATUSES = (PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Result of verifying one implementation on one case.
+
+    Fields:
+      status: one of `STATUSES`. "started" is written before the implementation runs; if it is found later, the process
+        ended meanwhile, and the implementation is tried once more.
+      error: largest error of the output and the gradients relative to the reference, in the 2-norm; None if unknown.
+      milliseconds: median time of the output and the gradients; None if it was not timed.
+      reason: why the status is not "passed".
+    """
+
+    status: str
+    error: float | None = None
+    milliseconds: float | None = None
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the implementation may be selected automatically."""
+        return self.status == PASSED
+
+
+def folder() -> Path:
+    """Return the folder of the verdicts."""
+    if chosen := os.environ.get("DCVIT_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
+    return Path(base) / "dcvit" / "kernels"
+
+
+def environment(device: jax.Device) -> dict[str, str]:
+    """Return what verdicts on a device depend on: its kind, the versions of JAX and the driver, and the core's code."""
+    versions = {}
+    for package in ("jax", "jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    backend = " ".join(device.client.platform_version.split())
+    return {"device": device.device_kind, **versions, "backend": backend, "code": _hash_of_code()}
+
+
+@functools.cache
+def _hash_of_code() -> str:
+    """Return a hash of the modules of `dcvit.dcmha`."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+class Verdicts:
+    """The verdicts of one environment, by the key of a case and the name of an implementation."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        """Open the file of an environment; see `environment`."""
+        self.environment = dict(environment)
+        name = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = folder() / f"{name}.json"
+
+    def read(self, key: str) -> dict[str, Verdict]:
+        """Return the verdicts on a case by implementation. A file that is not as written counts as absent."""
+        return self._read().get(key, {})
+
+    def write(self, key: str, name: str, verdict: Verdict) -> None:
+        """Add a verdict. Where the folder cannot be written, verification is repeated at each start."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            found = self._read()  # another process may have added verdicts
+            found.setdefault(key, {})[name] = verdict
+            cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
+            content = {"format": FORMAT, "environment": self.environment, "cases": cases}
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                json.dump(content, file, indent=1)
+            Path(file.name).replace(self.path)
+        except OSError as e:
+            LOG.warning("attention: verdicts are not kept: %s", e)
+
+    def _read(self) -> dict[str, dict[str, Verdict]]:
+        """Return all verdicts of the file; none, after a warning, if it is damaged or of another environment."""
+        try:
+            content = json.loads(self.path.read_text())
+            if content["format"] != FORMAT or content["environment"] != self.environment:
+                raise ValueError("it has another format or belongs to another environment")
+            return {
+                key: {name: _verdict(fields) for name, fields in some.items()} for key, some in content["cases"].items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            LOG.warning("attention: ignored the verdicts in %s: %s", self.path, e)
+            return {}
+
+
+def _verdict(fields: Mapping[str, object]) -> Verdict:
+    """Return the verdict of a file's fields; raise ValueError or TypeError if they are not as written."""
+    verdict = Verdict(**fields)  # type: ignore[arg-type]
+    numbers = [x for x in (verdict.error, verdict.milliseconds) if x is not None]
+    if verdict.status not in STATUSES or not all(isinstance(x, float | int) and math.isfinite(x) for x in numbers):
+        raise ValueError(f"a verdict has invalid fields: {fields}")
+    if verdict.passed and len(numbers) != 2:
+        raise ValueError(f"a verdict has passed without error or time: {fields}")
+    return verdict

@@ -1,0 +1,235 @@
+"""Verification and timing of implementations on the device that runs them.
+
+A kernel is selected automatically (`dcvit.dcmha.selection`) only if its output and gradients agree with those of a
+reference on this device, for arrays of the same shapes and dtypes, and if it is the fastest of the implementations that
+do. `verify` does this for the calls of attention in a function.
+
+Each implementation is compiled and run in a thread of its own: a thread has no trace in progress, so verification also
+works while the function that needs the verdict is traced, and the thread can be left behind if it blocks.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcvit.dcmha import verdicts
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.verdicts import Verdict, Verdicts
+
+LOG = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
+# Largest relative error in the 2-norm. Products of 16-bit numbers have errors of 2^-9 and pass several roundings; on
+# TPUs, operands of float32 products are rounded to bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
+BOUND, BOUND_FLOAT32 = 2e-2, 1e-4
+SECONDS = 60.0  # limit of compiling, and of running, one implementation
+RUNS = 5
+
+
+class DeviceHungError(RuntimeError):
+    """An implementation does not finish on the device. Its verdict is kept: a new process does not run it again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One computation, for arrays of given shapes and dtypes.
+
+    Fields:
+      key: text that determines the computation, the shapes and the dtypes.
+      arrays: the argument of the functions, a tree of `jax.ShapeDtypeStruct`.
+      candidates: functions of the tree by name, in the order in which they are tried without verdicts.
+      kernels: the candidates that need a verdict.
+      reference: the function in plain JAX operations to compare with.
+    """
+
+    key: str
+    arrays: Tree
+    candidates: Mapping[str, Callable[[Tree], Array]]
+    kernels: frozenset[str]
+    reference: Callable[[Tree], Array]
+
+
+def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
+    """Return the verdicts on all candidates; produce and keep those that are missing.
+
+    Args:
+      case: the computation.
+      store: the verdicts of the device.
+      seconds: limit of compiling, and of running, one implementation.
+
+    Raises:
+      DeviceHungError: one of them does not finish.
+    """
+    found = store.read(case.key)
+    missing = [name for name in case.candidates if name not in found or found[name].status == verdicts.STARTED]
+    if not missing:
+        return found
+    LOG.info("attention: verifying %s for %s", ", ".join(missing), case.key)
+    arrays = _random_arrays(case.arrays)
+    cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
+    expected = _in_thread(lambda: _reference(case, arrays, cotangent), 10 * seconds)
+    for name in missing:
+        first = name not in found
+        started = Verdict(verdicts.STARTED) if first else Verdict(verdicts.FAILED, reason="it ended its process twice")
+        store.write(case.key, name, started)
+        try:
+            found[name] = _verdict(case, name, (arrays, cotangent), expected, seconds)
+        except DeviceHungError as e:
+            store.write(case.key, name, Verdict(verdicts.TIMED_OUT, reason=str(e)))
+            raise
+        store.write(case.key, name, found[name])
+    return found
+
+
+def _verdict(
+    case: Case, name: str, inputs: tuple[Tree, np.ndarray], expected: list[np.ndarray], seconds: float
+) -> Verdict:
+    """Compile and run one candidate, compare its results with the expected ones, and time it."""
+    try:
+        function = _with_gradients(case.candidates[name])
+        run = _in_thread(lambda: jax.jit(function).lower(*inputs).compile(), seconds)
+    except UnsupportedError as e:
+        return Verdict(verdicts.UNSUPPORTED, reason=str(e))
+    except TimeoutError:
+        return Verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
+    except Exception as e:
+        return Verdict(verdicts.FAILED, reason=f"compiling raised {_first_line(e)}")
+    try:
+        results, milliseconds = _in_thread(lambda: _run(run, inputs), seconds)
+    except TimeoutError:
+        raise DeviceHungError(
+            f"{name} did not finish on the device after {seconds:.0f} s for {case.key}; run the same again, without it"
+        ) from None
+    except Exception as e:
+        return Verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
+    errors = [_error(x, y) for x, y in zip(results[0], expected, strict=True)]
+    worst = max(errors)
+    if not worst <= _bound(case.arrays):
+        return Verdict(
+            verdicts.WRONG, worst if np.isfinite(worst) else None, milliseconds,
+            f"the relative errors of output and gradients are {', '.join(f'{e:.1e}' for e in errors)}",
+        )  # fmt: skip
+    if name in case.kernels and any(not np.array_equal(x, y) for x, y in zip(*results, strict=True)):
+        return Verdict(verdicts.WRONG, worst, milliseconds, "two runs gave different results")
+    return Verdict(verdicts.PASSED, worst, milliseconds)
+
+
+def _run(run: Callable[..., list[Array]], inputs: tuple[Tree, np.ndarray]) -> tuple[list[list[np.ndarray]], float]:
+    """Return the results of two runs, and the median time of `RUNS` in milliseconds."""
+    placed = jax.device_put(inputs)
+    results = [jax.device_get(run(*placed)) for _ in range(2)]
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*placed))
+        times.append(time.perf_counter() - start)
+    return results, statistics.median(times) * 1e3
+
+
+def _reference(case: Case, arrays: Tree, cotangent: np.ndarray) -> list[np.ndarray]:
+    """Return the output and the gradients of the reference, in float32 and from products at the highest precision."""
+    wide = jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, np.float32)) if _is_float(x) else x, arrays)
+    with jax.default_matmul_precision("highest"):
+        results = jax.jit(_with_gradients(case.reference))(wide, cotangent.astype(np.float32))
+    return list(jax.device_get(results))
+
+
+def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array], list[Array]]:
+    """Return the function (arrays, cotangent) -> [output, gradients of the floating-point arrays]."""
+
+    def run(arrays: Tree, cotangent: Array) -> list[Array]:
+        leaves, structure = jax.tree.flatten(arrays)
+        places = [i for i, x in enumerate(leaves) if _is_float(x)]
+
+        def of_floats(*floats: Array) -> Array:
+            both = dict(enumerate(leaves)) | dict(zip(places, floats, strict=True))
+            return function(structure.unflatten([both[i] for i in range(len(leaves))]))
+
+        out, gradients = jax.vjp(of_floats, *[leaves[i] for i in places])
+        return [out, *gradients(cotangent.astype(out.dtype))]
+
+    return run
+
+
+def _random_arrays(shapes: Tree) -> Tree:
+    """Return random arrays: normal numbers, smaller ones for weights, and masks with padded keys and an empty row."""
+    random = np.random.default_rng(0)
+
+    def fill(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        if _is_float(x):
+            return _normal(random, x)
+        mask = random.random(x.shape) < 0.7
+        mask[..., -max(1, x.shape[-1] // 8) :] = False
+        if x.shape[-2] > 1:
+            mask[0, ..., 0, :] = False
+        return mask
+
+    return jax.tree.map(fill, shapes)
+
+
+def _normal(random: np.random.Generator, x: jax.ShapeDtypeStruct) -> np.ndarray:
+    return random.standard_normal(x.shape, np.float32).astype(x.dtype)
+
+
+def _is_float(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _bound(shapes: Tree) -> float:
+    """Return the bound of the relative errors; see `BOUND`."""
+    exact = jax.default_backend() == "cpu" or jax.config.jax_default_matmul_precision in ("highest", "float32")
+    narrow = any(_is_float(x) and x.dtype.itemsize < 4 for x in jax.tree.leaves(shapes))
+    return BOUND_FLOAT32 if exact and not narrow else BOUND
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return |found - expected| / |expected| in the 2-norm; NaN if `found` is not finite."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return (
+        float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6 * np.sqrt(b.size)))
+        if np.isfinite(a).all()
+        else np.nan
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
+    """Return the result of a function that runs in a new thread, on one device.
+
+    Raises:
+      TimeoutError: it did not return in time; the thread goes on.
+    """
+    result: list[Result] = []
+    errors: list[BaseException] = []
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
+
+    def run() -> None:
+        try:
+            with jax.set_mesh(mesh):
+                result.append(function())
+        except BaseException as e:  # raised again in the thread that waits
+            errors.append(e)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not result:
+        raise TimeoutError
+    return result[0]

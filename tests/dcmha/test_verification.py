@@ -1,0 +1,255 @@
+"""Verification of implementations on the device, their selection by verdicts, and the file of the verdicts.
+
+The candidates are functions that misbehave as kernels on a chip can: what examines and selects them is not mocked.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcvit.dcmha import selection, verdicts
+from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.selection import Selection, order, selecting
+from dcvit.dcmha.verdicts import Verdict, Verdicts
+from dcvit.dcmha.verification import Case, DeviceHungError, examine
+
+SHAPES = {name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in "ab"} | {
+    "mask": jax.ShapeDtypeStruct((1, 16, 16), jnp.bool_)
+}
+
+
+def right(x):
+    return jnp.where(x["mask"][0], x["a"] @ x["b"], 0.0)
+
+
+def callback(function, x):
+    """Call a function of the host while the program runs."""
+    return right(x) + jax.pure_callback(function, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def with_wrong_gradient(x):
+    out = right(x)
+    return out + (x["b"] - jax.lax.stop_gradient(x["b"])) * 0.01
+
+
+def refuses(x):
+    raise UnsupportedError("16 is odd")
+
+
+def does_not_compile(x):
+    raise RuntimeError("Mosaic failed to compile\nmore lines")
+
+
+def slow(x):
+    return callback(lambda: (time.sleep(0.05), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
+
+
+calls = iter(range(1000))
+
+
+def changes(x):
+    return right(x) * (
+        1 + 1e-6 * jax.pure_callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty folder of verdicts."""
+    monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "kernels"))
+    selection._warn_once.cache_clear()
+    return tmp_path / "kernels"
+
+
+def case(*kernels, key="matmul", plain=right):
+    named = {kernel.__name__: kernel for kernel in kernels}
+    return Case(key, SHAPES, named | {"plain": plain}, frozenset(named), right)
+
+
+def verified(case, seconds=30.0):
+    with selecting(Selection("verify", seconds)) as chosen:
+        names = order(case)
+    return names, chosen.chosen
+
+
+def verdict(case, name):
+    return Verdicts(verdicts.environment(jax.local_devices()[0])).read(case.key)[name]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "status", "reason"),
+    [
+        (lambda x: right(x) * 1.01, "wrong", "relative errors"),
+        (lambda x: right(x) * jnp.nan, "wrong", "nan"),
+        (with_wrong_gradient, "wrong", "relative errors"),
+        (changes, "wrong", "two runs gave different results"),
+        (does_not_compile, "failed", "compiling raised RuntimeError: Mosaic failed to compile"),
+        (lambda x: callback(lambda: 1 / 0, x), "failed", "running raised"),
+        (refuses, "unsupported", "16 is odd"),
+    ],
+    ids=["value", "nan", "gradient", "nondeterministic", "compilation", "running", "unsupported"],
+)
+def test_a_kernel_that_does_not_pass_is_not_selected(kernel, status, reason, caplog):
+    one = case(kernel)
+    assert verified(one) == (("plain",), {"matmul": "plain"})
+    found = verdict(one, kernel.__name__)
+    assert found.status == status and reason in found.reason
+    assert any(status in message for message in caplog.messages) == (status != "unsupported")
+    assert len([m for m in caplog.messages if "is not used" in m]) <= 1
+
+
+def test_the_fastest_that_passed_is_selected_and_is_not_verified_again():
+    def fast(x):
+        return right(x)
+
+    both = case(fast, plain=slow)
+    assert verified(both) == (("fast", "plain"), {"matmul": "fast"})
+    assert verdict(both, "plain").milliseconds > 50 > verdict(both, "fast").milliseconds
+    examined = verdict(both, "fast")
+    assert order(both) == ("fast", "plain"), "the verdict is known to code that verifies nothing"
+    assert verdict(both, "fast") == examined
+
+
+def test_verification_works_while_a_function_is_traced():
+    one = case(lambda x: right(x) * 2)
+
+    @jax.jit
+    def program(x):
+        assert verified(one)[0] == ("plain",)
+        return x + 1
+
+    assert program(1.0) == 2
+
+
+def test_without_a_verdict_no_kernel_is_selected_and_one_line_says_what_to_run(caplog):
+    with selecting(Selection("known")):
+        assert order(case(right)) == order(case(right)) == ("plain",)
+    (message,) = caplog.messages
+    assert "right" in message and "dcvit check-kernels" in message
+
+
+def test_policies_without_verdicts():
+    with selecting(Selection("trust")):
+        assert order(case(right)) == ("right", "plain")
+    verified(case(right))
+    with selecting(Selection("off")):
+        assert order(case(right)) == ("plain",)
+
+
+def test_a_recorded_choice_is_used_without_verification():
+    with selecting(Selection("verify", chosen={"matmul": "does_not_compile"})):
+        assert order(case(does_not_compile)) == ("does_not_compile", "plain")
+
+
+def test_processes_agree_by_the_function_that_shares_choices():
+    asked = []
+
+    def share(key, choose):
+        asked.append(key)
+        return "plain"
+
+    with selecting(Selection("verify", share=share)):
+        assert order(case(right)) == ("plain",)
+    assert asked == ["matmul"]
+
+
+def test_a_kernel_whose_compilation_blocks_is_left_behind():
+    def blocks(x):
+        time.sleep(3)
+        return right(x)
+
+    one = case(blocks)
+    assert verified(one, seconds=1)[0] == ("plain",)
+    assert verdict(one, "blocks").status == "timed out"
+
+
+def test_a_kernel_that_blocks_the_device_ends_the_program_once():
+    def blocks(x):
+        return callback(lambda: (time.sleep(3), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
+
+    one = case(blocks)
+    with pytest.raises(DeviceHungError, match="blocks did not finish on the device"):
+        verified(one, seconds=1)
+    assert verified(one)[0] == ("plain",)
+
+
+def test_a_kernel_that_ends_its_process_is_tried_twice(cache):
+    code = """
+import os, sys
+sys.path.insert(0, "tests/dcmha")
+from test_verification import *
+def ends(x):
+    os._exit(3)
+print(verified(case(ends))[0])
+"""
+    statuses = []
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
+        statuses.append(run.returncode)
+    assert statuses == [3, 3, 0], run.stderr
+    assert run.stdout == "('plain',)\n"
+    assert "it ended its process twice" in run.stderr
+
+
+@pytest.mark.parametrize("change", ["jax", "backend", "device", "code"])
+def test_verdicts_of_another_environment_do_not_count(change):
+    here = verdicts.environment(jax.local_devices()[0])
+    Verdicts({**here, change: "other"}).write("matmul", "right", Verdict("passed", 0.0, 1e-9))
+    with selecting(Selection("known")):
+        assert order(case(right)) == ("plain",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 10_000,
+        lambda text: text.replace('"passed"', '"perfect"'),
+        lambda text: text.replace('"milliseconds"', '"seconds"'),
+        lambda text: json.dumps({**json.loads(text), "format": 0}),
+        lambda text: json.dumps({**json.loads(text), "cases": []}),
+    ],
+    ids=["cut", "nested", "status", "field", "format", "cases"],
+)
+def test_a_damaged_file_is_ignored_with_one_line(damage, cache, caplog):
+    verified(case(right))
+    (path,) = cache.glob("*.json")
+    path.write_text(damage(path.read_text()))
+    caplog.clear()
+    with selecting(Selection("known")):
+        assert order(case(right)) == ("plain",)
+    assert [m for m in caplog.messages if str(path) in m]
+    assert verified(case(right))[0][0] in ("right", "plain")
+    assert verdict(case(right), "right").passed
+
+
+def test_a_folder_that_cannot_be_written_costs_one_verification_each_time(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "file" / "folder"))
+    assert verified(case(lambda x: right(x) * 2))[0] == ("plain",)
+    assert any("verdicts are not kept" in message for message in caplog.messages)
+
+
+def test_arrays_have_padded_keys_and_a_row_without_keys():
+    def attends(x):
+        empty = jnp.all(~x["mask"][0, 0]) & jnp.all(~x["mask"][..., -2:])
+        return jnp.where(empty, right(x), jnp.nan)
+
+    one = case(attends)
+    store = Verdicts(verdicts.environment(jax.local_devices()[0]))
+    assert examine(one, store, 30)["attends"].passed
+
+
+def test_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        verified(case(right))
+        verified(case(right))
+    assert len([m for m in caplog.messages if "verifying" in m]) == 1
