@@ -100,10 +100,7 @@ def _choose(case: Case, selection: Selection) -> str:
         _warn_once("the devices of the mesh are not attached to this host, so that no kernel can be verified")
         return ""
     store = Verdicts(verdicts.environment(device))
-    if selection.policy == "verify":
-        found = examine(case, store, selection.seconds)
-    else:
-        found = store.read(case.key)
+    found = examine(case, store, selection.seconds) if selection.policy == "verify" else store.read(case.key)
     if not case.kernels & found.keys():
         _warn_once(
             f"{' and '.join(sorted(case.kernels))} are not verified on {device.device_kind}: slower implementations"
