@@ -34,13 +34,13 @@ class Selection:
       chosen: the selected implementation by key of the case. Entries that exist are used without verification, so that
         a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
-        get its result.
+        get its result. Without it, several processes select no kernel.
     """
 
-    policy: Policy = "known"
+    policy: Policy = "verify"
     seconds: float = SECONDS
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
-    share: Callable[[str, Callable[[], str]], str] = lambda key, choose: choose()
+    share: Callable[[str, Callable[[], str]], str] | None = None
 
 
 _SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)  # None: Selection()
@@ -83,14 +83,22 @@ def order(case: Case) -> tuple[str, ...]:
     selection = _SELECTION.get() or Selection()
     if not case.kernels or selection.policy == "trust":
         return tuple(case.candidates)
-    name = ""
-    if selection.policy != "off":
-        name = selection.chosen.get(case.key, "")
-        if name not in case.candidates:
-            name = selection.share(case.key, lambda: _choose(case, selection))
+    name = selection.chosen.get(case.key, "") if selection.policy != "off" else ""
+    if selection.policy != "off" and name not in case.candidates:
+        name = _choose_together(case, selection)
         if name:
             selection.chosen[case.key] = name
     return tuple(dict.fromkeys([*[name] * bool(name), *[n for n in case.candidates if n not in case.kernels]]))
+
+
+def _choose_together(case: Case, selection: Selection) -> str:
+    """Return the same name as all other processes of the run; "" if no kernel is to be used."""
+    if selection.share is not None:
+        return selection.share(case.key, lambda: _choose(case, selection))
+    if jax.process_count() > 1:
+        _warn_once("several processes could select different kernels: none is used; see dcvit.dcmha.selection")
+        return ""
+    return _choose(case, selection)
 
 
 def _choose(case: Case, selection: Selection) -> str:
