@@ -9,6 +9,7 @@ from dcvit.dcmha import dispatch, reference
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.reference import Dropout
+from dcvit.dcmha.selection import verify
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "compose",
     "dynamic_gate",
     "dynamic_projection",
+    "verify",
 ]
 
 IMPLEMENTATIONS = tuple(dispatch.IMPLEMENTATIONS)

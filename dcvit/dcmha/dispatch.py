@@ -7,22 +7,24 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from dcvit.dcmha import blockwise, cudnn, decode, elementwise, folded, reference
+from dcvit.dcmha import blockwise, cudnn, decode, elementwise, folded, reference, selection
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Composition, Inputs, Options
-from dcvit.dcmha.partition import splits_arrays
+from dcvit.dcmha.partition import map_examples, splits_arrays
 from dcvit.dcmha.reference import Dropout
 from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.verification import Case, describe, shapes_of
 
 LOG = logging.getLogger(__name__)
 MAX_SCORES_FOR_PLAIN_XLA = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
+MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
 
 
 # A function that computes attention, or raises UnsupportedError with a reason.
@@ -65,12 +67,25 @@ def combine_heads(x: Array, w: Array) -> Array:
     """Combine the vectors of heads as the platform does it fastest; the compiler cannot split a kernel over devices."""
     if platform() == "cpu" and w.shape[-1] > 1:
         return folded.multiply_heads(x, w)
-    if platform() == "tpu" and not splits_arrays():
+    if platform() == "tpu" and not splits_arrays() and _combines_by_kernel(x, w):
         from dcvit.dcmha.pallas_tpu import combine
 
         with contextlib.suppress(UnsupportedError):
             return combine.combine_heads(x, w)
     return folded.combine_heads(x, w)
+
+
+def _combines_by_kernel(x: Array, w: Array) -> bool:
+    """Return True if the TPU kernel that combines heads is verified and the fastest."""
+    from dcvit.dcmha.pallas_tpu import combine
+
+    def by(function: Callable[[Array, Array], Array]) -> Callable[[tuple[Array, Array]], Array]:
+        return lambda arrays: function(*arrays)
+
+    arrays = shapes_of((x, w))
+    candidates = {"pallas_tpu": by(combine.combine_heads), "xla": by(folded.combine_heads)}
+    case = Case(f"combined heads: {describe(arrays)}", arrays, candidates, frozenset({"pallas_tpu"}), candidates["xla"])
+    return selection.order(case)[0] == "pallas_tpu"
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -86,9 +101,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 ONLY_ON = {"pallas_tpu": "tpu", "pallas_tpu_decode": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 SPLIT_BY_COMPILER = ("cudnn",)  # JAX tells the compiler how to split it over devices, unlike Pallas kernels
-# Implementations in the order in which they are tried; `reference` follows. `pallas_gpu` must be selected by name until
-# scripts/check_gpu.py and scripts/bench_dcmha.py have shown on a GPU that it is correct and faster.
-BY_PLATFORM = {"cpu": ("blockwise",), "gpu": ("elementwise",), "tpu": ("pallas_tpu", "blockwise")}
+KERNELS = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu")  # need a verdict; see `dcvit.dcmha.selection`
+# Implementations in the order in which they are tried; `reference` follows.
+BY_PLATFORM = {"cpu": ("blockwise",), "gpu": ("pallas_gpu", "elementwise"), "tpu": ("pallas_tpu", "blockwise")}
 PLAIN = BY_PLATFORM | {"gpu": ("cudnn",)}
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
 # Implementations that keep the scores on the chip. `folded` is judged by the plain attention inside it, and a single
@@ -138,8 +153,9 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     if inputs.q.size == 0:
         return jnp.zeros_like(inputs.q)
-    names = candidates(inputs, options) if implementation is None else (implementation,)
-    reasons: list[str] = []
+    names, reasons = (implementation,) if implementation else candidates(inputs, options), []
+    if implementation is None and dropout is None:
+        names, reasons = _verified(names, inputs, options)
     for name in names:
         try:
             out = _attend(name, inputs, options, dropout, is_named=implementation is not None)
@@ -155,6 +171,56 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
         LOG.info("attention: %s on %s for %s%s", name, platform(), case, note)
         return out
     raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case
+
+
+def _verified(names: Sequence[str], inputs: Inputs, options: Options) -> tuple[Sequence[str], list[str]]:
+    """Return the candidates in the order of their verdicts, and the reasons against kernels that are not used."""
+    kernels = [name for name in names if name in KERNELS and _runs_here(name)]
+    if not kernels:
+        return names, []
+    scores = inputs.q.shape[1] * inputs.k.shape[1]
+    plain = [name for name in names if name not in KERNELS and (name != "reference" or scores <= MAX_SCORES_TO_HOLD)]
+    found = selection.order(make_case([*kernels, *plain], inputs, options))
+    reasons = [f"; not {name}: `dcvit check-kernels` has not selected it" for name in kernels if name not in found]
+    return [*found, *[name for name in names if name not in (*kernels, *found)]], reasons
+
+
+def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
+    """Return the case that determines which of these implementations a call uses."""
+    arrays = shapes_of(inputs)
+    functions = {name: functools.partial(IMPLEMENTATIONS[name], options=options) for name in names}
+    facts = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(options).items())
+    return Case(
+        f"{describe(arrays._asdict())}, {facts}", arrays, functions, frozenset(names) & {*KERNELS},
+        functools.partial(_by_example, options=options),
+    )  # fmt: skip
+
+
+def _by_example(inputs: Inputs, options: Options) -> Array:
+    """Compute `reference` for one example after the other: it holds the scores of one."""
+    static = [None if w is None else w.static for w in (inputs.pre, inputs.post)]
+    mask = inputs.mask
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (len(inputs.q), *mask.shape[1:]))
+
+    def attend(options: Options, x: Inputs) -> Array:
+        one = jax.tree.map(lambda array: array[None], x)
+        pre, post = (w and w._replace(static=s) for w, s in zip((one.pre, one.post), static, strict=True))
+        return reference.attention(one._replace(pre=pre, post=post), options)[0]
+
+    pre, post = (w and w._replace(static=None) for w in (inputs.pre, inputs.post))
+    return map_examples(
+        jax.checkpoint(attend, static_argnums=0), options, inputs._replace(pre=pre, post=post, mask=mask)
+    )
+
+
+def _runs_here(name: str) -> bool:
+    """Return True if an implementation runs on the current platform and mesh."""
+    try:
+        check_platform(name, is_named=False)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _attend(name: str, inputs: Inputs, options: Options, dropout: Dropout | None, *, is_named: bool) -> Array:

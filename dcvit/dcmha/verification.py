@@ -61,6 +61,18 @@ class Case:
     reference: Callable[[Tree], Array]
 
 
+def shapes_of(arrays: Tree) -> Tree:
+    """Return the shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+
+def describe(arrays: Tree) -> str:
+    """Return the names, dtypes and shapes of a tree of arrays, for the key of a case."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    return ", ".join(f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named.items())
+
+
 def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
     """Return the verdicts on all candidates; produce and keep those that are missing.
 
@@ -75,6 +87,13 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
     found = store.read(case.key)
     missing = [name for name in case.candidates if name not in found or found[name].status == verdicts.STARTED]
     if not missing:
+        return found
+    for name in [name for name in missing if name in case.kernels]:
+        if reason := _why_unsupported(case, name, seconds):
+            found[name] = Verdict(verdicts.UNSUPPORTED, reason=reason)
+            store.write(case.key, name, found[name])
+            missing.remove(name)
+    if not case.kernels & {*missing}:
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.key)
     arrays = _random_arrays(case.arrays)
@@ -91,6 +110,17 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
             raise
         store.write(case.key, name, found[name])
     return found
+
+
+def _why_unsupported(case: Case, name: str, seconds: float) -> str:
+    """Return the reason for which a candidate does not support the case, or ""."""
+    try:
+        _in_thread(lambda: jax.eval_shape(case.candidates[name], case.arrays), seconds)
+    except UnsupportedError as e:
+        return str(e)
+    except Exception:  # `_verdict` reports it
+        return ""
+    return ""
 
 
 def _verdict(

@@ -98,7 +98,7 @@ def verdict(case, name):
 )
 def test_a_kernel_that_does_not_pass_is_not_selected(kernel, status, reason, caplog):
     one = case(kernel)
-    assert verified(one) == (("plain",), {"matmul": "plain"})
+    assert verified(one) == (("plain",), {} if status == "unsupported" else {"matmul": "plain"})
     found = verdict(one, kernel.__name__)
     assert found.status == status
     assert reason in found.reason
@@ -188,7 +188,7 @@ import os, sys
 sys.path.insert(0, "tests/dcmha")
 from test_verification import *
 def ends(x):
-    os._exit(3)
+    return callback(lambda: os._exit(3), jax.lax.stop_gradient(x))
 print(verified(case(ends))[0])
 """
     statuses = []

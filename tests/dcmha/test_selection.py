@@ -1,0 +1,142 @@
+"""Selection of kernels by `dcvit.dcmha.attention` on a simulated TPU, whose kernels misbehave as those of a chip can.
+
+The CPU is taken for a TPU, and `pallas_tpu` is replaced; all else is the code that runs on a chip.
+"""
+
+import dataclasses
+import logging
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import random_case
+
+from dcvit import dcmha
+from dcvit.dcmha import blockwise, dispatch, selection
+from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.selection import Selection, selecting
+
+
+def correct(inputs, options):
+    return blockwise.attention(inputs, options)
+
+
+def wrong_rows(inputs, options):
+    return correct(inputs, options).at[:, -1].mul(1.5)
+
+
+def wrong_gradient(inputs, options):
+    v = 1.2 * inputs.v - jax.lax.stop_gradient(0.2 * inputs.v)
+    return correct(inputs._replace(v=v), options)
+
+
+def ignores_post(inputs, options):
+    return correct(inputs._replace(post=None), options)
+
+
+def ignores_causality(inputs, options):
+    return correct(inputs, dataclasses.replace(options, causal=False, window=None))
+
+
+def exhausts_vmem(inputs, options):
+    raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
+
+
+def slow(inputs, options):
+    wait = jax.pure_callback(lambda: (time.sleep(0.2), np.float32(0))[1], jax.ShapeDtypeStruct((), jnp.float32))
+    return correct(inputs, options) + wait.astype(inputs.q.dtype)
+
+
+@pytest.fixture
+def chip(monkeypatch, tmp_path):
+    """Make the CPU a TPU whose kernel is the given function."""
+    monkeypatch.setenv("DCVIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
+    monkeypatch.setattr(dispatch, "splits_arrays", lambda: False)
+    selection._warn_once.cache_clear()
+
+    def use(kernel):
+        monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_tpu", kernel)
+
+    return use
+
+
+def outcome(policy="verify", **options):
+    """Return the implementations that attention selects; its output and gradient must be those of the reference."""
+    args, more = random_case(40, 40, **options)
+    if more["mask"] is not None:
+        more["mask"] = more["mask"].at[:, :, 0].set(False)
+
+    def attend(q, implementation=None):
+        return jnp.sum(dcmha.attention(q, *args[1:], **more, implementation=implementation) ** 2)
+
+    with selecting(Selection(policy)) as found:
+        value, gradient = jax.jit(jax.value_and_grad(attend))(args[0])
+    expected = jax.value_and_grad(lambda q: attend(q, "reference"))(args[0])
+    np.testing.assert_allclose(value, expected[0], rtol=1e-4)
+    np.testing.assert_allclose(gradient, expected[1], atol=1e-3)
+    return [*found.chosen.values()]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [wrong_rows, wrong_gradient, ignores_post, ignores_causality, exhausts_vmem, slow],
+    ids=lambda f: f.__name__,
+)
+def test_training_with_a_kernel_that_misbehaves_uses_another_implementation(kernel, chip, caplog):
+    chip(kernel)
+    (name,) = outcome(causal=True)
+    assert name != "pallas_tpu"
+    lines = [m for m in caplog.messages if "pallas_tpu is not used" in m]
+    assert len(lines) == (kernel is not slow), caplog.messages
+
+
+def test_a_correct_kernel_is_used_if_it_is_the_fastest(chip, monkeypatch, caplog):
+    chip(correct)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "blockwise", slow)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "reference", slow)
+    with caplog.at_level(logging.INFO, logger="dcvit.dcmha"):
+        assert outcome(causal=True) == ["pallas_tpu"]
+    assert "attention: pallas_tpu on tpu" in caplog.text
+
+
+def test_a_mask_with_an_empty_row_is_verified(chip):
+    def spreads(inputs, options):
+        """Attend to all keys where a query attends to none."""
+        none = ~jnp.any(inputs.mask, axis=-1, keepdims=True)
+        return correct(inputs._replace(mask=inputs.mask | none), options)
+
+    chip(spreads)
+    (name,) = outcome(mask=(1, 1, 40, 40))
+    assert name != "pallas_tpu"
+
+
+@pytest.mark.parametrize("policy", ["known", "off"])
+def test_a_tpu_program_without_a_verdict_has_no_kernel(policy, chip, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU v5 lite")
+    monkeypatch.setattr(dispatch, "splits_arrays", lambda: False)
+    for composition in ("qkpg", "qp"):  # with key-wise branches, and folded, whose heads another kernel combines
+        args, options = random_case(300, 300, branches=composition)
+        lowered = {}
+        for chosen in (policy, "trust"):
+            with selecting(Selection(chosen)):
+                program = jax.jit(lambda *x, o=options: dcmha.attention(*x, **o)).trace(*args)
+                lowered[chosen] = program.lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" in lowered["trust"]
+        assert "tpu_custom_call" not in lowered[policy]
+
+
+def test_verify_produces_the_verdicts_of_a_function(chip):
+    chip(ignores_post)
+    args, options = random_case(40, 40)
+    chosen = dcmha.verify(lambda *x: dcmha.attention(*x, **options), *args)
+    assert [name for name in chosen.values() if name != "pallas_tpu"]
+    with selecting(Selection("known")):
+        np.testing.assert_allclose(
+            dcmha.attention(*args, **options), dcmha.attention(*args, **options, implementation="reference"), atol=1e-4
+        )
