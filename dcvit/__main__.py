@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": "convert a model to a format of another library, or from one",
     "tokenize": "convert text files to token files",
     "check-data": "read all data of a config, and list damaged examples",
+    "check-kernels": "verify and time the implementations of attention on this device",
     "aot": "compile the training step of a config for a TPU slice",
     "explore": "write a page that shows how the heads of a model compose",
     "plot": "draw the training curves of one or more runs",
@@ -47,8 +48,8 @@ def dispatch(argv: Sequence[str] | None) -> int:
 
 
 def _usage() -> str:
-    commands = [f"  {name:12}{description}" for name, description in COMMANDS.items()]
-    helps = ["  help COMMAND   options and examples of a command", "  help config    all keys of a config"]
+    commands = [f"  {name:14}{description}" for name, description in COMMANDS.items()]
+    helps = ["  help COMMAND     options and examples of a command", "  help config      all keys of a config"]
     return "\n".join(["usage: dcvit [--version] COMMAND [options]", "", *commands, "", *helps])
 
 

@@ -31,8 +31,8 @@ class Selection:
       policy: "verify" produces missing verdicts, "known" uses those that exist, "trust" selects kernels without any,
         "off" selects none.
       seconds: limit of compiling, and of running, one implementation.
-      chosen: the selected implementation by key of the case. Entries that exist are used without verification, so that
-        a resumed run computes with the same implementations.
+      chosen: the selected implementation by key of the case, "" if none passed. Entries that exist are used without
+        verification, so that a resumed run computes with the same implementations.
       share: function (key, choose) -> name that makes the processes of a run agree: one process calls `choose`, and all
         get its result. Without it, several processes select no kernel.
     """
@@ -83,11 +83,9 @@ def order(case: Case) -> tuple[str, ...]:
     selection = _SELECTION.get() or Selection()
     if not case.kernels or selection.policy == "trust":
         return tuple(case.candidates)
-    name = selection.chosen.get(case.key, "") if selection.policy != "off" else ""
-    if selection.policy != "off" and name not in case.candidates:
-        name = _choose_together(case, selection)
-        if name:
-            selection.chosen[case.key] = name
+    name = selection.chosen.get(case.key) if selection.policy != "off" else ""
+    if name is None or (name and name not in case.candidates):
+        name = selection.chosen[case.key] = _choose_together(case, selection)
     return tuple(dict.fromkeys([*[name] * bool(name), *[n for n in case.candidates if n not in case.kernels]]))
 
 

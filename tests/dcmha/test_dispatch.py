@@ -47,7 +47,7 @@ def log(caplog):
         ("cpu", 16, False, "reference"),
         ("tpu", 256, True, "pallas_tpu"),
         ("tpu", 1, True, "pallas_tpu_decode"),
-        ("gpu", 256, True, "elementwise"),
+        ("gpu", 256, True, "pallas_gpu"),
         ("gpu", 1, True, "decode"),
     ],
 )
