@@ -1,0 +1,166 @@
+"""Verification of the kernels of attention on this device: `python -m dcvit.check_kernels [WORD …] [--config CONFIG]`.
+
+For each case, compiles and runs every implementation of the platform, forward and backward, twice, and compares its
+output and gradients with the reference in float32. The verdicts are kept (`dcvit.dcmha.verdicts`): programs use the
+fastest implementation that passed. The cases are those of ViT-S/16, of language models, of decoding, and less usual
+ones; with --config, those of a config's training step on this machine.
+
+The exit status is 1 if a kernel is wrong, fails or times out. `--again` verifies what has a verdict.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dcvit import cli
+from dcvit.errors import ConfigError, escaped
+
+if TYPE_CHECKING:
+    from dcvit.dcmha.verification import Case
+
+ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
+VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
+# Name -> arguments of `attention_case`.
+CASES: dict[str, dict[str, Any]] = {
+    "ViT-S/16": VIT,
+    "ViT-S/16, batch 6": VIT | {"batch": 6},
+    "ViT-S/16, float32": VIT | {"dtype": "float32"},
+    "ViT-S/16 with a class token": VIT | {"queries": 197},
+    "ViT-S/16, plain": VIT | {"pre": (), "post": ()},
+    "405M": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True},
+    "405M, window": {"queries": 2048, "heads": 16, "head_dim": 64, "window": 256},
+    "405M, plain": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "pre": (), "post": ()},
+    "2.8B": {"queries": 2048, "heads": 32, "head_dim": 80, "causal": True},
+    "2.8B, window": {"queries": 2048, "heads": 32, "head_dim": 80, "window": 256},
+    "6.9B": {"queries": 2048, "heads": 32, "head_dim": 128, "causal": True},
+    "grouped queries": {"queries": 300, "heads": 8, "key_heads": 2, "head_dim": 64, "batch": 2, "causal": True},
+    "mask": {"queries": 100, "keys": 333, "heads": 4, "head_dim": 32, "batch": 2, "mask": True},
+    "head groups": {"queries": 128, "heads": 8, "head_dim": 64, "batch": 2, "groups": 2},
+    "key-wise only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ALL[3:], "post": ALL[3:], "causal": True},
+    "query-wise only": {"queries": 512, "heads": 8, "head_dim": 64, "pre": ALL[:3], "post": ALL[:3], "causal": True},
+    "gates only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ("qg", "kg"), "post": ("qg", "kg")},
+    "pre only": {"queries": 256, "heads": 8, "head_dim": 64, "post": (), "causal": True},
+    "static": {"queries": 256, "heads": 8, "head_dim": 64, "pre": (*ALL, "static"), "post": (*ALL, "static")},
+    "rank 3": {"queries": 256, "heads": 8, "head_dim": 64, "rank": 3},
+    "decoding": {"queries": 1, "keys": 2048, "heads": 16, "head_dim": 64, "batch": 8},
+}
+
+
+def attention_case(
+    *, queries: int, heads: int, head_dim: int, keys: int | None = None, batch: int = 1, dtype: str = "bfloat16",
+    **more: Any,
+) -> Case:  # fmt: skip
+    """Return the case of a call of attention on the current platform.
+
+    Args:
+      queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
+      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask`, if there is one;
+        `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
+    """
+    import jax
+
+    from dcvit.dcmha import ComposeWeights, dispatch
+    from dcvit.dcmha.inputs import Inputs, checked
+
+    keys, groups = keys or queries, more.get("groups", 1)
+
+    def array(*shape: int, kind: str = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind)
+
+    def weights(names: Sequence[str]) -> ComposeWeights | None:
+        arrays = {}
+        for name in names:
+            sizes = (
+                batch,
+                queries if name[0] == "q" else keys,
+                *((heads,) if name[1] == "g" else (more.get("rank", 2), heads)),
+            )
+            arrays[name] = array(groups, heads // groups, heads // groups) if name == "static" else array(*sizes)
+        return ComposeWeights(**arrays) if arrays else None  # type: ignore[arg-type]
+
+    kv = array(batch, keys, more.get("key_heads", heads), head_dim)
+    mask = array(batch, 1, queries, keys, kind="bool") if more.get("mask") else None
+    pre, post = (weights(more.get(name, ALL)) for name in ("pre", "post"))
+    options = {name: more[name] for name in ("causal", "window", "groups") if name in more}
+    inputs, checked_options = checked(
+        Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask), **options
+    )
+    return dispatch.make_case(dispatch.candidates(inputs, checked_options), inputs, checked_options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = cli.Parser(
+        prog="dcvit check-kernels",
+        description="Verify and time the implementations of attention on this device.",
+        examples=["dcvit check-kernels", "dcvit check-kernels vit 405M --json", "dcvit check-kernels --config vit_i1k"],
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose names contain one of these")
+    parser.add_argument("--config", help="verify the calls of attention in this config's training step")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--again", action="store_true", help="verify again what has a verdict")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="limit of compiling, and of running, one implementation"
+    )
+    args, overrides = parser.parse(argv)
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds={args.seconds}: expected a number above 0")
+
+    import jax
+
+    from dcvit.dcmha import verdicts
+    from dcvit.dcmha.verification import examine
+    from dcvit.parallel import runtime
+
+    runtime.configure()
+    runtime.check_devices()
+    store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
+    if args.again:
+        store.path.unlink(missing_ok=True)
+    if args.config:
+        found = _of_config(args.config, overrides, args.seconds, store)
+    else:
+        chosen = {n: s for n, s in CASES.items() if not args.words or any(w.lower() in n.lower() for w in args.words)}
+        if not chosen:
+            raise ConfigError(f"no case contains {' or '.join(args.words)}; there are {', '.join(CASES)}")
+        found = {name: examine(attention_case(**sizes), store, args.seconds) for name, sizes in chosen.items()}
+    rows = [row for name, some in found.items() for row in _rows(name, some)]
+    title = ", ".join(f"{key} {value}" for key, value in store.environment.items() if key != "code")
+    cli.show(rows, "json" if args.json else "table", title=title)
+    if not args.json:
+        print(escaped(f"verdicts: {store.path}"))
+    bad = (verdicts.WRONG, verdicts.FAILED, verdicts.TIMED_OUT)
+    return int(
+        any(v.status in bad and name.startswith("pallas") for some in found.values() for name, v in some.items())
+    )
+
+
+def _rows(case: str, found: Mapping[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of the table for one case, the fastest implementation that passed marked."""
+    passed = {name: v.milliseconds for name, v in found.items() if v.passed}
+    fastest = min(passed, key=lambda name: passed[name], default="")
+    return [
+        {
+            "case": case, "implementation": name, "error": "" if v.error is None else f"{v.error:.1e}",
+            "ms": "" if v.milliseconds is None else f"{v.milliseconds:.3f}",
+            "verdict": "fastest" if name == fastest else v.status, "reason": v.reason,
+        }
+        for name, v in found.items()
+    ]  # fmt: skip
+
+
+def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Any) -> dict[str, Mapping[str, Any]]:
+    """Verify the calls of attention in a training step; return the verdicts by the key of the case."""
+    from dcvit.dcmha.selection import Selection, selecting
+    from dcvit.training.aot import trace
+    from dcvit.training.setup import load_setup
+
+    with selecting(Selection("verify", seconds)) as selection:
+        trace(load_setup(spec, overrides, stand_in=True))
+    return {key: store.read(key) for key in selection.chosen}
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
