@@ -192,7 +192,7 @@ def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
     facts = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(options).items())
     return Case(
         f"{describe(arrays._asdict())}, {facts}", arrays, functions, frozenset(names) & {*KERNELS},
-        functools.partial(_by_example, options=options),
+        functools.partial(_by_example, options=options), is_inference=inputs.q.shape[1] == 1,
     )  # fmt: skip
 
 

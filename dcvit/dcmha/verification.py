@@ -16,7 +16,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -52,6 +52,7 @@ class Case:
       candidates: functions of the tree by name, in the order in which they are tried without verdicts.
       kernels: the candidates that need a verdict.
       reference: the function in plain JAX operations to compare with.
+      is_inference: only the output is timed, not the gradients, which are compared in any case.
     """
 
     key: str
@@ -59,6 +60,7 @@ class Case:
     candidates: Mapping[str, Callable[[Tree], Array]]
     kernels: frozenset[str]
     reference: Callable[[Tree], Array]
+    is_inference: bool = False
 
 
 def shapes_of(arrays: Tree) -> Tree:
@@ -128,8 +130,7 @@ def _verdict(
 ) -> Verdict:
     """Compile and run one candidate, compare its results with the expected ones, and time it."""
     try:
-        function = _with_gradients(case.candidates[name])
-        run = _in_thread(lambda: jax.jit(function).lower(*inputs).compile(), seconds)
+        programs = _in_thread(lambda: _compile(case, name, inputs), seconds)
     except UnsupportedError as e:
         return Verdict(verdicts.UNSUPPORTED, reason=str(e))
     except TimeoutError:
@@ -137,7 +138,7 @@ def _verdict(
     except Exception as e:
         return Verdict(verdicts.FAILED, reason=f"compiling raised {_first_line(e)}")
     try:
-        results, milliseconds = _in_thread(lambda: _run(run, inputs), seconds)
+        results, milliseconds = _in_thread(lambda: _run(programs, inputs), seconds)
     except TimeoutError:
         raise DeviceHungError(
             f"{name} did not finish on the device after {seconds:.0f} s for {case.key}; run the same again, without it"
@@ -156,16 +157,27 @@ def _verdict(
     return Verdict(verdicts.PASSED, worst, milliseconds)
 
 
-def _run(run: Callable[..., list[Array]], inputs: tuple[Tree, np.ndarray]) -> tuple[list[list[np.ndarray]], float]:
-    """Return the results of two runs, and the median time of `RUNS` in milliseconds."""
+def _compile(case: Case, name: str, inputs: tuple[Tree, np.ndarray]) -> list[Callable[..., list[Array]]]:
+    """Return the compiled program of the output and the gradients, and the one that is timed."""
+    candidate = case.candidates[name]
+    functions = [_with_gradients(candidate)]
+    if case.is_inference:
+        functions.append(lambda arrays, cotangent: [candidate(arrays)])
+    return [jax.jit(function).lower(*inputs).compile() for function in functions]
+
+
+def _run(
+    programs: Sequence[Callable[..., list[Array]]], inputs: tuple[Tree, np.ndarray]
+) -> tuple[list[list[np.ndarray]], float]:
+    """Return the results of two runs of the first program, and the median time of the last one in milliseconds."""
     placed = jax.device_put(inputs)
-    results = [jax.device_get(run(*placed)) for _ in range(2)]
+    results = [jax.device_get(programs[0](*placed)) for _ in range(2)]
     times = []
-    for _ in range(RUNS):
+    for _ in range(RUNS + 1):
         start = time.perf_counter()
-        jax.block_until_ready(run(*placed))
+        jax.block_until_ready(programs[-1](*placed))
         times.append(time.perf_counter() - start)
-    return results, statistics.median(times) * 1e3
+    return results, statistics.median(times[1:]) * 1e3
 
 
 def _reference(case: Case, arrays: Tree, cotangent: np.ndarray) -> list[np.ndarray]:
