@@ -66,19 +66,17 @@ def attention_case(
 
     keys, groups = keys or queries, more.get("groups", 1)
 
-    def array(*shape: int, kind: str = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, kind: str = dtype) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(shape, kind)
 
     def weights(names: Sequence[str]) -> ComposeWeights | None:
         arrays = {}
         for name in names:
-            sizes = (
-                batch,
-                queries if name[0] == "q" else keys,
-                *((heads,) if name[1] == "g" else (more.get("rank", 2), heads)),
-            )
-            arrays[name] = array(groups, heads // groups, heads // groups) if name == "static" else array(*sizes)
-        return ComposeWeights(**arrays) if arrays else None  # type: ignore[arg-type]
+            tokens, rank = queries if name[0] == "q" else keys, () if name[1] == "g" else (more.get("rank", 2),)
+            arrays[name] = array(batch, tokens, *rank, heads)
+            if name == "static":
+                arrays[name] = array(groups, heads // groups, heads // groups)
+        return ComposeWeights(**arrays) if arrays else None
 
     kv = array(batch, keys, more.get("key_heads", heads), head_dim)
     mask = array(batch, 1, queries, keys, kind="bool") if more.get("mask") else None
@@ -157,8 +155,9 @@ def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Any) 
     from dcvit.training.aot import trace
     from dcvit.training.setup import load_setup
 
+    setup = load_setup(spec, overrides, stand_in=True)
     with selecting(Selection("verify", seconds)) as selection:
-        trace(load_setup(spec, overrides, stand_in=True))
+        trace(setup)
     return {key: store.read(key) for key in selection.chosen}
 
 

@@ -284,6 +284,9 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
             message, status = "interrupted", 130
             print(message, file=sys.stderr)
         except Exception as e:
+            if type(e).__name__ == "DeviceHungError" and argv is None and not _multihost():
+                print_error(str(e))
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # without the kernel that has a verdict
             message, status = _report(e)
         if multihost := _multihost():
             multihost.fail(message, status)

@@ -153,7 +153,8 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     if inputs.q.size == 0:
         return jnp.zeros_like(inputs.q)
-    names, reasons = (implementation,) if implementation else candidates(inputs, options), []
+    names: Sequence[str] = candidates(inputs, options) if implementation is None else (implementation,)
+    reasons: list[str] = []
     if implementation is None and dropout is None:
         names, reasons = _verified(names, inputs, options)
     for name in names:
@@ -188,11 +189,15 @@ def _verified(names: Sequence[str], inputs: Inputs, options: Options) -> tuple[S
 def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
     """Return the case that determines which of these implementations a call uses."""
     arrays = shapes_of(inputs)
-    functions = {name: functools.partial(IMPLEMENTATIONS[name], options=options) for name in names}
+
+    def of_arrays(implementation: Callable[..., Array]) -> Callable[[Inputs], Array]:
+        return lambda inputs: implementation(inputs, options)
+
+    functions = {name: of_arrays(IMPLEMENTATIONS[name]) for name in names}
     facts = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(options).items())
     return Case(
         f"{describe(arrays._asdict())}, {facts}", arrays, functions, frozenset(names) & {*KERNELS},
-        functools.partial(_by_example, options=options), is_inference=inputs.q.shape[1] == 1,
+        of_arrays(_by_example), is_inference=inputs.q.shape[1] == 1,
     )  # fmt: skip
 
 
@@ -206,12 +211,13 @@ def _by_example(inputs: Inputs, options: Options) -> Array:
     def attend(options: Options, x: Inputs) -> Array:
         one = jax.tree.map(lambda array: array[None], x)
         pre, post = (w and w._replace(static=s) for w, s in zip((one.pre, one.post), static, strict=True))
-        return reference.attention(one._replace(pre=pre, post=post), options)[0]
+        out: Array = reference.attention(one._replace(pre=pre, post=post), options)[0]
+        return out
 
     pre, post = (w and w._replace(static=None) for w in (inputs.pre, inputs.post))
-    return map_examples(
-        jax.checkpoint(attend, static_argnums=0), options, inputs._replace(pre=pre, post=post, mask=mask)
-    )
+    mapped = inputs._replace(pre=pre, post=post, mask=mask)
+    out: Array = map_examples(jax.checkpoint(attend, static_argnums=0), options, mapped)
+    return out
 
 
 def _runs_here(name: str) -> bool:

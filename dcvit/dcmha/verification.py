@@ -192,12 +192,12 @@ def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array]
     """Return the function (arrays, cotangent) -> [output, gradients of the floating-point arrays]."""
 
     def run(arrays: Tree, cotangent: Array) -> list[Array]:
-        leaves, structure = jax.tree.flatten(arrays)
+        leaves, structure = jax.tree_util.tree_flatten(arrays)
         places = [i for i, x in enumerate(leaves) if _is_float(x)]
 
         def of_floats(*floats: Array) -> Array:
             both = dict(enumerate(leaves)) | dict(zip(places, floats, strict=True))
-            return function(structure.unflatten([both[i] for i in range(len(leaves))]))
+            return function(jax.tree_util.tree_unflatten(structure, [both[i] for i in range(len(leaves))]))
 
         out, gradients = jax.vjp(of_floats, *[leaves[i] for i in places])
         return [out, *gradients(cotangent.astype(out.dtype))]
@@ -206,32 +206,35 @@ def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array]
 
 
 def _random_arrays(shapes: Tree) -> Tree:
-    """Return random arrays: normal numbers, smaller ones for weights, and masks with padded keys and an empty row."""
+    """Return normal numbers, smaller ones for compose weights, and masks with padded keys and a row without keys."""
     random = np.random.default_rng(0)
 
-    def fill(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    def fill(path: Sequence[Any], x: jax.ShapeDtypeStruct) -> np.ndarray:
         if _is_float(x):
-            return _normal(random, x)
-        mask = random.random(x.shape) < 0.7
+            is_weight = any(getattr(key, "name", "") in ("pre", "post") for key in path)
+            return _normal(random, x, 0.3 if is_weight else 1.0)
+        mask: np.ndarray = random.random(x.shape) < 0.7
         mask[..., -max(1, x.shape[-1] // 8) :] = False
         if x.shape[-2] > 1:
             mask[0, ..., 0, :] = False
         return mask
 
-    return jax.tree.map(fill, shapes)
+    return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def _normal(random: np.random.Generator, x: jax.ShapeDtypeStruct) -> np.ndarray:
-    return random.standard_normal(x.shape, np.float32).astype(x.dtype)
+def _normal(random: np.random.Generator, x: jax.ShapeDtypeStruct, scale: float = 1.0) -> np.ndarray:
+    found: np.ndarray = (random.standard_normal(x.shape, np.float32) * np.float32(scale)).astype(x.dtype)
+    return found
 
 
 def _is_float(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _bound(shapes: Tree) -> float:
     """Return the bound of the relative errors; see `BOUND`."""
-    exact = jax.default_backend() == "cpu" or jax.config.jax_default_matmul_precision in ("highest", "float32")
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    exact = jax.default_backend() == "cpu" or precision in ("highest", "float32")
     narrow = any(_is_float(x) and x.dtype.itemsize < 4 for x in jax.tree.leaves(shapes))
     return BOUND_FLOAT32 if exact and not narrow else BOUND
 

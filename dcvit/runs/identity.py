@@ -28,7 +28,7 @@ MAX_CHARACTERS = 60  # of a value in a message
 FREE_KEYS = (
     "mesh", "sharding_strategy", "evals", "pp_predict", "tensorboard", "profile", "on_corrupt", "nonfinite_skip",
     "watchdog_seconds", "watchdog_exit", "early_stop", "wandb",
-    "require_fused",
+    "require_fused", "kernels",
 )  # fmt: skip
 FREE_PREFIXES = ("log_", "ckpt_", "keep_ckpt_")
 SOFTWARE = ("dcvit", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
+from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, first_line
 from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
@@ -133,9 +134,9 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     return {**result, **_usage(compiled, step.activations, chip), "compile_seconds": seconds}
 
 
-def lower(setup: Setup) -> LoweredStep:
-    """Lower the training step of a run for the devices of its mesh."""
-    data, example, mesh = setup.data, setup.task.example, setup.model.mesh
+def trace(setup: Setup) -> tuple[jax.stages.Traced, TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """Trace the training step of a run for the devices of its mesh; also return the shapes of its arguments."""
+    data, mesh = setup.data, setup.model.mesh
     first = next(input_pipeline.train_batches(data.source, data.pp, 1, 0, threads=0))
     batch = {
         key: jax.ShapeDtypeStruct((data.batch_size, *value.shape[1:]), value.dtype, sharding=batch_sharding(mesh))
@@ -143,7 +144,16 @@ def lower(setup: Setup) -> LoweredStep:
     }
     with jax.set_mesh(mesh):
         state = state_shapes(setup)
-        lowered = jit_update(setup, state).lower(state, batch)
+        return jit_update(setup, state).trace(state, batch), state, batch
+
+
+def lower(setup: Setup) -> LoweredStep:
+    """Lower the training step of a run for the devices of its mesh, with the kernels of these devices."""
+    data, example, mesh = setup.data, setup.task.example, setup.model.mesh
+    with selecting(Selection("trust")):  # the devices are not here to verify them
+        traced, state, batch = trace(setup)
+        with jax.set_mesh(mesh):
+            lowered = traced.lower()
     flops = training_flops(setup.model.module, example)
     size = data.batch_size // setup.plan.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from dcvit.config.durations import Durations
 from dcvit.config.keys import is_rate
+from dcvit.dcmha.selection import Policy
 from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.models import Params
 from dcvit.runs.tracking import check_wandb
@@ -61,6 +62,8 @@ class RunOptions:
     tensorboard: bool
     wandb: Mapping[str, object]
     profile: Sequence[int]
+    kernels: Policy
+    require_fused: bool
 
 
 def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
@@ -21,6 +22,7 @@ from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress
 from dcvit.runs.watchdog import Watchdog
+from dcvit.training import kernels
 from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
@@ -54,6 +56,7 @@ class Run:
     workdir: Folder
     start: Start
     about: Mapping[str, Any]  # description of the run, part of every checkpoint
+    selection: Selection
     checkpointer: Checkpointer
     watchdog: Watchdog
     display: RunProgress
@@ -111,7 +114,9 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
         watchdog = Watchdog(folder, setup.options.watchdog_seconds, exit_on_stall=setup.options.watchdog_exit)
         stack.callback(watchdog.close)
         display = stack.enter_context(RunProgress(folder.name, setup.plan.total_steps, start.step, setup.task.rate))
-        yield Run(setup, folder, start, about, checkpointer, watchdog, display, writer, lock)
+        selection = kernels.select(setup.options.kernels, start.about)
+        about |= {"kernels": kernels.record(selection)}
+        yield Run(setup, folder, start, about, selection, checkpointer, watchdog, display, writer, lock)
 
 
 def start_state(run: Run) -> TrainState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from dcvit.dcmha import dispatch
+from dcvit.dcmha.selection import Selection, selecting
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.setup import Params, Setup
@@ -56,7 +59,8 @@ def initial_state(setup: Setup, params: Params) -> TrainState:
 def init_params(setup: Setup, key: jax.Array) -> Params:
     """Return the initial parameters of the model."""
     example = setup.task.example
-    params: Params = setup.model.module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
+    with selecting(Selection("off")):  # initialization computes no attention
+        params: Params = setup.model.module.init(key, jnp.zeros(example.shape, example.dtype))["params"]
     return identity_compositions(params) if setup.model.upcycle else params
 
 
@@ -92,7 +96,8 @@ def make_update(setup: Setup, places: Any = None) -> Update:
     loss_of = setup.task.loss(setup.model.module)
 
     def value_and_grad(params: Params, batch: Mapping[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Params]:
-        loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+        with dispatch.fused_only() if setup.options.require_fused else contextlib.nullcontext():
+            loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:

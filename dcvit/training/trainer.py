@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from dcvit.dcmha.selection import selecting
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
@@ -51,7 +52,7 @@ def train(
     preemption = preemption or Preemption()
     with open_run(setup, workdir, accept) as run:
         trainer = Trainer(run)
-        with jax.set_mesh(setup.model.mesh), preemption.saving(trainer.finish):
+        with jax.set_mesh(setup.model.mesh), selecting(run.selection), preemption.saving(trainer.finish):
             try:
                 with preemption.saving(trainer.stop, trainer.gate.end):
                     trainer.run_steps(start_state(run))

@@ -1,0 +1,44 @@
+"""Selection of kernels in a run: one choice for all its processes and, on the same devices, for its whole length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from dcvit.dcmha import verdicts
+from dcvit.dcmha.selection import Policy, Selection
+from dcvit.parallel import multihost
+
+SECONDS = 3600  # limit of the verification of one call of attention, for the processes that wait for the first
+
+
+def select(policy: Policy, about: Mapping[str, Any]) -> Selection:
+    """Return the selection of a run.
+
+    Args:
+      policy: `config.kernels`.
+      about: that of the checkpoint to resume from; empty for a new run. Its choice is taken over if it was made on
+        devices of the same kind by the same software.
+    """
+    before = about.get("kernels", {})
+    chosen = dict(before["chosen"]) if before.get("environment") == _environment() else {}
+    return Selection(policy, chosen=chosen, share=_share)
+
+
+def record(selection: Selection) -> dict[str, Any]:
+    """Return the entry of `about` by which a resumed run takes over the choice, also what is chosen later."""
+    return {"environment": _environment(), "chosen": selection.chosen}
+
+
+def _environment() -> dict[str, str]:
+    return verdicts.environment(jax.local_devices()[0])
+
+
+def _share(key: str, choose: Callable[[], str]) -> str:
+    """Return what process 0 chooses."""
+    name = f"kernel {hashlib.sha256(key.encode()).hexdigest()}"
+    found: str = multihost.gather(name, choose() if multihost.is_first() else "", SECONDS)[0]
+    return found
