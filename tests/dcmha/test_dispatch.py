@@ -54,7 +54,8 @@ def log(caplog):
 def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, composed, name, monkeypatch, log):
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     trace(queries, composed)
-    (message,) = log.messages
+    *kernels, message = log.messages  # the TPU kernels say before which family they are
+    assert len(kernels) == (name == "pallas_tpu")
     assert message.startswith(f"attention: {name} on {platform} for float32[1, {queries}, 2, 8], 256 keys")
 
 
