@@ -18,6 +18,7 @@ from dcvit import cli
 from dcvit.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
+    from dcvit.dcmha.verdicts import Verdict, Verdicts
     from dcvit.dcmha.verification import Case
 
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
@@ -135,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _rows(case: str, found: Mapping[str, Any]) -> list[dict[str, object]]:
+def _rows(case: str, found: Mapping[str, Verdict]) -> list[dict[str, object]]:
     """Return the rows of the table for one case, the fastest implementation that passed marked."""
-    passed = {name: v.milliseconds for name, v in found.items() if v.passed}
+    passed = {name: v.milliseconds or 0.0 for name, v in found.items() if v.passed}
     fastest = min(passed, key=lambda name: passed[name], default="")
     return [
         {
@@ -149,7 +150,7 @@ def _rows(case: str, found: Mapping[str, Any]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Any) -> dict[str, Mapping[str, Any]]:
+def _of_config(spec: str, overrides: Sequence[str], seconds: float, store: Verdicts) -> dict[str, dict[str, Verdict]]:
     """Verify the calls of attention in a training step; return the verdicts by the key of the case."""
     from dcvit.dcmha.selection import Selection, selecting
     from dcvit.training.aot import trace

@@ -29,7 +29,7 @@ LONG_FILES = {
 MOST_ANY = 205  # occurrences of `Any` outside import lines
 COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
-    "check_data", "reproduce",
+    "check_data", "check_kernels", "reproduce",
 }  # fmt: skip
 ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -25,7 +25,7 @@ Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
 
 @dataclasses.dataclass
 class Selection:
-    """How kernels are selected in the code inside `selecting`.
+    """Policy and choices by which kernels are selected in the code inside `selecting`.
 
     Fields:
       policy: "verify" produces missing verdicts, "known" uses those that exist, "trust" selects kernels without any,

@@ -22,6 +22,7 @@ from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
 
 Record = dict[str, Any]  # a JSON object
+Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only
 SAMPLES = 16  # examples whose content identifies the data
 MAX_CHARACTERS = 60  # of a value in a message
 # Keys that may change when a run is resumed, because the result of a step does not depend on them.
@@ -85,7 +86,7 @@ def check_accepted(accept: Sequence[str]) -> None:
 
 
 def check_same_run(
-    folder: Folder, existing: Mapping[str, Any], config: Mapping[str, Any], data: Record, accept: Sequence[str] = ()
+    folder: Folder, existing: Facts, config: Facts, data: Record, accept: Sequence[str] = ()
 ) -> list[str]:
     """Check that the config and the data equal those of the run in a workdir, or of a checkpoint.
 
@@ -111,9 +112,7 @@ def check_same_run(
     return [f"{key} ({values})" for key, values in accepted.items()]
 
 
-def compare(
-    saved: Mapping[str, Any], config: Mapping[str, Any], data: Record | None, accept: Sequence[str]
-) -> Differences:
+def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[str]) -> Differences:
     """Compare a config and data with the "config" and the "data" of a run, see `check_same_run`."""
     found: dict[str, str] = {}
     if "config" in saved:
@@ -137,7 +136,7 @@ def _is_accepted(key: str, accept: Sequence[str]) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in accept)
 
 
-def resume_warnings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def resume_warnings(saved: Facts, current: Facts) -> list[str]:
     """Return a line for each reason why the result of a resumed run will not be bitwise reproducible.
 
     Args:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
 from dcvit.dcmha import verdicts
 from dcvit.dcmha.selection import Policy, Selection
 from dcvit.parallel import multihost
+from dcvit.runs.identity import Facts, Record
 
 SECONDS = 3600  # limit of the verification of one call of attention, for the processes that wait for the first
 
 
-def select(policy: Policy, about: Mapping[str, Any]) -> Selection:
+def select(policy: Policy, about: Facts) -> Selection:
     """Return the selection of a run.
 
     Args:
@@ -28,7 +28,7 @@ def select(policy: Policy, about: Mapping[str, Any]) -> Selection:
     return Selection(policy, chosen=chosen, share=_share)
 
 
-def record(selection: Selection) -> dict[str, Any]:
+def record(selection: Selection) -> Record:
     """Return the entry of `about` by which a resumed run takes over the choice, also what is chosen later."""
     return {"environment": _environment(), "chosen": selection.chosen}
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -23,6 +23,8 @@ from dcvit.training.resume import Run
 from dcvit.training.step import Metrics, TrainState
 
 LOG = logging.getLogger(__name__)
+
+Row: TypeAlias = Mapping[str, Any]  # of the metrics
 
 
 @dataclasses.dataclass
@@ -58,7 +60,7 @@ class Progress:
         self.row: dict[str, Any] = {}
         self.row_step = -1
 
-    def recall(self, step: int, row: Mapping[str, Any]) -> None:
+    def recall(self, step: int, row: Row) -> None:
         """Account for a row that was recorded before the run was resumed."""
         self.best.update(step, row)
         self.early.update(step, row)
@@ -137,7 +139,7 @@ class BestStep:
         self.value: float | None = None
         self.step: int | None = None
 
-    def update(self, step: int, row: Mapping[str, Any]) -> None:
+    def update(self, step: int, row: Row) -> None:
         """Remember the step of a row if its metric is the best so far."""
         value = row.get(self.metric) if self.metric and step else None
         if value is None or not math.isfinite(value):
@@ -158,7 +160,7 @@ class EarlyStop:
         self.waited = 0  # evaluations since the best one
         self.reason: str | None = None
 
-    def update(self, step: int, row: Mapping[str, Any]) -> None:
+    def update(self, step: int, row: Row) -> None:
         """Decide after a row; rows of step 0 and without the metric do not count, and NaN is no improvement."""
         metric = self.best.metric
         if metric is None or not step or metric not in row:

@@ -89,7 +89,6 @@ def test_a_single_command_prints_no_foreign_line(environment, digits_workdir, tm
 SCRIPTS = {
     "bench_dcmha.py": ["--help"],
     "bench_train.py": ["--help"],
-    "check_gpu.py": [],
 }
 
 

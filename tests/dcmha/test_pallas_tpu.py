@@ -13,6 +13,7 @@ from pallas_checks import DETECT_RACES, compile_in_subprocess, one_chip, watch_r
 
 from dcvit.dcmha import reference
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import api, tiling
 
 # Small, since each access to VMEM is a callback of the interpreter. `tile` is (Bq, Bk), and queries per backward pass.
@@ -156,9 +157,8 @@ def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batc
 @pytest.mark.parametrize(("batch", "family"), [(8, "interleaved"), (6, "vector")])
 def test_the_family_of_kernels_is_logged(caplog, batch, family):
     q = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
-    options = dict(causal=False, window=None, mask=None, groups=1, scale=1.0)
     with caplog.at_level("INFO", logger=api.LOG.name):
-        jax.eval_shape(lambda q: api.attention(q, q, q, None, None, **options), q)
+        jax.eval_shape(lambda q: api.attention(Inputs(q, q, q), Options()), q)
     assert f"{family} TPU kernels" in caplog.text
 
 

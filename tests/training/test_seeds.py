@@ -7,13 +7,12 @@ import json
 import numpy as np
 import pytest
 from scipy import stats
-from trained_workdirs import TINY
+from trained_workdirs import TINY, load_params
 from training_runs import same
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
 from dcvit.runs import metrics
-from dcvit.runs.checkpointer import load_params
 from dcvit.training import progress, seeds
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
