@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
