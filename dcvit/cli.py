@@ -191,7 +191,7 @@ def log_to_stderr() -> Iterator[None]:
     which `dcvit.dcmha` logs whenever a model is traced, is printed by the progress display of training only.
     """
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not record.name.startswith("dcvit.dcmha"))
+    handler.addFilter(lambda record: record.levelno > logging.INFO or not record.name.startswith("dcvit.dcmha"))
     handler.setFormatter(_LineFormatter())
     previous = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
     for logger in previous:

@@ -84,7 +84,14 @@ def _combines_by_kernel(x: Array, w: Array) -> bool:
 
     arrays = shapes_of((x, w))
     candidates = {"pallas_tpu": by(combine.combine_heads), "xla": by(folded.combine_heads)}
-    case = Case(f"combined heads: {describe(arrays)}", arrays, candidates, frozenset({"pallas_tpu"}), candidates["xla"])
+    case = Case(
+        "combined heads",
+        f"combined heads: {describe(arrays)}",
+        arrays,
+        candidates,
+        frozenset({"pallas_tpu"}),
+        candidates["xla"],
+    )
     return selection.order(case)[0] == "pallas_tpu"
 
 
@@ -182,7 +189,7 @@ def _verified(names: Sequence[str], inputs: Inputs, options: Options) -> tuple[S
     scores = inputs.q.shape[1] * inputs.k.shape[1]
     plain = [name for name in names if name not in KERNELS and (name != "reference" or scores <= MAX_SCORES_TO_HOLD)]
     found = selection.order(make_case([*kernels, *plain], inputs, options))
-    reasons = [f"; not {name}: `dcvit check-kernels` has not selected it" for name in kernels if name not in found]
+    reasons = [f"; not {name}: it is not selected (see dcvit check-kernels)" for name in kernels if name not in found]
     return [*found, *[name for name in names if name not in (*kernels, *found)]], reasons
 
 
@@ -196,8 +203,8 @@ def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
     functions = {name: of_arrays(IMPLEMENTATIONS[name]) for name in names}
     facts = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(options).items())
     return Case(
-        f"{describe(arrays._asdict())}, {facts}", arrays, functions, frozenset(names) & {*KERNELS},
-        of_arrays(_by_example), is_inference=inputs.q.shape[1] == 1,
+        _describe(inputs, options), f"{describe(arrays._asdict())}, {facts}", arrays, functions,
+        frozenset(names) & {*KERNELS}, of_arrays(_by_example), is_inference=inputs.q.shape[1] == 1,
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def _choose(case: Case, selection: Selection) -> str:
         return ""
     for name, verdict in found.items():
         if name in case.kernels and verdict.status not in (verdicts.PASSED, verdicts.UNSUPPORTED):
-            _warn_once(f"{name} is not used for {case.key}: {verdict.status}: {verdict.reason}")
+            _warn_once(f"{name} is not used for {case.label}: {verdict.status}: {verdict.reason}")
     passed = {name: v.milliseconds or 0.0 for name, v in found.items() if v.passed and name in case.candidates}
     return min(passed, key=lambda name: passed[name], default="")
 

@@ -47,6 +47,7 @@ class Case:
     """One computation, for arrays of given shapes and dtypes.
 
     Fields:
+      label: short name for messages.
       key: text that determines the computation, the shapes and the dtypes.
       arrays: the argument of the functions, a tree of `jax.ShapeDtypeStruct`.
       candidates: functions of the tree by name, in the order in which they are tried without verdicts.
@@ -55,6 +56,7 @@ class Case:
       is_inference: only the output is timed, not the gradients, which are compared in any case.
     """
 
+    label: str
     key: str
     arrays: Tree
     candidates: Mapping[str, Callable[[Tree], Array]]
@@ -97,7 +99,7 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
             missing.remove(name)
     if case.kernels and not case.kernels & {*missing}:
         return found
-    LOG.info("attention: verifying %s for %s", ", ".join(missing), case.key)
+    LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
     arrays = _random_arrays(case.arrays)
     cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
     expected = _in_thread(lambda: _reference(case, arrays, cotangent), 10 * seconds)
@@ -141,7 +143,7 @@ def _verdict(
         results, milliseconds = _in_thread(lambda: _run(programs, inputs), seconds)
     except TimeoutError:
         raise DeviceHungError(
-            f"{name} did not finish on the device after {seconds:.0f} s for {case.key}; run the same again, without it"
+            f"{name} did not finish on the device in {seconds:.0f} s for {case.label}; the same command will not use it"
         ) from None
     except Exception as e:
         return Verdict(verdicts.FAILED, reason=f"running raised {_first_line(e)}")
@@ -150,7 +152,7 @@ def _verdict(
     if not worst <= _bound(case.arrays):
         return Verdict(
             verdicts.WRONG, worst if np.isfinite(worst) else None, milliseconds,
-            f"the relative errors of output and gradients are {', '.join(f'{e:.1e}' for e in errors)}",
+            f"the largest relative error of output and gradients is {worst:.1e}, above {_bound(case.arrays):.0e}",
         )  # fmt: skip
     if name in case.kernels and any(not np.array_equal(x, y) for x, y in zip(*results, strict=True)):
         return Verdict(verdicts.WRONG, worst, milliseconds, "two runs gave different results")

@@ -1,0 +1,45 @@
+"""Command of the package on a simulated TPU: `python tests/simulated_chip.py KERNEL COMMAND …`.
+
+The CPU is taken for a TPU, and `pallas_tpu` is replaced by a function of this module; all else is the code of a chip.
+"""
+
+import functools
+import sys
+import time
+
+import jax
+import numpy as np
+
+from dcvit import cli
+from dcvit.__main__ import dispatch as command
+from dcvit.dcmha import blockwise, dispatch
+from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.selection import Selection
+from dcvit.training import kernels
+
+
+def correct(inputs, options):
+    return blockwise.attention(inputs, options)
+
+
+def wrong(inputs, options):
+    return correct(inputs, options) * 1.1
+
+
+def raises(inputs, options):
+    raise RuntimeError("Mosaic failed to compile the kernel")
+
+
+def blocks(inputs, options):
+    """Never finish, as a kernel that waits for a semaphore."""
+    wait = jax.pure_callback(lambda: (time.sleep(10_000), np.float32(0))[1], jax.ShapeDtypeStruct((), np.float32))
+    return correct(inputs, options) + wait.astype(inputs.q.dtype)
+
+
+if __name__ == "__main__":
+    kernels.Selection = functools.partial(Selection, seconds=10.0)
+    dispatch.platform = lambda: "tpu"
+    tiling.device_kind = lambda: "TPU v5 lite"
+    dispatch.IMPLEMENTATIONS["pallas_tpu"] = globals()[sys.argv[1]]
+    sys.argv = [sys.argv[0], *sys.argv[2:]]
+    sys.exit(cli.run(command))
