@@ -148,9 +148,7 @@ def test_products_are_rounded_unless_the_precision_of_products_says_otherwise():
 @pytest.mark.parametrize(("batch", "head_dim", "examples"), [(16, 64, 8), (12, 64, 1), (16, 72, 1)])
 def test_examples_are_interleaved_if_batch_and_width_are_complete_registers(batch, head_dim, examples):
     q = jnp.zeros((batch, 196, 6, head_dim))
-    config = tiling.make_config(
-        q, q, None, None, causal=False, window=None, groups=1, scale=1.0, vmem_bytes=120 * 2**20
-    )
+    config = tiling.make_config(Inputs(q, q, q), Options(), 120 * 2**20)
     assert config.examples == examples
 
 

@@ -52,6 +52,13 @@ def declared(monkeypatch, q, k, weights, groups, mask):
     return found.value.args[0]
 
 
+def choose(q, k, weights, options, limit):
+    """The configuration of a call with these shapes."""
+    configs = []
+    jax.eval_shape(lambda *x: configs.append(tiling.make_config(Inputs(*x), options, limit)), q, k, k, weights, weights)
+    return configs[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim", "tokens", "rank", "groups", "static", "dtype"),
@@ -72,10 +79,7 @@ def test_the_estimate_is_at_least_what_is_declared(
     side = [array(8, tokens, rank, heads), array(8, tokens, rank, heads), array(8, tokens, heads)]
     weights = ComposeWeights(*side, *side, array(groups, heads // groups, heads // groups) if static else None)
     mask = array(8, 1, tokens, tokens, dtype=jnp.bool_)
-    options = dict(causal=False, window=None, groups=groups, scale=1.0, vmem_bytes=LIMIT)
-    configs = []
-    jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
-    (config,) = configs
+    config = choose(q, k, weights, Options(groups=groups), LIMIT)
     assert config.family == "interleaved"
     estimate = backward_interleaved.vmem_bytes(config)
     assert estimate + tiling.COMPILER_BYTES <= LIMIT
@@ -101,10 +105,7 @@ def test_the_estimate_of_several_tiles_is_at_least_what_is_declared(
     q, k = array(1, tokens, heads, head_dim), array(1, tokens, key_heads, head_dim)
     side = [array(1, tokens, 2, heads), array(1, tokens, 2, heads), array(1, tokens, heads)]
     weights = ComposeWeights(*side, *side)
-    options = dict(causal=False, window=None, groups=1, scale=1.0, vmem_bytes=limit * 2**20)
-    configs = []
-    jax.eval_shape(lambda q, k, w: configs.append(tiling.make_config(q, k, w, w, **options)), q, k, weights)
-    (config,) = configs
+    config = choose(q, k, weights, Options(), limit * 2**20)
     assert config.family == "matrix"
     estimate = tiling.backward_vmem_bytes(config) - tiling.COMPILER_BYTES
     assert 0.8 * estimate < declared(monkeypatch, q, k, weights, 1, None) <= estimate
@@ -113,8 +114,7 @@ def test_the_estimate_of_several_tiles_is_at_least_what_is_declared(
 def test_shapes_whose_matrices_do_not_fit_are_mixed_by_vector_units(monkeypatch):
     q = jnp.zeros((1, 512, 4, 64), jnp.bfloat16)
     weights = ComposeWeights(kg=jnp.zeros((1, 512, 4), jnp.bfloat16))
-    options = dict(causal=False, window=None, groups=1, scale=1.0, vmem_bytes=LIMIT)
-    choose = lambda: tiling.make_config(q, q, weights, weights, **options).family  # noqa: E731
-    assert choose() == "matrix"
+    inputs = Inputs(q, q, q, weights, weights)
+    assert tiling.make_config(inputs, Options(), LIMIT).family == "matrix"
     monkeypatch.setattr(tiling, "backward_vmem_bytes", lambda config: LIMIT + 1 if config.family == "matrix" else LIMIT)
-    assert choose() == "vector"
+    assert tiling.make_config(inputs, Options(), LIMIT).family == "vector"

@@ -73,13 +73,10 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, *_, mask = inputs
     tiling.check_device()
     tiling.check_dtypes(q, k, v)
-    config = tiling.make_config(
-        q, k, pre, post, causal=options.causal, window=options.window, groups=options.groups, scale=options.scale,
-        vmem_bytes=tiling.vmem_limit(),
-    )  # fmt: skip
+    config = tiling.make_config(inputs, options, tiling.vmem_limit())
     LOG.info("attention: %s", config.summary)
     if mask is not None:  # keys along sublanes, as in a tile; strips of one-byte values would not be aligned
         mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], q.shape[1], k.shape[1])).swapaxes(1, 2)
@@ -103,8 +100,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
 def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
     """Return the inputs of the kernels, the mask in the dtype in which they read it."""
-    q, k, v, pre, post, mask = x
-    return pack(config, q, k, v, pre, post, None if mask is None else mask.astype(jnp.bfloat16))
+    return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
 
 
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent: Array) -> Inputs:

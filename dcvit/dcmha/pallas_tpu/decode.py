@@ -30,7 +30,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import decode
-from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
@@ -45,7 +44,6 @@ from dcvit.dcmha.shapes import Array, Float, Ref
 BLOCKS = (512, 256, 128)  # keys of a block, in the order in which they are tried
 RESERVED_BYTES = 8 * 2**20  # of VMEM, for values of one block that the compiler keeps
 
-Arguments: TypeAlias = tuple[Array, Array, Array, ComposeWeights | None, ComposeWeights | None, Array | None]
 Static: TypeAlias = tuple["DecodeConfig", Interpret | None]
 
 
@@ -75,22 +73,19 @@ class DecodeConfig(NamedTuple):
         return row, slice(key_head * self.head_dim, (key_head + 1) * self.head_dim)
 
 
-def make_config(
-    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, groups: int, scale: float,
-    vmem_bytes: int,
-) -> DecodeConfig:  # fmt: skip
+def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> DecodeConfig:
     """Return the configuration with the largest key blocks that fit into `vmem_bytes`.
 
     Raises:
       UnsupportedError: no block size fits.
     """
-    keys, key_heads, head_dim = k.shape[1:]
-    heads, size = q.shape[2], k.dtype.itemsize
-    key_wise = [x for w in (pre, post) if w is not None for x in (w.k1, w.k2, w.kg) if x is not None]
+    keys, key_heads, head_dim = inputs.k.shape[1:]
+    heads, size = inputs.q.shape[2], inputs.k.dtype.itemsize
+    key_wise = [x for w in (inputs.pre, inputs.post) if w is not None for x in (w.k1, w.k2, w.kg) if x is not None]
     rows = sum(math.prod(x.shape[2:]) for x in key_wise)
     for block in BLOCKS:
         block = min(block, keys)
-        config = DecodeConfig(heads, key_heads, head_dim, keys, groups, block, scale, vmem_bytes)
+        config = DecodeConfig(heads, key_heads, head_dim, keys, options.groups, block, options.scale, vmem_bytes)
         streamed = 2 * size * block * (2 * key_heads * head_dim + rows)
         kept = 4 * heads * (config.blocks * block + 4 * key_heads * head_dim)
         if streamed + kept + RESERVED_BYTES <= vmem_bytes:
@@ -107,39 +102,37 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, *_, mask = inputs
     check_device()
     decode.check_one_query(q)
     check_dtypes(q, k, v)
-    config = make_config(q, k, pre, post, groups=options.groups, scale=options.scale, vmem_bytes=vmem_limit())
+    config = make_config(inputs, options, vmem_limit())
     attended = visible(1, k.shape[1], causal=options.causal, window=options.window, mask=mask)
-    return _attention((config, interpret), (q, k, v, pre, post, attended))
+    return _attention((config, interpret), inputs._replace(mask=attended))
 
 
-def _forward(static: Static, x: Arguments) -> tuple[Array, tuple[()]]:
+def _forward(static: Static, x: Inputs) -> tuple[Array, tuple[()]]:
     config, interpret = static
     fused = functools.partial(call_kernel, config, interpret=interpret or False)
     if interpret is not None:
-        return fused(*x), ()
-    return jax.lax.platform_dependent(*x, tpu=fused, default=functools.partial(call_xla, config)), ()
+        return fused(x), ()
+    return jax.lax.platform_dependent(x, tpu=fused, default=functools.partial(call_xla, config)), ()
 
 
-def _backward(static: Static, x: Arguments, results: tuple[Array, tuple[()]], cotangent: Array) -> Arguments:
-    *differentiated, mask = x
-    dq, dk, dv, dpre, dpost = jax.vjp(functools.partial(call_xla, static[0], mask=mask), *differentiated)[1](cotangent)
-    return dq, dk, dv, dpre, dpost, None
+def _backward(static: Static, x: Inputs, results: tuple[Array, tuple[()]], cotangent: Array) -> Inputs:
+    def attend(differentiated: Inputs) -> Array:
+        return call_xla(static[0], differentiated._replace(mask=x.mask))
+
+    gradients: Inputs = jax.vjp(attend, x._replace(mask=None))[1](cotangent)[0]
+    return gradients
 
 
-def call_xla(
-    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
-    mask: Array | None,
-) -> Array:  # fmt: skip
+def call_xla(config: DecodeConfig, inputs: Inputs) -> Array:
     """Compute the same attention with `dcvit.dcmha.decode`."""
-    options = Options(groups=config.groups, scale=config.scale)
-    return decode.attention(Inputs(q, k, v, pre, post, mask), options)
+    return decode.attention(inputs, Options(groups=config.groups, scale=config.scale))
 
 
-_attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], *x))
+_attention = differentiable(_forward, _backward, forward_mode=lambda static, x: call_xla(static[0], x))
 
 
 def compose(config: DecodeConfig, a: Array, refs: Refs, name: ComposeName) -> Array:
@@ -241,39 +234,35 @@ def whole(x: Array) -> Blocked:
     return Blocked(x, (1, *x.shape[1:]), "B..")
 
 
-def kernel_inputs(
-    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
-    mask: Array | None,
-) -> dict[str, Blocked]:  # fmt: skip
+def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
     """Arrange the arguments of attention as inputs of the kernel.
 
     The letters of axes of keys are K for inputs that phase 0 reads, and V for those that phase 1 reads.
     """
+    q, k, v, pre, post, mask = inputs
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
     rows = q.reshape(batch, config.key_heads, shared, config.head_dim).swapaxes(1, 2).reshape(batch, shared, flat)
-    inputs = {"q": whole(rows.astype(jnp.float32))}
-    inputs["k"] = Blocked(k.reshape(batch, config.keys, flat), (1, config.block, flat), "BK.")
-    inputs["v"] = Blocked(v.reshape(batch, config.keys, flat), (1, config.block, flat), "BV.")
+    found = {"q": whole(rows.astype(jnp.float32))}
+    found["k"] = Blocked(k.reshape(batch, config.keys, flat), (1, config.block, flat), "BK.")
+    found["v"] = Blocked(v.reshape(batch, config.keys, flat), (1, config.block, flat), "BV.")
     if mask is not None:
         x = mask[:, 0].astype(jnp.float32)
-        inputs["mask"] = Blocked(x, (1, x.shape[1], config.block), "B.K" if len(x) > 1 else "..K")
+        found["mask"] = Blocked(x, (1, x.shape[1], config.block), "B.K" if len(x) > 1 else "..K")
     for letter, name, w in (("K", "pre", pre), ("V", "post", post)):
         if w is None:
             continue
         query_map = decode.map_of_heads(w, batch, config.heads, config.groups, jnp.float32)
-        inputs[f"{name}_map"] = whole(query_map.swapaxes(1, 2))
+        found[f"{name}_map"] = whole(query_map.swapaxes(1, 2))
         for field, weights in (("k1", w.k1), ("k2", w.k2), ("kg", w.kg)):
             if weights is not None:
                 x = weights.reshape(batch, config.keys, -1).swapaxes(1, 2)
-                inputs[f"{name}_{field}"] = Blocked(x, (1, x.shape[1], config.block), f"B.{letter}")
-    return inputs
+                found[f"{name}_{field}"] = Blocked(x, (1, x.shape[1], config.block), f"B.{letter}")
+    return found
 
 
-def call_kernel(
-    config: DecodeConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
-    mask: Array | None, *, interpret: Interpret,
-) -> Array:  # fmt: skip
+def call_kernel(config: DecodeConfig, inputs: Inputs, *, interpret: Interpret) -> Array:
     """Run the kernel; shapes are those of `attention`."""
+    q = inputs.q
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
     last = config.blocks - 1
     call = KernelCall(
@@ -284,7 +273,7 @@ def call_kernel(
             "K": lambda b, phase, j: jnp.where(phase == 0, j, last),
             "V": lambda b, phase, j: jnp.where(phase == 0, 0, j),
         },
-        inputs=kernel_inputs(config, q, k, v, pre, post, mask),
+        inputs=kernel_inputs(config, inputs),
         outputs={"o": Blocked(jax.ShapeDtypeStruct((batch, shared, flat), jnp.float32), (1, shared, flat), "B..")},
         scratch={
             "x": pltpu.VMEM((config.blocks, config.heads, config.block), jnp.float32),  # scores, later weights

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Inputs
 from dcvit.dcmha.numerics import LOG2_E, cdiv
 from dcvit.dcmha.pallas_tpu import interleaved
 from dcvit.dcmha.pallas_tpu.call import Blocked
@@ -133,28 +134,27 @@ def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
     return x[:, : like.shape[1]].reshape(like.shape).astype(like.dtype)
 
 
-def pack(
-    config: KernelConfig, q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None,
-    mask: Array | None,
-) -> dict[str, Blocked]:  # fmt: skip
+def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
     """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights and the mask.
 
-    The letters of their axes are B for examples, or blocks of interleaved ones, T for queries and S for keys.
+    The letters of their axes are B for examples, or blocks of interleaved ones, T for queries and S for keys. The mask
+    of `inputs` is (#B S T), in the dtype in which the kernels read it.
     """
+    q, k, v, pre, post, mask = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
-    inputs = {"q": query_array(config, q)}
-    inputs |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
+    packed = {"q": query_array(config, q)}
+    packed |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
     wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
-    inputs |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
+    packed |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
     for name, w in (("pre", pre), ("post", post)):
         if w is not None and w.static is not None:
             x = w.static.astype(jnp.float32).reshape(config.heads, -1)
-            inputs[f"static_{name}"] = Blocked(x * (config.scale * LOG2_E) if name == "pre" else x)
+            packed[f"static_{name}"] = Blocked(x * (config.scale * LOG2_E) if name == "pre" else x)
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
         examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
-        inputs["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
-    return inputs
+        packed["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
+    return packed
 
 
 def _pack_side(

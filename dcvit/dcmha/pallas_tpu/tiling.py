@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.pallas_tpu import backward_interleaved, mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
@@ -112,23 +112,21 @@ def backward_vmem_bytes(config: KernelConfig) -> int:
     return 2 * windows + scratch
 
 
-def make_config(
-    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *,
-    causal: bool, window: int | None, groups: int, scale: float, vmem_bytes: int,
-) -> KernelConfig:  # fmt: skip
+def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConfig:
     """Return the first of the `candidates` that fits into `vmem_bytes`.
 
     Raises:
       UnsupportedError: none fits.
     """
-    batch, queries, heads, head_dim = q.shape
-    keys, key_heads = k.shape[1:3]
-    layout_pre, layout_post = compose_layouts(pre, post, float(scale))
+    batch, queries, heads, head_dim = inputs.q.shape
+    keys, key_heads = inputs.k.shape[1:3]
+    dtype, scale = inputs.q.dtype, float(options.scale)
+    pre, post = compose_layouts(inputs.pre, inputs.post, scale)
     sizes = KernelConfig(
-        family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=groups, first_query=0,
-        queries=queries, keys=keys, block_q=LANES, block_k=STRIP, queries_per_pass=queries, strip=STRIP,
-        strips_per_step=1, causal=causal, window=window, scale=float(scale), pre=layout_pre, post=layout_post,
-        vmem_bytes=vmem_bytes, dtype=q.dtype, rounded=q.dtype == jnp.bfloat16, compiled=True,
+        family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=options.groups,
+        first_query=0, queries=queries, keys=keys, block_q=LANES, block_k=STRIP, queries_per_pass=queries, strip=STRIP,
+        strips_per_step=1, causal=options.causal, window=options.window, scale=scale, pre=pre, post=post,
+        vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16, compiled=True,
     )  # fmt: skip
     for config in candidates(sizes, batch):
         if fits(config):
