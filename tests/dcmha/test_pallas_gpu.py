@@ -13,6 +13,7 @@ from pallas_checks import weights_like
 
 from dcvit.dcmha import reference
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_gpu import api, tiling
 from dcvit.models.presets import PRESETS
 
@@ -97,7 +98,7 @@ def test_every_preset_with_dynamic_composition_is_supported():
     names = [name for name, fields in PRESETS.items() if "compose" in fields and "groups" not in fields]  # not folded
     assert names
     for name in names:
-        jax.eval_shape(lambda *args: tiling.check_supported(*args, groups=1), *layer(name, jnp.bfloat16, 2048))
+        jax.eval_shape(lambda *x: tiling.check_supported(Inputs(*x), Options()), *layer(name, jnp.bfloat16, 2048))
 
 
 @pytest.mark.parametrize(

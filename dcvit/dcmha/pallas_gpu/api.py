@@ -23,6 +23,8 @@ bytes. Instructions of a warp for each head and sweep: for 16 scores a thread, 1
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,10 +32,11 @@ from dcvit.dcmha import blockwise
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.pallas_gpu.block import Operands
 from dcvit.dcmha.pallas_gpu.config import is_gpu
 from dcvit.dcmha.pallas_gpu.launch import run
 from dcvit.dcmha.pallas_gpu.rectangle import RectangleInputs, WeightGradients, pad
-from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, check_supported, rectangles
+from dcvit.dcmha.pallas_gpu.tiling import Static, check_supported, rectangles
 from dcvit.dcmha.shapes import Array, Float, not_none
 
 
@@ -45,27 +48,26 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    check_supported(*inputs[:5], groups=options.groups)
-    causal = options.causal or options.window is not None
-    static = Static(causal, options.window, options.groups, options.scale, interpret=not is_gpu())
-    return _attention(static, inputs)
+    check_supported(inputs, options)
+    options = dataclasses.replace(options, causal=options.causal or options.window is not None)
+    return _attention(Static(options, interpret=not is_gpu()), inputs)
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
-    q, k, v, pre, post, mask = x
+    q, k, v, *_ = x
     outs, sums = [], []
-    for rectangle in rectangles(q, k, static):
+    for rectangle in rectangles(q, k, static.options):
         if rectangle.size[1] <= 0:  # the window of these queries lies after the last key
             shape = (q.shape[0], rectangle.size[0], *q.shape[2:])
             outs.append(jnp.zeros(shape, jnp.float32))
             sums.append(jnp.zeros((shape[0], shape[2], shape[1]), jnp.float32))
             continue
-        inputs = RectangleInputs(static, rectangle, q, k, pre, post, mask, backward=False)
-        found = run("statistics", inputs.config, [inputs.pair(q, k)], *inputs.weights(), inputs.bias)
+        inputs = RectangleInputs(static, rectangle, x, backward=False)
+        pairs = [inputs.pair(q, k)]
+        found = run("statistics", inputs.config, Operands(pairs, *inputs.weights(), inputs.bias))
         lse = log_sum_exp(not_none(found.row_sums))
-        weights = inputs.weights(lse)
-        w = run("weights", inputs.config, [inputs.pair(q, k)], *weights, inputs.bias, found.planes).tile
+        w = run("weights", inputs.config, Operands(pairs, *inputs.weights(lse), inputs.bias, found.planes)).tile
         out = product("bkgts,bskd->btkgd", inputs.by_key_head(not_none(w)), inputs.keys(v))
         outs.append(inputs.without_padding(out))
         sums.append(lse[:, :, : rectangle.size[0]])
@@ -74,39 +76,37 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
 
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
-    (q, k, v, pre, post, mask), (_, lse) = x, results
+    (q, k, v, pre, post, _), (_, lse) = x, results
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dpre, dpost = WeightGradients(pre, k.shape[1]), WeightGradients(post, k.shape[1])
-    for rectangle in rectangles(q, k, static):
+    for rectangle in rectangles(q, k, static.options):
         if rectangle.size[1] <= 0:
             dq.append(jnp.zeros((q.shape[0], rectangle.size[0], *q.shape[2:]), jnp.float32))
             dpre.add_zeros(rectangle.size[0])
             dpost.add_zeros(rectangle.size[0])
             continue
-        inputs = RectangleInputs(static, rectangle, q, k, pre, post, mask, backward=True)
-        dq_part, dk, dv = _rectangle_gradients(inputs, rectangle, (q, k, v), lse, do, (dk, dv), dpre, dpost)
+        inputs = RectangleInputs(static, rectangle, x, backward=True)
+        dq_part, dk, dv = _rectangle_gradients(inputs, lse, do, (dk, dv), dpre, dpost)
         dq.append(dq_part)
     all_dq = jnp.concatenate(dq, axis=1).astype(q.dtype)
     return Inputs(all_dq, dk.astype(k.dtype), dv.astype(v.dtype), dpre.result(), dpost.result())
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
-    return blockwise.forward_mode(x, Options(static.causal, static.window, static.groups, static.scale))
+    return blockwise.forward_mode(x, static.options)
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)
 
 
 def _rectangle_gradients(
-    inputs: RectangleInputs, rectangle: Rectangle, qkv: tuple[Array, Array, Array], lse: Array, do: Array,
-    totals: tuple[Array, Array], dpre: WeightGradients, dpost: WeightGradients,
+    inputs: RectangleInputs, lse: Array, do: Array, totals: tuple[Array, Array],
+    dpre: WeightGradients, dpost: WeightGradients,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Compute the gradients of one rectangle.
 
     Args:
       inputs: the rectangle's inputs of the kernels.
-      rectangle: its queries and keys.
-      qkv: all queries, keys and values.
       lse: the log-sum-exp of all rows.
       do: gradient of the output.
       totals: dk and dv of the rectangles before.
@@ -116,16 +116,16 @@ def _rectangle_gradients(
     Returns:
       dq of the rectangle, and dk and dv of all rectangles up to this one.
     """
-    (q, k, v), (dk, dv) = qkv, totals
+    (q, k, v, *_), (dk, dv) = inputs.layer, totals
     pairs = [inputs.pair(q, k), inputs.pair(do, v)]
-    sums = pad(lse[:, :, slice(*rectangle.rows)], 2, inputs.config.queries)
-    found = run("post_grad", inputs.config, pairs, *inputs.weights(sums), inputs.bias)
+    sums = pad(lse[:, :, slice(*inputs.rectangle.rows)], 2, inputs.config.queries)
+    found = run("post_grad", inputs.config, Operands(pairs, *inputs.weights(sums), inputs.bias))
     w = inputs.by_key_head(not_none(found.tile))
     dv = inputs.add_keys(dv, product("bkgts,btkgd->bskd", w, inputs.queries(do)))
     row_sums = jnp.sum(not_none(found.row_sums), axis=2)
     dpost.add(inputs, row_sums[:, :, :-1], jnp.sum(not_none(found.col_sums), axis=2), 1.0, 1.0)
     weights = inputs.weights(sums, row_sums[:, :, -1])
-    found = run("pre_grad", inputs.config, pairs, *weights, inputs.bias, found.planes)
+    found = run("pre_grad", inputs.config, Operands(pairs, *weights, inputs.bias, found.planes))
     ds = inputs.by_key_head(not_none(found.tile))
     row_sums, col_sums = jnp.sum(not_none(found.row_sums), axis=2), jnp.sum(not_none(found.col_sums), axis=2)
     dpre.add(inputs, row_sums, col_sums, inputs.scale, 1 / LOG2_E)

@@ -18,13 +18,21 @@ Planes: TypeAlias = tuple[Array, ...]
 
 
 class Operands(NamedTuple):
-    """Inputs of a kernel in global memory."""
+    """Inputs of a kernel: arrays, or their references in global memory. All but those of `pairs` are float32.
 
-    pairs: Sequence[tuple[Sequence[Ref], Sequence[Ref]]]  # (q, k), and (dO, v); each as its bfloat16 parts
-    rows: Ref  # query-wise weights (B H channels T)
-    cols: Ref  # key-wise weights (B H channels S)
-    bias: Ref  # 0 or MASKED_SCORE, (1 or B, T, S)
-    planes: Ref | None = None  # hidden planes that an earlier kernel has computed (B G planes T S)
+    Fields:
+      pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
+      rows: query-wise weights (B H channels T), see `KernelConfig.channel`.
+      cols: key-wise weights (B H channels S).
+      bias: 0 or MASKED_SCORE, (1 or B, T, S).
+      planes: hidden planes that an earlier kernel has computed (B G planes T S).
+    """
+
+    pairs: Sequence[tuple[Sequence[Ref], Sequence[Ref]]]
+    rows: Ref
+    cols: Ref
+    bias: Ref
+    planes: Ref | None = None
 
 
 class Outputs(NamedTuple):

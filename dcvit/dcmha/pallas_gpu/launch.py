@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -22,7 +21,6 @@ from dcvit.dcmha.shapes import Array, Ref, not_none
 from dcvit.versions import interpret_gpu
 
 Kind: TypeAlias = Literal["statistics", "weights", "post_grad", "pre_grad"]
-Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]
 
 KERNELS = {
     "statistics": forward.statistics,
@@ -151,35 +149,23 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that rectangles of equal shape are lowered once
-def run(
-    kind: Kind,
-    config: KernelConfig,
-    pairs: Sequence[Pair],
-    rows: Array,
-    cols: Array,
-    bias: Array,
-    planes: Array | None = None,
-) -> Results:
+def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     """Run one kernel over all tiles of a rectangle of queries and keys.
 
     Args:
       kind: a name in `KERNELS`.
-      config: sizes; the other arguments are padded to them.
-      pairs: (q, k), and (dO, v) for gradients; each side as its bfloat16 parts, (B T H D) and (B S K D).
-      rows: (B H channels T) float32, query-wise weights (`KernelConfig.channel`).
-      cols: (B H channels S) float32, key-wise weights.
-      bias: (1 or B, T, S) float32, 0 or MASKED_SCORE.
-      planes: (B G planes T S) float32, hidden planes of an earlier kernel.
+      config: sizes; the operands are padded to them.
+      operands: the inputs of the kernel as arrays.
     """
-    c = config
+    c, (pairs, rows, cols, bias, planes) = config, operands
     shapes = output_shapes(c, kind)
     names = tuple(shapes)
 
     def body(*refs: Ref, scratch: dict[str, object]) -> None:
         inputs, outputs = refs[: -len(names)], Outputs(**dict(zip(names, refs[-len(names) :], strict=True)))
         sides = [inputs[n * c.parts : (n + 1) * c.parts] for n in range(2 * len(pairs))]
-        operands = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *inputs[2 * len(pairs) * c.parts :])
-        run_block(c, kind, operands, outputs, Scratch(**scratch))  # type: ignore[arg-type]
+        read = Operands(list(zip(sides[::2], sides[1::2], strict=True)), *inputs[2 * len(pairs) * c.parts :])
+        run_block(c, kind, read, outputs, Scratch(**scratch))  # type: ignore[arg-type]
 
     def entry(*refs: Ref) -> None:
         scratch = scratch_shapes(c, shapes, len(pairs), rows.shape[2], cols.shape[2])

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Inputs
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
 from dcvit.dcmha.pallas_gpu.config import Side
-from dcvit.dcmha.pallas_gpu.launch import Pair
 from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, make_config, ranks
 from dcvit.dcmha.shapes import Array
 
+Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]  # both operands of a product, each as its bfloat16 parts
+
 
 class RectangleInputs:
-    """Inputs of the kernels for one rectangle, and the way back from their outputs."""
+    """Inputs of the kernels for one rectangle, and the way back from their outputs.
 
-    def __init__(
-        self, static: Static, rectangle: Rectangle, q: Array, k: Array,
-        pre: ComposeWeights | None, post: ComposeWeights | None, mask: Array | None, *, backward: bool,
-    ) -> None:  # fmt: skip
-        self.rectangle, self.scale, self.pre, self.post = rectangle, static.scale, pre, post
-        self.config = make_config(q, k, pre, post, static, rectangle, backward=backward)
-        self.bias = self._bias(mask)
+    Attributes:
+      layer: the inputs of the layer, of all queries and keys.
+      rectangle: the queries and keys of the rectangle.
+      scale: factor of q·k.
+      config: configuration of the kernels.
+      bias: (1 or B, T, S) float32, 0 where a query attends to a key, MASKED_SCORE elsewhere.
+    """
+
+    def __init__(self, static: Static, rectangle: Rectangle, layer: Inputs, *, backward: bool) -> None:
+        self.layer, self.rectangle, self.scale = layer, rectangle, static.options.scale
+        self.config = make_config(layer, static, rectangle, backward=backward)
+        self.bias = self._bias(layer.mask)
 
     def _bias(self, mask: Array | None) -> Array:
         """Return (1 or B, T, S) float32: 0 where a query attends to a key, MASKED_SCORE elsewhere."""
@@ -68,7 +76,7 @@ class RectangleInputs:
         return x.reshape(x.shape[0], -1, self.config.heads_per_key_head, *x.shape[2:])
 
     def pair(self, left: Array, right: Array) -> Pair:
-        """Return the operands of a product over D, each as its bfloat16 parts, with padding."""
+        """Return the operands of a product over D, with padding."""
         c = self.config
         left = self.queries(left).reshape(c.batch, c.queries, -1, left.shape[3])
         sides: list[Sequence[Array]] = []
@@ -94,7 +102,7 @@ class RectangleInputs:
         for axis, side in enumerate(sides):
             length, span = (c.queries, c.keys)[axis], slice(*self.rectangle[axis])
             channels = []
-            for weights, factor in ((self.pre, self.scale * LOG2_E), (self.post, 1.0)):
+            for weights, factor in ((self.layer.pre, self.scale * LOG2_E), (self.layer.post, 1.0)):
                 shape = (c.batch, self.rectangle.size[axis], c.heads)
                 channels += side_channels(weights, side, factor, shape, span)
             packed = jnp.concatenate(channels, axis=2).astype(jnp.float32)  # B N C H

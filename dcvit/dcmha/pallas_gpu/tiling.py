@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
+from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import round_up
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
 from dcvit.dcmha.shapes import Array
@@ -28,12 +29,9 @@ MAX_RANK, MAX_HEAD_DIM, MAX_GROUP = 4, 256, 64
 
 
 class Static(NamedTuple):
-    """Static options of a layer. `causal` is True for a layer with a window."""
+    """Static options of a layer. `options.causal` is True for a layer with a window."""
 
-    causal: bool
-    window: int | None
-    groups: int
-    scale: float
+    options: Options
     interpret: bool
 
 
@@ -49,10 +47,9 @@ class Rectangle(NamedTuple):
         return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
 
 
-def check_supported(
-    q: Array, k: Array, v: Array, pre: ComposeWeights | None, post: ComposeWeights | None, *, groups: int
-) -> None:
+def check_supported(inputs: Inputs, options: Options) -> None:
     """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
+    q, k, v, pre, post, _ = inputs
     capability = getattr(jax.devices()[0], "compute_capability", HOPPER)
     if capability != HOPPER:
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
@@ -61,7 +58,7 @@ def check_supported(
             "the GPU kernels support q, k and v that are all bfloat16 or all float32,"
             f" found {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    head_dim, group_heads = q.shape[3], q.shape[2] // groups
+    head_dim, group_heads = q.shape[3], q.shape[2] // options.groups
     max_head_dim = MAX_HEAD_DIM // (1 if q.dtype == jnp.bfloat16 else 2)
     if head_dim > max_head_dim:
         raise UnsupportedError(
@@ -79,19 +76,19 @@ def check_supported(
                 raise UnsupportedError(f"the GPU kernels support ranks up to {MAX_RANK}, found {x.shape[2]}")
 
 
-def rectangles(q: Array, k: Array, static: Static) -> list[Rectangle]:
+def rectangles(q: Array, k: Array, options: Options) -> list[Rectangle]:
     """Split the queries so that H×rows×keys values fit into `WORKSPACE_BYTES`; each part has the keys it attends to."""
     batch, queries, heads = q.shape[:3]
     keys, itemsize = k.shape[1], q.dtype.itemsize
-    most = ROWS_WINDOW if static.window is not None else ROWS_CAUSAL if static.causal else queries
-    width = min(keys, static.window + most) if static.window is not None else keys
+    most = ROWS_WINDOW if options.window is not None else ROWS_CAUSAL if options.causal else queries
+    width = min(keys, options.window + most) if options.window is not None else keys
     fitting = max(QUERIES, WORKSPACE_BYTES // (batch * heads * width * itemsize) // QUERIES * QUERIES)
     rows = min(most, fitting)
     found = []
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        last = min(keys, stop) if static.causal else keys
-        first = 0 if static.window is None else max(0, start - static.window + 1) // QUERIES * QUERIES
+        last = min(keys, stop) if options.causal else keys
+        first = 0 if options.window is None else max(0, start - options.window + 1) // QUERIES * QUERIES
         found.append(Rectangle((start, stop), (first, last)))
     return found
 
@@ -103,22 +100,20 @@ def ranks(weights: ComposeWeights | None) -> Ranks:
     return Ranks(*(0 if x is None else x.shape[2] for x in (weights.q1, weights.k1)))
 
 
-def make_config(
-    q: Array, k: Array, pre: ComposeWeights | None, post: ComposeWeights | None, static: Static,
-    rectangle: Rectangle, *, backward: bool,
-) -> KernelConfig:  # fmt: skip
-    """Return the configuration of the kernels for one rectangle."""
+def make_config(inputs: Inputs, static: Static, rectangle: Rectangle, *, backward: bool) -> KernelConfig:
+    """Return the configuration of the kernels for one rectangle of a layer with these inputs."""
+    q, options = inputs.q, static.options
     tile_keys = KEYS_BACKWARD if backward else KEYS_FORWARD
-    ranks_pre, ranks_post = ranks(pre), ranks(post)
+    ranks_pre, ranks_post = ranks(inputs.pre), ranks(inputs.post)
     if max(ranks_pre.planes, ranks_post.planes) > MANY_PLANES:
         tile_keys = KEYS_BACKWARD
     pairs = 2 if backward else 1
     queries, keys = rectangle.size
     config = KernelConfig(
-        batch=q.shape[0], groups=static.groups, group_heads=q.shape[2] // static.groups,
-        heads_per_key_head=q.shape[2] // k.shape[2], queries=round_up(queries, QUERIES), keys=0,
+        batch=q.shape[0], groups=options.groups, group_heads=q.shape[2] // options.groups,
+        heads_per_key_head=q.shape[2] // inputs.k.shape[2], queries=round_up(queries, QUERIES), keys=0,
         head_dim=round_up(q.shape[3], 16), parts=1 if q.dtype == jnp.bfloat16 else 2, pre=ranks_pre, post=ranks_post,
-        offset=rectangle.rows[0] - rectangle.cols[0], causal=static.causal, window=static.window,
+        offset=rectangle.rows[0] - rectangle.cols[0], causal=options.causal, window=options.window,
         tile_keys=tile_keys, warpgroups=interpretable_warpgroups() if static.interpret else WARPGROUPS, stages=2,
         dtype=q.dtype, interpret=static.interpret,
     )  # fmt: skip
