@@ -12,7 +12,7 @@ from small_models import make_lm, param_shapes, random_params
 
 from dcvit.models import vit
 from dcvit.pages.explorer.page import render
-from dcvit.pages.explorer.samples import make_sample
+from dcvit.pages.explorer.samples import Predictions, make_sample
 from dcvit.pages.report.html import picture
 
 SIZE, PATCH = (20, 16), 4
@@ -51,7 +51,7 @@ def sample_of(number, run, name, net, params, inputs, layers=None, **options):
         facts |= {"picture": source, "rows": rows, "columns": columns, "extra": extra}
     else:
         facts["text"] = [f"t{token}" for token in np.asarray(inputs[0])]
-    found = make_sample(number, net, params, inputs, layers, str, **options)
+    found = make_sample(number, net, params, inputs, layers, Predictions(str, **options))
     found.facts |= facts
     return found
 

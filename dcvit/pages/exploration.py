@@ -23,7 +23,7 @@ from dcvit.interpret.circuits import captured_variance, circuits
 from dcvit.interpret.lending import lending
 from dcvit.models.head_settings import VARIANTS
 from dcvit.pages.explorer.page import DIGITS, lending_facts, render
-from dcvit.pages.explorer.samples import Json, Sample, make_sample, packed_size
+from dcvit.pages.explorer.samples import Json, Predictions, Sample, make_sample, packed_size
 from dcvit.pages.report.html import picture
 
 LOG = logging.getLogger(__name__)
@@ -81,11 +81,9 @@ def explore(
         averages = _averages(model, options.data, options.limit) if options.data else None
         multilabel = isinstance(model, ImageModel) and model.multilabel
         for facts, inputs, label in inputs_of:
+            predictions = None if label is None else Predictions(label, multilabel, options.ablate)
             try:
-                sample = make_sample(
-                    len(samples), model.module, model.params, jnp.asarray(inputs), layers, label,
-                    multilabel=multilabel, ablate=options.ablate,
-                )  # fmt: skip
+                sample = make_sample(len(samples), model.module, model.params, jnp.asarray(inputs), layers, predictions)
             except FloatingPointError as e:
                 raise FloatingPointError(f"{model.source}, {facts['name']}: {e}") from None
             sample.facts |= facts | {"run": number}

@@ -41,6 +41,21 @@ class Sample:
     blocks: dict[str, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """Description of the predictions of a model with a head, for one input.
+
+    Fields:
+      label: returns the name of an output.
+      multilabel: probabilities are sigmoids of the logits, instead of their softmax.
+      ablate: also compute predictions after ablations.
+    """
+
+    label: Callable[[int], str]
+    multilabel: bool = False
+    ablate: bool = True
+
+
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[Header], str]:
     """Pack arrays as text: deflated, base64.
 
@@ -92,10 +107,7 @@ def make_sample(
     params: Params,
     inputs: Float[Array, "1 height width channels"] | Int[Array, "1 T"],
     layers: Sequence[int],
-    label: Callable[[int], str] | None,
-    *,
-    multilabel: bool = False,
-    ablate: bool = True,
+    predictions: Predictions | None,
 ) -> Sample:
     """Run a model on one input and return what a page shows of it.
 
@@ -105,9 +117,7 @@ def make_sample(
       params: its parameters.
       inputs: one preprocessed image, or one row of tokens.
       layers: numbers of the layers to show.
-      label: returns the name of an output; None if the model has no head.
-      multilabel: probabilities are sigmoids of the logits, instead of their softmax.
-      ablate: also compute predictions after ablations.
+      predictions: the description of its predictions; None if the model has no head.
 
     Raises:
       FloatingPointError: an array or an output is not finite.
@@ -143,8 +153,8 @@ def make_sample(
     block, kinds = f"sample{number}-rollout", ("composed_weights", "weights")
     header, blocks[block] = pack({kind: rollout(arrays, model.depth, kind) for kind in kinds})
     facts["rollout"] = {"block": block, "arrays": header}
-    if label:
-        facts |= _predictions(model, params, inputs, output, layers, label, multilabel, ablate)
+    if predictions:
+        facts |= _predictions(model, params, inputs, output, layers, predictions)
     return Sample(facts, blocks)
 
 
@@ -201,24 +211,22 @@ def _predictions(
     inputs: Array,
     output: Array,
     layers: Sequence[int],
-    label: Callable[[int], str],
-    multilabel: bool,
-    ablate: bool,
+    options: Predictions,
 ) -> Json:
     """Return the best classes, or the best next tokens after the last one, also after ablations."""
     logits = output[0, -1] if isinstance(model, LM) else output[0]
-    plain = _probabilities(np.asarray(logits), multilabel)
+    plain = _probabilities(np.asarray(logits), options.multilabel)
     base = int(np.argmax(plain))
     changed: list[Json] = []
-    if ablate:
+    if options.ablate:
         ablations = all_ablations(model, layers)
         outputs = ablated_outputs(model, params, jnp.asarray(inputs), ablations)[:, 0]
         _check_finite({"output after an ablation": outputs})
         for ablation, row in zip(ablations, np.asarray(outputs), strict=True):
-            p = _probabilities(row, multilabel)
+            p = _probabilities(row, options.multilabel)
             change = round(float(p[base] - plain[base]), 5)
-            changed.append({**_described(ablation), "change": change, "predictions": _best(p, label)})
-    return {"predictions": _best(plain, label), "ablations": changed}
+            changed.append({**_described(ablation), "change": change, "predictions": _best(p, options.label)})
+    return {"predictions": _best(plain, options.label), "ablations": changed}
 
 
 def _described(ablation: Ablation) -> Json:
