@@ -48,7 +48,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the implementation may be selected automatically."""
+        """True if the implementation may be selected automatically."""
         return self.status == PASSED
 
 

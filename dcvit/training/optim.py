@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
-Rules = Sequence[tuple[str, float]]
+Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 

@@ -144,7 +144,7 @@ def make_options(config: ConfigDict, evaluators: Mapping[str, Any], total_steps:
     return options
 
 
-def _schedule_in_steps(schedule: Mapping[str, Any], durations: Durations) -> dict[str, Any]:
+def _schedule_in_steps(schedule: Mapping[str, object], durations: Durations) -> dict[str, Any]:
     """Return the arguments of `optim.schedule`: the durations of `config.schedule` in steps, and its other keys."""
     found = dict(schedule)
     for name in SCHEDULE_DURATIONS:

@@ -169,7 +169,8 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     config, module = found.config, parsed.module.clone(**found.task.model_fields)
     fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
-    with jax.set_mesh(parsed.mesh), selecting(Selection("trust")), fused:
+    selection = Selection("trust" if config.require_fused else "off")
+    with jax.set_mesh(parsed.mesh), selecting(selection), fused:
         shapes = param_shapes(module, found.task.example)
     load_initial = make_loader(config, module, shapes)
     return ModelSetup(module, parsed.mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))

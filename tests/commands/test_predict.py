@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def test_predictions_equal_the_models_logits_for_files_and_folders(workdir, imag
     assert [row["file"] for row in rows[::3]] == list(images)
     config = configs.read_json(workdir / "config.json")
     pixels = input_pipeline.open_source("digits", split="test").images[:4].astype(np.float32)  # stored without loss
-    logits = setup.predictor(setup.make_model(config))(load_params(workdir), jnp.asarray(pixels / 127.5 - 1))[0]
+    params = jax.tree.map(jnp.asarray, load_params(workdir))
+    logits = setup.predictor(setup.make_model(config))(params, jnp.asarray(pixels / 127.5 - 1))[0]
     assert [row["label"] for row in rows[::3]][:4] == [str(i) for i in jnp.argmax(logits, axis=-1)]
     assert sum(row["label"] == images[row["file"]] for row in rows[::3]) >= 4  # a short training
     for i in range(0, len(rows), 3):

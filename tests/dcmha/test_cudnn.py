@@ -93,7 +93,7 @@ def test_another_plain_case_is_given_to_the_reference_and_the_reason_logged(opti
 def test_composition_that_does_not_fold_is_not_given_to_cudnn(log):
     args, options = case(branches="qkpg")
     assert CALL not in lowered(args, **options)
-    assert log.messages[0].startswith("attention: pallas_gpu on gpu")
+    assert log.messages[-1].startswith("attention: elementwise on gpu")
     with pytest.raises(ValueError, match="cudnn does not support this case: cuDNN does not compose heads"):
         lowered(args, implementation="cudnn", **options)
 

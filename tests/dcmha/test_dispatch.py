@@ -248,7 +248,7 @@ def test_a_rotary_embedding_of_other_tokens_raises():
         ("tpu", {}, None),
         ("tpu", {"dtype": jnp.float16}, "blockwise on tpu .*; not pallas_tpu: the TPU kernels support q, k and v"),
         ("tpu", {"implementation": "blockwise"}, "blockwise on tpu .*, as requested"),
-        ("gpu", {}, "elementwise on gpu for float32"),
+        ("gpu", {"implementation": "elementwise"}, "elementwise on gpu for float32"),
         ("gpu", {"queries": 1}, None),  # no matrix of scores
         ("cpu", {"implementation": "reference"}, None),
     ],
