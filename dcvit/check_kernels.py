@@ -10,6 +10,7 @@ The exit status is 1 if a kernel is wrong, fails or times out. `--again` verifie
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.configure()
     runtime.check_devices()
     store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
-    if args.again:
+    if args.again and cli.RESTARTS not in os.environ:
         store.path.unlink(missing_ok=True)
     if args.config:
         found = _of_config(args.config, overrides, args.seconds, store)
@@ -138,13 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rows(case: str, found: Mapping[str, Verdict]) -> list[dict[str, object]]:
     """Return the rows of the table for one case, the fastest implementation that passed marked."""
-    passed = {name: v.milliseconds or 0.0 for name, v in found.items() if v.passed}
-    fastest = min(passed, key=lambda name: passed[name], default="")
+    from dcvit.dcmha.verdicts import fastest
+
+    first = fastest(found)
     return [
         {
             "case": case, "implementation": name, "error": "" if v.error is None else f"{v.error:.1e}",
             "ms": "" if v.milliseconds is None else f"{v.milliseconds:.3f}",
-            "verdict": "fastest" if name == fastest else v.status, "reason": v.reason,
+            "verdict": "fastest" if name == first else v.status, "reason": v.reason,
         }
         for name, v in found.items()
     ]  # fmt: skip

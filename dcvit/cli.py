@@ -32,6 +32,7 @@ from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
+RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
@@ -286,11 +287,20 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
         except Exception as e:
             if type(e).__name__ == "DeviceHungError" and argv is None and not _multihost():
                 print_error(str(e))
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # without the kernel that has a verdict
+                _restart()  # without the kernel, which has a verdict
             message, status = _report(e)
         if multihost := _multihost():
             multihost.fail(message, status)
         return status
+
+
+def _restart() -> None:
+    """Replace this process by a new one that runs the same command; return if that happened too often."""
+    count = int(os.environ.get(RESTARTS, "0"))
+    if count < MOST_RESTARTS:
+        os.environ[RESTARTS] = str(count + 1)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def print_error(message: str) -> None:

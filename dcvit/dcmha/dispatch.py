@@ -120,6 +120,10 @@ FUSED = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu", "cudnn", "folded")
 _FUSED_ONLY: ContextVar[bool] = ContextVar("fused_only", default=False)
 
 
+class NotFusedError(ValueError):
+    """The implementation of a call of attention inside `fused_only` is not fused."""
+
+
 def platform() -> str:
     """Return "cpu", "gpu" or "tpu": the platform of the current mesh (`jax.set_mesh`), or JAX's default without one.
 
@@ -175,7 +179,7 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
         note = "".join(reasons) if implementation is None else ", as requested"
         case = _describe(inputs, options)
         if _FUSED_ONLY.get() and platform() != "cpu" and inputs.q.shape[1] > 1 and name not in FUSED:
-            raise ValueError(f"attention is not fused: {name} on {platform()} for {case}{note}")
+            raise NotFusedError(f"attention is not fused: {name} on {platform()} for {case}{note}")
         LOG.info("attention: %s on %s for %s%s", name, platform(), case, note)
         return out
     raise AssertionError(f"none of {names} supports the case")  # `reference` supports every case
@@ -201,7 +205,8 @@ def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
         return lambda inputs: implementation(inputs, options)
 
     functions = {name: of_arrays(IMPLEMENTATIONS[name]) for name in names}
-    facts = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(options).items())
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    facts = ", ".join(f"{k}={v}" for k, v in {**dataclasses.asdict(options), "precision": precision}.items())
     return Case(
         _describe(inputs, options), f"{describe(arrays._asdict())}, {facts}", arrays, functions,
         frozenset(names) & {*KERNELS}, of_arrays(_by_example), is_inference=inputs.q.shape[1] == 1,

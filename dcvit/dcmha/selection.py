@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import jax
 
 from dcvit.dcmha import verdicts
-from dcvit.dcmha.verdicts import Verdicts
+from dcvit.dcmha.verdicts import Verdicts, fastest
 from dcvit.dcmha.verification import SECONDS, Case, examine
 
 LOG = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class Selection:
     share: Callable[[str, Callable[[], str]], str] | None = None
 
 
-_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)  # None: Selection()
+_DEFAULT = Selection()
+_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)  # None: `_DEFAULT`
 
 
 @contextlib.contextmanager
@@ -80,7 +81,7 @@ def verify(function: Callable[..., object], *args: object, seconds: float = SECO
 
 def order(case: Case) -> tuple[str, ...]:
     """Return the candidates to try for a case: the selected one, then those that need no verdict."""
-    selection = _SELECTION.get() or Selection()
+    selection = _SELECTION.get() or _DEFAULT
     if not case.kernels or selection.policy == "trust":
         return tuple(case.candidates)
     name = selection.chosen.get(case.key) if selection.policy != "off" else ""
@@ -107,7 +108,7 @@ def _choose(case: Case, selection: Selection) -> str:
         return ""
     store = Verdicts(verdicts.environment(device))
     found = examine(case, store, selection.seconds) if selection.policy == "verify" else store.read(case.key)
-    if not case.kernels & found.keys():
+    if any(name not in found or found[name].status == verdicts.STARTED for name in case.kernels):
         _warn_once(
             f"{' and '.join(sorted(case.kernels))} are not verified on {device.device_kind}: slower implementations"
             " are used; run `dcvit check-kernels` or dcvit.dcmha.verify"
@@ -116,8 +117,9 @@ def _choose(case: Case, selection: Selection) -> str:
     for name, verdict in found.items():
         if name in case.kernels and verdict.status not in (verdicts.PASSED, verdicts.UNSUPPORTED):
             _warn_once(f"{name} is not used for {case.label}: {verdict.status}: {verdict.reason}")
-    passed = {name: v.milliseconds or 0.0 for name, v in found.items() if v.passed and name in case.candidates}
-    return min(passed, key=lambda name: passed[name], default="")
+    if not found.keys() >= case.candidates.keys():  # plain implementations were not timed: no kernel has passed
+        return ""
+    return fastest({name: found[name] for name in case.candidates})
 
 
 @functools.cache

@@ -26,6 +26,11 @@ FORMAT = 1
 PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED = (
     "passed", "wrong", "unsupported", "failed", "timed out", "started",
 )  # fmt: skip
+# What compiles programs: its versions and its flags.
+PACKAGES = (
+    "jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+)  # fmt: skip
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 STATUSES = (PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED)
 
 
@@ -52,6 +57,12 @@ class Verdict:
         return self.status == PASSED
 
 
+def fastest(found: Mapping[str, Verdict]) -> str:
+    """Return the name of the fastest implementation that passed, or ""."""
+    times = {name: verdict.milliseconds or 0.0 for name, verdict in found.items() if verdict.passed}
+    return min(times, key=lambda name: times[name], default="")
+
+
 def folder() -> Path:
     """Return the folder of the verdicts."""
     if chosen := os.environ.get("DCVIT_CACHE"):
@@ -61,13 +72,14 @@ def folder() -> Path:
 
 
 def environment(device: jax.Device) -> dict[str, str]:
-    """Return what verdicts on a device depend on: its kind, the versions of JAX and the driver, and the core's code."""
+    """Return what verdicts on a device depend on: its kind, the compilers' versions and flags, and the core's code."""
     versions = {}
-    for package in ("jax", "jaxlib", "libtpu"):
+    for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     backend = " ".join(device.client.platform_version.split())
-    return {"device": device.device_kind, **versions, "backend": backend, "code": _hash_of_code()}
+    flags = {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
+    return {"device": device.device_kind, **versions, "backend": backend, **flags, "code": _hash_of_code()}
 
 
 @functools.cache

@@ -31,11 +31,14 @@ from dcvit.dcmha.verdicts import Verdict, Verdicts
 LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
-# Largest relative error in the 2-norm. Products of 16-bit numbers have errors of 2^-9 and pass several roundings; on
-# TPUs, operands of float32 products are rounded to bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
+# Largest relative error in the 2-norm; that of a row, relative to the mean row, may be four times as large. Products of
+# 16-bit numbers have errors of 2^-9 and pass several roundings; on TPUs, operands of float32 products are rounded to
+# bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
 BOUND, BOUND_FLOAT32 = 2e-2, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
 RUNS = 5
+TIMING_SECONDS = 5.0  # after which no further run is timed
+COMPILING = "compiling raised"
 
 
 class DeviceHungError(RuntimeError):
@@ -97,12 +100,16 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
             found[name] = Verdict(verdicts.UNSUPPORTED, reason=reason)
             store.write(case.key, name, found[name])
             missing.remove(name)
-    if case.kernels and not case.kernels & {*missing}:
+    if case.kernels and not any(name in missing or found[name].passed for name in case.kernels):
         return found
     LOG.info("attention: verifying %s for %s", ", ".join(missing), case.label)
     arrays = _random_arrays(case.arrays)
     cotangent = _normal(np.random.default_rng(1), jax.eval_shape(case.reference, case.arrays))
-    expected = _in_thread(lambda: _reference(case, arrays, cotangent), 10 * seconds)
+    try:
+        expected = _in_thread(lambda: _reference(case, arrays, cotangent), 10 * seconds)
+    except Exception as e:  # such as a lack of memory; the next start tries again
+        LOG.warning("attention: cannot verify kernels for %s: the reference raised %s", case.label, _first_line(e))
+        return {name: verdict for name, verdict in found.items() if name in case.kernels and not verdict.passed}
     for name in missing:
         first = name not in found
         started = Verdict(verdicts.STARTED) if first else Verdict(verdicts.FAILED, reason="it ended its process twice")
@@ -112,7 +119,8 @@ def examine(case: Case, store: Verdicts, seconds: float) -> dict[str, Verdict]:
         except DeviceHungError as e:
             store.write(case.key, name, Verdict(verdicts.TIMED_OUT, reason=str(e)))
             raise
-        store.write(case.key, name, found[name])
+        if "RESOURCE_EXHAUSTED" not in found[name].reason or found[name].reason.startswith(COMPILING):
+            store.write(case.key, name, found[name])  # else there may be more memory at the next start
     return found
 
 
@@ -122,6 +130,8 @@ def _why_unsupported(case: Case, name: str, seconds: float) -> str:
         _in_thread(lambda: jax.eval_shape(case.candidates[name], case.arrays), seconds)
     except UnsupportedError as e:
         return str(e)
+    except DeviceHungError:
+        raise
     except Exception:  # `_verdict` reports it
         return ""
     return ""
@@ -133,12 +143,14 @@ def _verdict(
     """Compile and run one candidate, compare its results with the expected ones, and time it."""
     try:
         programs = _in_thread(lambda: _compile(case, name, inputs), seconds)
+    except DeviceHungError:  # of an inner call of attention
+        raise
     except UnsupportedError as e:
         return Verdict(verdicts.UNSUPPORTED, reason=str(e))
     except TimeoutError:
         return Verdict(verdicts.TIMED_OUT, reason=f"it was not compiled after {seconds:.0f} s")
     except Exception as e:
-        return Verdict(verdicts.FAILED, reason=f"compiling raised {_first_line(e)}")
+        return Verdict(verdicts.FAILED, reason=f"{COMPILING} {_first_line(e)}")
     try:
         results, milliseconds = _in_thread(lambda: _run(programs, inputs), seconds)
     except TimeoutError:
@@ -174,12 +186,12 @@ def _run(
     """Return the results of two runs of the first program, and the median time of the last one in milliseconds."""
     placed = jax.device_put(inputs)
     results = [jax.device_get(programs[0](*placed)) for _ in range(2)]
-    times = []
-    for _ in range(RUNS + 1):
+    times: list[float] = []
+    while len(times) < RUNS + 1 and sum(times) < TIMING_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(programs[-1](*placed))
         times.append(time.perf_counter() - start)
-    return results, statistics.median(times[1:]) * 1e3
+    return results, statistics.median(times[1:] or times) * 1e3
 
 
 def _reference(case: Case, arrays: Tree, cotangent: np.ndarray) -> list[np.ndarray]:
@@ -242,13 +254,18 @@ def _bound(shapes: Tree) -> float:
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return |found - expected| / |expected| in the 2-norm; NaN if `found` is not finite."""
+    """Return |found - expected| / |expected| in the 2-norm, or a fourth of the largest such ratio of a row.
+
+    A row is compared with the larger of its norm and the root mean square norm. NaN if `found` is not finite.
+    """
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return (
-        float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6 * np.sqrt(b.size)))
-        if np.isfinite(a).all()
-        else np.nan
-    )
+    if not np.isfinite(a).all():
+        return float("nan")
+    total = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6 * np.sqrt(b.size))
+    norms = np.linalg.norm(b.reshape(-1, b.shape[-1]), axis=-1)
+    floor = max(float(np.sqrt(np.mean(norms**2))), 1e-6 * np.sqrt(b.shape[-1]))
+    rows = np.linalg.norm((a - b).reshape(-1, b.shape[-1]), axis=-1) / np.maximum(norms, floor)
+    return float(max(total, np.max(rows) / 4))
 
 
 def _first_line(error: Exception) -> str:
@@ -264,10 +281,11 @@ def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
     result: list[Result] = []
     errors: list[BaseException] = []
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # a thread has its own settings
 
     def run() -> None:
         try:
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
                 result.append(function())
         except BaseException as e:  # raised again in the thread that waits
             errors.append(e)

@@ -14,6 +14,7 @@ from flax.typing import Dtype, Shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcvit.dcmha.selection import Selection, selecting
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import dcmha
 from dcvit.models.composition import ComposeParams
@@ -218,7 +219,8 @@ def _empty_cache(layer: DCMHA, lead: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the cache's arrays for inputs with the axes *B, S before their width."""
     net, widths = layer.layer.clone(decode=True), (layer.in_features, layer.in_kv_features)
     x_q, x_k = (jax.ShapeDtypeStruct((*lead, width), jnp.float32) for width in widths)
-    variables = jax.eval_shape(lambda q, k: net.init(jax.random.key(0), q, k), x_q, x_k)
+    with selecting(Selection("off")):  # the shapes do not depend on kernels
+        variables = jax.eval_shape(lambda q, k: net.init(jax.random.key(0), q, k), x_q, x_k)
     shapes: dict[str, jax.ShapeDtypeStruct] = variables["cache"]
     return shapes
 

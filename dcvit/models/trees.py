@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcvit.dcmha.selection import Policy, Selection, selecting
 from dcvit.errors import CheckpointError, ConfigError, first_line
 from dcvit.models import Params
 
@@ -54,14 +55,20 @@ def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in flat}
 
 
-def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct) -> Params:
+def param_shapes(model: nn.Module, example: jax.ShapeDtypeStruct, kernels: Policy = "off") -> Params:
     """Return the tree of parameter shapes for model inputs like `example`.
+
+    Args:
+      model: the module.
+      example: shape and dtype of its inputs.
+      kernels: policy by which the trace selects kernels, which do not influence the shapes.
 
     Raises:
       ConfigError: the model's fields do not fit each other or the input.
     """
     try:
-        shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
+        with selecting(Selection(kernels)):
+            shapes: Params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x), example)["params"]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"config.model: {first_line(e)}") from e
     return shapes

@@ -26,7 +26,6 @@ from dcvit.config.durations import is_duration
 from dcvit.config.keys import UNITS
 from dcvit.config.load import load
 from dcvit.dcmha import dispatch
-from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.models.trees import param_shapes
 from dcvit.parallel import multihost
@@ -169,9 +168,8 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     config, module = found.config, parsed.module.clone(**found.task.model_fields)
     fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
-    selection = Selection("trust" if config.require_fused else "off")
-    with jax.set_mesh(parsed.mesh), selecting(selection), fused:
-        shapes = param_shapes(module, found.task.example)
+    with jax.set_mesh(parsed.mesh), fused:
+        shapes = param_shapes(module, found.task.example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     return ModelSetup(module, parsed.mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from dcvit.dcmha import dispatch
 from dcvit.dcmha.selection import Selection, selecting
+from dcvit.errors import ConfigError
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.setup import Params, Setup
@@ -96,8 +97,11 @@ def make_update(setup: Setup, places: Any = None) -> Update:
     loss_of = setup.task.loss(setup.model.module)
 
     def value_and_grad(params: Params, batch: Mapping[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Params]:
-        with dispatch.fused_only() if setup.options.require_fused else contextlib.nullcontext():
-            loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+        try:
+            with dispatch.fused_only() if setup.options.require_fused else contextlib.nullcontext():
+                loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+        except dispatch.NotFusedError as e:
+            raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     def update(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:

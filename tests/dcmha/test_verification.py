@@ -3,6 +3,7 @@
 The candidates are functions that misbehave as kernels on a chip can: what examines and selects them is not mocked.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -160,6 +161,39 @@ def test_processes_agree_by_the_function_that_shares_choices():
     with selecting(Selection("verify", share=share)):
         assert order(case(right)) == ("plain",)
     assert asked == ["matmul"]
+
+
+def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
+    """As after a process that ended between them."""
+    store = Verdicts(verdicts.environment(jax.local_devices()[0]))
+    store.write("matmul", "slow", Verdict("passed", 0.0, 1e9))
+    with selecting(Selection("known")):
+        assert order(case(slow)) == ("plain",)
+    assert verified(case(slow))[0] == ("plain",)
+    assert verdict(case(slow), "plain").passed
+
+
+def test_a_reference_that_fails_selects_no_kernel_and_leaves_no_verdict(caplog):
+    def exhausts(x):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    one = dataclasses.replace(case(right), reference=lambda x: callback(lambda: 1 / 0, jax.lax.stop_gradient(x)))
+    assert verified(one)[0] == ("plain",)
+    assert "cannot verify kernels for matmul" in caplog.text
+    assert Verdicts(verdicts.environment(jax.local_devices()[0])).read("matmul") == {}
+    assert verified(case(exhausts))[0] == ("plain",)
+
+
+def test_threads_have_the_precision_of_the_caller():
+    found = []
+
+    def looks(x):
+        found.append(jax.config.jax_default_matmul_precision)
+        return right(x)
+
+    with jax.default_matmul_precision("highest"):
+        verified(case(looks))
+    assert {*found} == {"highest"}
 
 
 def test_a_kernel_whose_compilation_blocks_is_left_behind():
