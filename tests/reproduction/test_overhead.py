@@ -34,9 +34,9 @@ def test_models_with_the_same_windows_differ_from_plain_ones_in_nothing_else():
 def test_rates_count_new_tokens_from_the_first_to_the_last_and_rounds_after_the_first(monkeypatch):
     clock, order = itertools.count(step=2), []
 
-    def generate(net, params, prompts, *, max_tokens):
+    def generate(net, params, prompts, options):
         order.append((net, len(prompts), {len(prompt) for prompt in prompts}))
-        yield from [[0] * len(prompts)] * max_tokens
+        yield from [[0] * len(prompts)] * options.max_tokens
 
     monkeypatch.setattr(speeds, "generate", generate)
     monkeypatch.setattr(speeds.time, "perf_counter", lambda: float(next(clock)))

@@ -153,7 +153,7 @@ def test_keys_without_effect_on_a_step_may_change(tmp_path):
 def test_resuming_with_other_software_is_reported_and_reaches_the_same_result(folder, digits_workdir, caplog):
     shutil.rmtree(folder / "checkpoints" / "60")
     with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(workdir, "software", lambda: {"jax": "99.0"})
+        patched.setattr(identity, "software", lambda: {"jax": "99.0"})
         patched.setattr(cli, "LOGGERS", ())  # caplog listens at the root
         assert run(folder) == 0
     assert "resuming with other software; the result is not bitwise reproducible: " in caplog.text
