@@ -276,7 +276,7 @@ def _in_thread(function: Callable[[], Result], seconds: float) -> Result:
     """Return the result of a function that runs in a new thread, on one device.
 
     Raises:
-      TimeoutError: it did not return in time; the thread goes on.
+      TimeoutError: it did not return in time; the thread keeps running.
     """
     result: list[Result] = []
     errors: list[BaseException] = []
