@@ -1,7 +1,8 @@
 """Token generation with a language model's KV cache.
 
 The prompts of a batch are processed by one call (prefill). Each further token is computed by one compiled step whose
-shapes are constant. Lengths are rounded up, so that prompts of different lengths share compiled programs.
+shapes are constant. Lengths and numbers of prompts are rounded up, so that batches of different sizes share compiled
+programs.
 """
 
 from __future__ import annotations
@@ -164,11 +165,13 @@ def _generate(
     """Run the decode loop of `generate` on checked arguments."""
     program = Program(model, options.sampling, options.vocab_size)
     longest, max_tokens, stop = max(map(len, prompts)), options.max_tokens, frozenset(options.stop)
-    length, slots = (min(_round_up(n), model.context) for n in (longest, longest + max_tokens))
-    padded = np.zeros((len(prompts), length), np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
+    length, slots = (min(_round_up(n, 16), model.context) for n in (longest, longest + max_tokens))
+    rows = [*prompts, *[prompts[-1]] * (_round_up(len(prompts)) - len(prompts))]
+    keys = jnp.concatenate([keys, jnp.repeat(keys[-1:], len(rows) - len(prompts))])
+    padded = np.zeros((len(rows), length), np.int32)
+    for row, prompt in zip(padded, rows, strict=True):
         row[: len(prompt)] = prompt
-    count = np.array([len(prompt) for prompt in prompts], np.int32)
+    count = np.array([len(row) for row in rows], np.int32)
     params = cast_params(model, params)
     token, cache = _prefill(program, slots, params, padded, count, keys)
     ended = [False] * len(prompts)
@@ -179,6 +182,7 @@ def _generate(
         tokens = np.asarray(latest).tolist()
         if min(tokens) < 0:
             raise FloatingPointError("the model's logits are not finite")
+        tokens = tokens[: len(prompts)]
         ended = [before or token in stop for before, token in zip(ended, tokens, strict=True)]
         if all(ended):
             return
@@ -225,7 +229,7 @@ def _select(
     return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, program.sampling), -1)
 
 
-def _round_up(length: int) -> int:
-    """Round a length up to a multiple of 16, or above 128 to one of four lengths per doubling."""
-    step = max(16, 2 ** ((length - 1).bit_length() - 3))
-    return -(-length // step) * step
+def _round_up(size: int, multiple: int = 1) -> int:
+    """Round a size up to a multiple, or above eight times the multiple to one of four sizes per doubling."""
+    step = max(multiple, 2 ** ((size - 1).bit_length() - 3))
+    return -(-size // step) * step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -37,6 +37,9 @@ class TextOptions(NamedTuple):
     sampling: Sampling = generation.DEFAULT_SAMPLING
     seed: int = 0
     stop: Sequence[str] = ()
+
+
+DEFAULT_OPTIONS = TextOptions()
 
 
 class Continuation(NamedTuple):
@@ -163,6 +166,27 @@ class LanguageModel(LoadedModel):
         options = TextOptions(tokens, Sampling(temperature, top_k, top_p), seed, ends)
         return self.continue_texts([prompt], options).texts[0].text
 
+    def stream(self, prompt: str, options: TextOptions = DEFAULT_OPTIONS) -> Iterator[str]:
+        """Return an iterator over the pieces of a text's continuation, each as soon as its tokens are generated.
+
+        Raises:
+          ConfigError: the model has no tokenizer, or an option does not fit it; raised before the first piece.
+          FloatingPointError: the model's logits are not finite.
+        """
+        with self.on_devices():
+            return self._pieces(_start(self, self.tokenizer, [prompt], options))
+
+    def _pieces(self, started: _Started) -> Iterator[str]:
+        """Yield the text of each step and the rest; the model's mesh is the current one only during a step."""
+        while True:
+            with self.on_devices():
+                step = next(started.steps, None)
+            if step is None:
+                break
+            yield from (piece for _, piece in step if piece)
+        if rest := started.streams[0].rest():
+            yield rest
+
     def continue_texts(
         self,
         prompts: Sequence[str],
@@ -210,6 +234,31 @@ def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
     return np.atleast_2d(tokens).astype(np.int32)
 
 
+class _Started(NamedTuple):
+    """Generation that has begun: its steps, the stream of each prompt, and the limits of its length in tokens."""
+
+    steps: Iterator[list[tuple[int, str]]]
+    streams: list[TextStream]
+    prompt_lengths: list[int]
+    max_tokens: int
+
+
+def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: TextOptions) -> _Started:
+    """Begin to generate. Raise ConfigError if the prompts or the options do not fit the model."""
+    module = model.module
+    encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
+    ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
+    lengths = [max(1, len(tokens)) for tokens in encoded]
+    max_tokens = _default_tokens(module, lengths) if options.max_tokens is None else options.max_tokens
+    streams = [TextStream(tokenizer.decode, options.stop, after=tokens) for tokens in encoded]
+    token_options = generation.Options(
+        max_tokens, options.sampling, options.seed, stop=ends, begin=ends[0] if ends else None,
+        vocab_size=min(tokenizer.vocab_size, module.vocab_size),
+    )  # fmt: skip
+    steps = generation.generate(module, model.params, encoded, token_options)
+    return _Started(push_steps(steps, streams), streams, lengths, max_tokens)
+
+
 def _continue_texts(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -218,12 +267,7 @@ def _continue_texts(
     show: Callable[[str], None],
 ) -> Continuations:
     """Continue texts; see `LanguageModel.continue_texts`."""
-    module = model.module
-    encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
-    lengths = [max(1, len(tokens)) for tokens in encoded]
-    max_tokens = _default_tokens(module, lengths) if options.max_tokens is None else options.max_tokens
-    streams = [TextStream(tokenizer.decode, options.stop, after=tokens) for tokens in encoded]
+    started = _start(model, tokenizer, prompts, options)
     texts, counts = ["" for _ in prompts], [0 for _ in prompts]
 
     def add(i: int, piece: str) -> None:
@@ -231,22 +275,18 @@ def _continue_texts(
         if i == 0:
             show(piece)
 
-    token_options = generation.Options(
-        max_tokens, options.sampling, options.seed, stop=ends, begin=ends[0] if ends else None,
-        vocab_size=min(tokenizer.vocab_size, module.vocab_size),
-    )  # fmt: skip
-    steps = generation.generate(module, model.params, encoded, token_options)
-    first_tokens, started = 0, 0.0  # the tokens of the first step, and the time after it
-    for pieces in push_steps(steps, streams):
+    first_tokens, first_time = 0, 0.0  # the tokens of the first step, and the time after it
+    for pieces in started.steps:
         for i, piece in pieces:
             counts[i] += 1
             add(i, piece)
-        if not started:
-            first_tokens, started = sum(counts), time.perf_counter()
-    speed = (sum(counts) - first_tokens) / (time.perf_counter() - started) or None
+        if not first_time:
+            first_tokens, first_time = sum(counts), time.perf_counter()
+    speed = (sum(counts) - first_tokens) / (time.perf_counter() - first_time) or None
     results = []
-    for i, stream in enumerate(streams):
+    for i, stream in enumerate(started.streams):
         add(i, stream.rest())
-        ended = "stop" if stream.stopped else "length" if counts[i] == max_tokens else "end_of_text"
+        ended = "stop" if stream.stopped else "length" if counts[i] == started.max_tokens else "end_of_text"
         results.append(Continuation(prompts[i], texts[i], counts[i], ended))
-    return Continuations(results, sum(counts), speed, max(map(sum, zip(lengths, counts, strict=True)), default=0))
+    positions = max(map(sum, zip(started.prompt_lengths, counts, strict=True)), default=0)
+    return Continuations(results, sum(counts), speed, positions)

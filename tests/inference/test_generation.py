@@ -53,6 +53,19 @@ def test_sampled_tokens_depend_only_on_the_seed_and_the_number_of_the_example():
 
 
 @pytest.mark.slow
+def test_batches_of_nine_and_ten_share_programs_and_their_prompts_continue_as_alone():
+    model, params = random_model(**LLAMA, depth=1, context=64)
+    prompts = [[i % 7, i // 7, 3] for i in range(10)]
+    ten = complete(model, params, prompts, Options(5))
+    before = generation._step._cache_size(), generation._prefill._cache_size()
+    nine = complete(model, params, prompts[:9], Options(5))
+    assert (generation._step._cache_size(), generation._prefill._cache_size()) == before
+    assert nine == ten[:9]
+    assert len(set(map(tuple, nine))) == 9, "the prompts continue differently"
+    assert nine[8] == complete(model, params, [prompts[8]], Options(5), examples=[8])[0]
+
+
+@pytest.mark.slow
 def test_similar_lengths_share_one_compiled_step():
     model, params = random_model(**LLAMA, depth=1, context=64)
     before = generation._step._cache_size(), generation._prefill._cache_size()
@@ -62,9 +75,13 @@ def test_similar_lengths_share_one_compiled_step():
 
 
 def test_lengths_are_rounded_up_to_few_lengths_and_by_at_most_a_quarter():
-    lengths = [generation._round_up(n) for n in range(1, 2049)]
+    lengths = [generation._round_up(n, 16) for n in range(1, 2049)]
     assert all(n <= rounded <= max(16, n + 15, n * 1.25) for n, rounded in enumerate(lengths, start=1))
     assert len(set(lengths)) == 8 + 4 * 4
+    batches = [generation._round_up(n) for n in range(1, 129)]
+    assert batches[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert all(n <= rounded <= n * 1.25 for n, rounded in enumerate(batches, start=1))
+    assert len(set(batches)) == 8 + 4 * 4
 
 
 @pytest.mark.exhaustive

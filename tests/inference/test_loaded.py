@@ -17,6 +17,7 @@ from dcvit.dcmha.partition import splits_arrays
 from dcvit.errors import CheckpointError, ConfigError, InputError
 from dcvit.inference import images as image_models
 from dcvit.inference.images import ImageModel
+from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
 from dcvit.models import lm, vit
 from dcvit.training import trained
@@ -113,6 +114,16 @@ class TestText:
 
 
 class TestGeneration:
+    def test_a_stream_is_the_text_in_pieces(self, words):
+        options = TextOptions(12, Sampling(temperature=2.0), seed=3)
+        whole = words.continue_texts(["a"], options).texts[0].text
+        pieces = words.stream("a", options)
+        first = next(pieces)
+        assert jax.sharding.get_mesh().empty, "the mesh of the model is not that of the caller between two pieces"
+        rest = list(pieces)
+        assert len(rest) > 1
+        assert "".join([first, *rest]) == whole
+
     @pytest.mark.exhaustive
     def test_a_single_stop_string_is_no_list_of_letters(self, words):
         whole = words.generate("a", 12, temperature=2.0, top_p=1.0)
