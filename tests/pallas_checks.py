@@ -1,4 +1,8 @@
-"""Race detection in interpreted TPU kernels, and compilation by the real TPU compiler in one process."""
+"""TPU kernels without a TPU: JAX's interpreter with race detection, and the real compiler in a process of its own.
+
+The interpreter evaluates the program that the compiler gets. It has no rule for reshaped references, through which the
+kernels read and write interleaved tokens; this module adds it.
+"""
 
 import inspect
 import json
@@ -9,6 +13,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic.interpret import utils as interpreter
+from jax._src.state.types import ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha import ComposeWeights
@@ -18,6 +24,40 @@ RACES = {"detect_races": True, "num_cores_or_threads": 2}
 if "on_race" in inspect.signature(pltpu.InterpretParams).parameters:
     RACES["on_race"] = "warn"
 DETECT_RACES = pltpu.InterpretParams(**RACES)
+
+
+def with_reshape_rule(to_range):
+    """Return JAX's private `to_range`, from the transforms of a reference to a range of its buffer, for reshapes too.
+
+    They have the form `ref.at[:, n].reshape(rows, lanes)[some_rows, :]`, where the range is one slice along each axis.
+    """
+
+    def rule(transforms):
+        at = next((n for n, x in enumerate(transforms) if isinstance(x, ReshapeTransform)), None)
+        if at is None:
+            return to_range(transforms)
+        whole, shape, some = to_range(transforms[:at]), transforms[at - 1].get_indexer_shape(), transforms[at + 1 :]
+        rows, lanes = to_range(some)
+        assert (lanes.start, lanes.stop, lanes.step) == (0, shape[-1], 1)
+        numbers = np.unravel_index(np.arange(rows.start, rows.stop, rows.step), shape[:-1])
+        found = iter([*map(axis_range, numbers), lanes])
+        out = tuple(x if isinstance(x, int) else next(found) for x in whole)
+        assert [x.stop for x in whole if not isinstance(x, int)] == list(shape), (whole, shape)
+        return out
+
+    return rule
+
+
+def axis_range(numbers):
+    """Return numbers along an axis, which are equal or consecutive, as an integer or as a slice."""
+    first, count = int(numbers[0]), len(numbers)
+    if count > 1 and (numbers == first).all():
+        return first
+    assert (numbers == first + np.arange(count)).all(), numbers
+    return slice(first, first + count, 1)
+
+
+interpreter.to_range = with_reshape_rule(interpreter.to_range)
 
 
 def watch_races(monkeypatch):

@@ -16,41 +16,47 @@ from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import api, tiling
 
-# Small, since each access to VMEM is a callback of the interpreter. `tile` is (Bq, Bk), and queries per backward pass.
-# In a case with several tiles that is "mixed", the matrix unit mixes heads.
+# Small, since each access to VMEM is a callback of the interpreter. `block` is (Bq, Bk) where a chip would use one tile
+# or larger ones, and `queries_per_pass` of the backward pass; `tiling` chooses everything else.
 CASES = {
-    "single tile": {"queries": 10, "batch": 2, "rank": 1, "tile": (128, 16)},
+    "single tile": {"queries": 10, "batch": 2, "rank": 1, "family": "vector"},
     "cross, groups, padding": {
         "queries": 12, "keys": 21, "heads": 4, "groups": 2, "mask": (1, 1, 1, 21), "branches": "kg", "post": "qkp",
-        "rank": 1, "tile": (128, 24),
+        "rank": 1, "family": "vector",
     },
     "causal, shared keys, static": {
-        "queries": 8, "key_heads": 1, "causal": True, "branches": "qkpgs", "post": "kpg", "rank": 1, "tile": (128, 8),
+        "queries": 8, "key_heads": 1, "causal": True, "branches": "qkpgs", "post": "kpg", "rank": 1, "family": "vector",
     },
     "blocks, window, passes": {
-        "queries": 132, "keys": 40, "window": 20, "rank": 1, "branches": "kpg", "post": "qkg", "tile": (128, 16, 128),
+        "queries": 132, "keys": 40, "window": 20, "rank": 1, "branches": "kpg", "post": "qkg", "block": (128, 16),
+        "queries_per_pass": 128, "family": "vector",
     },
     "blocks, masks, static": {
-        "queries": 12, "keys": 40, "batch": 2, "mask": (2, 1, 12, 40), "branches": "s", "tile": (128, 16),
+        "queries": 12, "keys": 40, "batch": 2, "mask": (2, 1, 12, 40), "branches": "s", "block": (128, 16),
+        "family": "vector",
+    },
+    "blocks, three strips per step": {
+        "queries": 12, "keys": 70, "mask": (1, 1, 1, 70), "branches": "kp", "rank": 1, "block": (128, 48),
+        "family": "vector",
     },
     "blocks, mixed, causal, passes, shared keys": {
         "queries": 132, "keys": 40, "heads": 4, "key_heads": 2, "groups": 2, "causal": True, "branches": "qkpgs",
-        "post": "kgs", "rank": 1, "tile": (128, 32, 128), "mixed": True,
+        "post": "kgs", "rank": 1, "block": (128, 32), "queries_per_pass": 128, "family": "matrix",
     },
     "two mixed tiles": {
-        "queries": 12, "keys": 32, "branches": "kpg", "post": "qkp", "rank": 1, "mask": (1, 1, 12, 32), "window": 20,
-        "tile": (128, 16), "mixed": True,
+        "queries": 12, "keys": 40, "branches": "kpg", "post": "qkp", "rank": 1, "mask": (1, 1, 12, 40), "window": 20,
+        "block": (128, 32), "family": "matrix",
     },
     "interleaved examples": {
         "queries": 9, "keys": 11, "batch": 8, "head_dim": 64, "mask": (8, 1, 9, 11), "branches": "qkp", "post": "qkgs",
-        "rank": 1, "tile": (128, 16),
+        "rank": 1, "family": "interleaved",
     },
     "interleaved, causal, static, groups, shared keys": {
         "queries": 9, "batch": 8, "heads": 8, "key_heads": 4, "head_dim": 32, "groups": 2, "causal": True,
-        "branches": "qkpgs", "post": "kgs", "rank": 1, "tile": (128, 16),
+        "branches": "qkpgs", "post": "kgs", "rank": 1, "family": "interleaved",
     },
-    "plain": {"queries": 8, "branches": None, "tile": (128, 8)},
-    "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "tile": (128, 8)},
+    "plain": {"queries": 8, "branches": None, "family": "vector"},
+    "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "vector"},
 }  # fmt: skip
 # By default, one case of each family of kernels.
 DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static"}
@@ -61,33 +67,32 @@ UNWATCHED = (
 INTERPRETER = pltpu.InterpretParams()
 
 
-def set_tile(monkeypatch, tile, mixed):
-    """Replace the choice of blocks by `tile`, and say if the matrix unit mixes heads."""
-    if tile is None:
-        return
-    changes = {"family": "matrix"} if mixed else {}
-    replace_config(monkeypatch, **dict(zip(("block_q", "block_k", "queries_per_pass"), tile, strict=False)), **changes)
-
-
-def replace_config(monkeypatch, **changes):
-    """Change what `tiling.make_config` returns."""
+def set_config(monkeypatch, family, block=None, **changes):
+    """Replace the choice of blocks and some fields of a configuration, and check its family."""
     make_config = tiling.make_config
-    monkeypatch.setattr(tiling, "make_config", lambda *a, **k: make_config(*a, **k)._replace(**changes))
+
+    def changed(*args):
+        config = make_config(*args)._replace(**changes)
+        assert config.family == family
+        return config
+
+    monkeypatch.setattr(tiling, "make_config", changed)
+    if block:
+        monkeypatch.setattr(tiling, "block_sizes", lambda sizes: [block])
 
 
-def run(case, interpret, dtype=jnp.float32, *, rounded=False):
+def run(case, interpret, dtype=jnp.float32, **changes):
     """Output and gradients of the kernels, and those of the reference in float32.
 
-    `rounded` rounds the operands of products, as a TPU does.
+    `changes` are of the configuration: `rounded` rounds the operands of products, as a TPU does.
     """
     case = dict(case)
+    changes |= {name: case.pop(name) for name in ("family", "block", "queries_per_pass") if name in case}
+    args, options = random_case(**case, dtype=dtype)
+    if options["mask"] is not None:  # the last query attends to no key
+        options["mask"] = options["mask"].at[:, :, 3:4].set(False)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        set_tile(monkeypatch, case.pop("tile", None), case.pop("mixed", False))
-        if rounded:
-            replace_config(monkeypatch, rounded=True)
-        args, options = random_case(**case, dtype=dtype)
-        if options["mask"] is not None:  # the last query attends to no key
-            options["mask"] = options["mask"].at[:, :, 3:4].set(False)
+        set_config(monkeypatch, **changes)
         found = output_and_gradients(on_arrays(api.attention), args, {**options, "interpret": interpret})
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
     assert found[0].dtype == dtype
@@ -174,21 +179,9 @@ def test_race_detection_finds_two_cores_that_write_one_block(monkeypatch):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("tile", [(128, 24), (128, 48)])
-def test_several_strips_per_step_equal_the_reference(monkeypatch, tile):
-    """Use the loop of a TPU, with three strips of 8 keys in a step, some of which contain no key."""
-    monkeypatch.setattr(tiling, "strips_per_step", lambda heads, keys: 3)
-    monkeypatch.setattr(api, "by_platform", lambda f, config, inputs, interpret: f(config, inputs, interpret))
-    keys = 14 if tile == (128, 24) else 70  # one tile, or two
-    case = {"queries": 12, "keys": keys, "mask": (1, 1, 1, keys), "tile": tile, "branches": "kp", "rank": 1}
-    errors = relative_errors(*run(case, INTERPRETER))
-    assert worst(errors) < 2e-5, errors
-
-
-@pytest.mark.weekly
 def test_matrices_of_several_registers_of_columns_equal_the_reference():
     """18 heads of 8 keys have 144 columns."""
-    case = {"queries": 12, "keys": 32, "heads": 18, "branches": "kg", "tile": (128, 16), "mixed": True}
+    case = {"queries": 12, "keys": 40, "heads": 18, "branches": "kg", "block": (128, 32), "family": "matrix"}
     errors = relative_errors(*run(case, INTERPRETER))
     assert worst(errors) < 2e-5, errors
 

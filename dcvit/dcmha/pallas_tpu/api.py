@@ -153,12 +153,11 @@ def by_platform(
 
     The products of compiled kernels round float32 as all others of the program do.
     """
-    rolled = config._replace(strips_per_step=1, compiled=False)  # unrolled strips make an interpreter slower
     if interpret is not None:
-        return kernel(rolled if interpret else config, inputs, interpret=interpret)
+        return kernel(config, inputs, interpret=interpret)
     result: Result = jax.lax.platform_dependent(
         inputs,
         tpu=functools.partial(kernel, config._replace(rounded=tiling.rounds(config.dtype)), interpret=False),
-        default=functools.partial(kernel, rolled, interpret=True),
+        default=functools.partial(kernel, config, interpret=True),
     )
     return result

@@ -165,8 +165,8 @@ def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     q, k = refs["q_tile"], refs["k_tile"]
 
     def tokens() -> None:
-        interleaved.read(config, refs["q"], e, q)
-        interleaved.read(config, refs["k"], e, k)
+        interleaved.read(refs["q"], e, q)
+        interleaved.read(refs["k"], e, k)
 
     def scores(h: int) -> None:
         refs["x_next"][h] = score_product(config, k, q, h)
@@ -174,7 +174,7 @@ def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     def weights() -> None:
         for name in ("wq", "wk"):
             if name in refs:
-                interleaved.read(config, refs[name], e, refs[f"{name}_tile"])
+                interleaved.read(refs[name], e, refs[f"{name}_tile"])
         rows_of(config, refs.get("wq_tile"), refs.get("wq_next"), refs.get("wk_tile"), refs.get("wk_next"))
 
     first = [tokens, weights, *build(config, refs, "pre", refs.get("wk_next"))]
@@ -204,8 +204,8 @@ def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     v, do = refs["v_tile"], refs["do_tile"]
 
     def tokens() -> None:
-        interleaved.read(config, refs["v"], e, v)
-        interleaved.read(config, refs["do"], e, do)
+        interleaved.read(refs["v"], e, v)
+        interleaved.read(refs["do"], e, do)
 
     def product(h: int) -> None:
         refs["y"][h] = score_product(config, v, do, h)
@@ -216,14 +216,14 @@ def output_products(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
 def query_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dqᵀ = kᵀ·dAᵀ."""
     k = refs["k_tile"]
-    read = functools.partial(interleaved.read, config, refs["k"], e, k)
+    read = functools.partial(interleaved.read, refs["k"], e, k)
     return [read, *interleaved.query_products(config, refs["dq"], e, k, refs["da"], score_factor(config))]
 
 
 def key_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing dkᵀ = qᵀ·dA."""
     q = refs["q_tile"]
-    read = functools.partial(interleaved.read, config, refs["q"], e, q)
+    read = functools.partial(interleaved.read, refs["q"], e, q)
     return [read, *interleaved.key_products(config, refs["dk"], e, q, refs["da"], score_factor(config))]
 
 
@@ -244,11 +244,11 @@ def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
         rows = refs["dwq_rows"]
         for c in range(refs["gq"].shape[0]):
             rows[c : c + 1] = jnp.sum(refs["gq"][c], axis=0, keepdims=True)
-        interleaved.write(config, refs["dwq"], e, slice(0, rows.shape[0]), rows[...].T)
+        interleaved.write(refs["dwq"], e, slice(0, rows.shape[0]), rows[...].T)
 
     def key_wise() -> None:
         rows = refs["dwk_rows"]
-        interleaved.write(config, refs["dwk"], e, slice(0, rows.shape[0]), rows[...].T)
+        interleaved.write(refs["dwk"], e, slice(0, rows.shape[0]), rows[...].T)
 
     work: list[Task] = []
     if "dwq" in refs:

@@ -118,7 +118,6 @@ class KernelConfig(NamedTuple):
     vmem_bytes: int  # limit for one kernel
     dtype: np.dtype[Any]  # of the tokens: queries, keys, values and the output
     rounded: bool  # operands of products and key-wise weights are rounded to bfloat16, these in pairs in 32-bit words
-    compiled: bool  # for a TPU; interpreters support neither loads with a stride nor the packing of halves of words
 
     @property
     def operand_dtype(self) -> np.dtype[Any]:

@@ -77,13 +77,13 @@ def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work that precedes the first stage of an example: its scores, and the weights of the pre-compose."""
 
     def tokens() -> None:
-        interleaved.read(config, refs["q"], e, refs["q_tile"])
-        interleaved.read(config, refs["k"], e, refs["k_tile"])
+        interleaved.read(refs["q"], e, refs["q_tile"])
+        interleaved.read(refs["k"], e, refs["k_tile"])
 
     def weights() -> None:
         for name in ("wq", "wk"):
             if name in refs:
-                interleaved.read(config, refs[name], e, refs[f"{name}_tile"])
+                interleaved.read(refs[name], e, refs[f"{name}_tile"])
         rows_of(config, refs.get("wq_tile"), refs.get("wq_rows"), refs.get("wk_tile"), refs.get("wk_cur"))
         if "mix_pre" in refs:
             mixing.build(config, "pre", refs.get("wk_cur"), refs.get("static_pre"), refs["mix_pre"])
@@ -108,7 +108,7 @@ def prepare_post(config: KernelConfig, refs: Refs) -> None:
 def output_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of computing the output of an example."""
     v = refs["v_tile"]
-    read = functools.partial(interleaved.read, config, refs["v"], e, v)
+    read = functools.partial(interleaved.read, refs["v"], e, v)
     return [read, *interleaved.query_products(config, refs["o"], e, v, refs["w"])]
 
 

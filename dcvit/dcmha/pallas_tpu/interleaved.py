@@ -61,22 +61,18 @@ def columns(tile: Ref, lanes: slice) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def read(config: KernelConfig, ref: Ref, e: Index, tile: Ref) -> None:
+def read(ref: Ref, e: Index, tile: Ref) -> None:
     """Copy the tokens of example `e` of a block to the first rows of a `tile`."""
     tokens, _, registers = ref.shape[:3]
     for n in range(registers):
-        x = _rows(ref)[_row(ref, n, e), :] if config.compiled else ref[:, 0, n, e, :]
-        tile[n, :tokens] = x.astype(tile.dtype)
+        tile[n, :tokens] = _rows(ref)[_row(ref, n, e), :].astype(tile.dtype)
 
 
-def write(config: KernelConfig, ref: Ref, e: Index, lanes: slice, x: Array) -> None:
+def write(ref: Ref, e: Index, lanes: slice, x: Array) -> None:
     """Copy the first rows of `x` to the columns `lanes`, complete registers, of example `e` of a block."""
     for start in range(lanes.start, lanes.stop, LANES):
         part = x[: ref.shape[0], start - lanes.start : start - lanes.start + LANES].astype(ref.dtype)
-        if config.compiled:
-            _rows(ref)[_row(ref, start // LANES, e), :] = part
-        else:
-            ref[:, 0, start // LANES, e, :] = part
+        _rows(ref)[_row(ref, start // LANES, e), :] = part
 
 
 def query_products(
@@ -102,7 +98,7 @@ def query_products(
             x = rows[lanes.start - start : lanes.stop - start]
             found.append(jnp.concatenate([dot(x, planes[h, n], (1, 0)) for n in range(planes.shape[1])], axis=1))
         lanes = slice(config.query_lanes(heads[0]).start, config.query_lanes(heads[-1]).stop)
-        write(config, out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
+        write(out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
 
     return [functools.partial(part, heads) for heads in _heads_of_registers(config, config.heads)]
 
@@ -129,7 +125,7 @@ def key_products(
                 terms.append(total([dot(x[:, c * LANES : (c + 1) * LANES], planes[h, c], (1, 1)) for c in registers]))
             found.append(total(terms))
         lanes = slice(key_heads[0] * config.head_dim, (key_heads[-1] + 1) * config.head_dim)
-        write(config, out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
+        write(out, e, lanes, _scaled(jnp.concatenate(found, axis=0), factor).T)
 
     return [functools.partial(part, key_heads) for key_heads in _heads_of_registers(config, config.key_heads)]
 
@@ -147,7 +143,7 @@ def _scaled(x: Array, factor: float) -> Array:
 def _rows(ref: Ref) -> Ref:
     """Return a block as rows of 128 lanes."""
     tokens, _, registers = ref.shape[:3]
-    rows: Ref = ref.reshape(tokens * registers * SUBLANES, LANES)  # type: ignore[attr-defined]
+    rows: Ref = ref.at[:, 0].reshape(tokens * registers * SUBLANES, LANES)
     return rows
 
 

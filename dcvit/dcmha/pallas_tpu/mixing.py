@@ -87,7 +87,7 @@ def build(
             for b in range(start * per_register, min((start + 1) * per_register, blocks)):
                 for n in range(0, heads, per_register):
                     x, lanes = by_block[n // per_register][b % per_register], slice(n * keys, n * keys + LANES)
-                    out[b, first : first + SUBLANES, lanes] = pack_bf16_twice(config, x) if config.rounded else x
+                    out[b, first : first + SUBLANES, lanes] = pack_bf16_twice(x) if config.rounded else x
 
 
 class MatrixWeights(NamedTuple):
@@ -153,11 +153,8 @@ def _planes(config: KernelConfig, weights: MatrixWeights, first: int, columns: s
     return [jnp.where(jax.lax.div(head, per_group) == h // per_group, x, 0.0) for h, x in enumerate(found)]
 
 
-def pack_bf16_twice(config: KernelConfig, x: Array) -> Array:
+def pack_bf16_twice(x: Array) -> Array:
     """Round to bfloat16 and return words with the result in both halves."""
-    if config.compiled:
-        words: Array = pltpu.pack_elementwise([x, x], packed_dtype=jnp.bfloat16)
-        return words
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | jax.lax.shift_right_logical(bits, 16)
 
