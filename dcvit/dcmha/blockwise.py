@@ -132,8 +132,12 @@ def segments(queries: int, keys: int, options: Options) -> list[Segment]:
 
 
 def _rows(queries: int, keys: int) -> int:
-    """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`."""
-    blocks = cdiv(queries, max(MIN_ROWS, BLOCK // keys))
+    """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`.
+
+    It is the same for all queries of these blocks, including padding.
+    """
+    most = max(MIN_ROWS, BLOCK // keys // tile.FOLDS * tile.FOLDS)
+    blocks = cdiv(queries, most)
     return round_up(cdiv(queries, blocks), tile.FOLDS)
 
 

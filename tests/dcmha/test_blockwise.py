@@ -44,6 +44,16 @@ def run(case, dtype=jnp.float32):
     return found, output_and_gradients(on_arrays(reference.attention), args, options)
 
 
+def test_padded_queries_have_the_blocks_of_the_queries():
+    """The backward pass divides the padded queries."""
+    for queries in (1, 15, 33, 36, 70, 1000):
+        for keys in (40, 70, 2222, 2600):
+            for options in (Options(), Options(causal=True), Options(window=50)):
+                runs = blockwise.segments(queries, keys, options)
+                end = runs[-1].first + runs[-1].blocks * runs[-1].rows
+                assert blockwise.segments(end, keys, options) == runs
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 queries, the smallest ones."""
