@@ -53,6 +53,12 @@ KEYS = {
     "z_loss": Key(float, 0.0, "Language models: weight of the z-loss, log²Z."),
     "label_smoothing": Key(float, 0.0, "Image models: weight of the uniform distribution in the labels, in [0, 1)."),
     "mixup": Key(float, 0.0, "Image models: α of the Beta(α, α) that mixup draws from. 0: no mixup."),
+    "cutmix": Key(float, 0.0, "Image models: α of the Beta(α, α) that cutmix draws from. 0: no cutmix."),
+    "mixup_switch_prob": Key(
+        float, 0.5, "Image models: probability that a batch gets cutmix instead of mixup, if both are on."
+    ),
+    "reprob": Key(float, 0.0, "Image models: probability that a random rectangle of a training image is erased."),
+    "remode": Key(str, "pixel", 'What replaces that rectangle: "pixel", standard normal noise, or "const", zeros.'),
     "optax_name": Key(
         str, "scale_by_adam",
         'Optimizer: a `scale_by_…` transformation of optax, "trace", or "scale_by_adafactor" as in big_vision.',
@@ -152,6 +158,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_chunk": (lambda v: v is None or v >= 1, "1 or more"),
     "z_loss": (is_rate, "finite and not negative"),
     "mixup": (is_rate, "finite and not negative"),
+    "cutmix": (is_rate, "finite and not negative"),
+    "mixup_switch_prob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+    "reprob": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+    "remode": (lambda v: v in ("pixel", "const"), "'pixel' or 'const'"),
     "lr": (is_rate, "finite and not negative"),
     "wd": (is_rate, "finite and not negative"),
     "grad_clip_norm": (lambda v: v is None or (math.isfinite(v) and v > 0), "finite and above 0"),

@@ -1,4 +1,4 @@
-"""Training objectives: losses of each example, label smoothing and mixup. A config's `loss` is one of `NAMES`."""
+"""Training objectives: losses of each example, and label smoothing. A config's `loss` is one of `NAMES`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,6 @@ def sigmoid_xent(logits: Float[Array, "B C"], labels: Float[Array, "B C"]) -> Fl
 def smooth(labels: Float[Array, "B C"], amount: float) -> Float[Array, "B C"]:
     """Apply label smoothing (Szegedy et al., 2016): (1 - amount)·labels + amount/C."""
     return labels * (1 - amount) + amount / labels.shape[-1]
-
-
-def mixup(
-    key: jax.Array, images: Float[Array, "B *image"], labels: Float[Array, "B C"], alpha: float
-) -> tuple[Float[Array, "B *image"], Float[Array, "B C"]]:
-    """Mix each example with its neighbor in the batch (Zhang et al., 2018).
-
-    One λ is drawn from Beta(alpha, alpha) for the whole batch. Each example gets the weight max(λ, 1-λ), which is at
-    least 1/2, and its neighbor the rest.
-    """
-    drawn = jax.random.beta(key, alpha, alpha)
-    share = jnp.maximum(drawn, 1 - drawn)
-    mixed_images, mixed_labels = (x * share + jnp.roll(x, 1, axis=0) * (1 - share) for x in (images, labels))
-    return mixed_images, mixed_labels
 
 
 def token_xent(

@@ -38,6 +38,7 @@ from dcvit.config.load import replaced, with_classes
 from dcvit.errors import ConfigError, nearest
 from dcvit.models import lm, losses, pixels
 from dcvit.models.head_variants import LOSSES, with_balance
+from dcvit.training.augment import Augmentation
 from dcvit.training.inputs import as_text, check_predict, image_example, require, text_example
 from input_pipeline import CorruptPolicy, Source, TokenSource
 
@@ -49,7 +50,7 @@ STAND_IN_EXAMPLES = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class ImageTask:
-    """Classification: batches of `image` B H W C and `labels` B C, smoothed and mixed as the config says."""
+    """Classification: batches of `image` B H W C and `labels` B C, smoothed, erased and mixed as the config says."""
 
     outputs_key: ClassVar[str] = "num_classes"
     variant_key: ClassVar[str] = "variant"
@@ -62,7 +63,7 @@ class ImageTask:
     to_float: Callable[[jax.Array], jax.Array]  # the part of the preprocessing that runs on the device
     loss_name: str
     label_smoothing: float
-    mixup: float
+    augmentation: Augmentation
 
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[ImageTask, ConfigDict]:
@@ -80,10 +81,10 @@ class ImageTask:
         example = image_example(source, pp, config, "config.input.pp", corrupt)
         check_predict(config.pp_predict, source, example.shape[1:], corrupt)
         host_pp, to_float = pixels.split(pp)
-        task = cls(
-            example, {"num_classes": classes}, host_pp, to_float, config.loss, config.label_smoothing, config.mixup
-        )
-        return task, config
+        augmentation = Augmentation(**{field.name: config[field.name] for field in dataclasses.fields(Augmentation)})
+        augmentation.check()
+        fields = {"num_classes": classes}
+        return cls(example, fields, host_pp, to_float, config.loss, config.label_smoothing, augmentation), config
 
     @classmethod
     def complete(cls, config: ConfigDict, run: Options) -> ConfigDict:
@@ -131,8 +132,7 @@ class ImageTask:
         images, labels = self.to_float(batch["image"]), batch["labels"]
         if self.label_smoothing:
             labels = losses.smooth(labels, self.label_smoothing)
-        if self.mixup:
-            images, labels = losses.mixup(key, images, labels, self.mixup)
+        images, labels = self.augmentation(key, images, labels)
         return {"image": images, "labels": labels}
 
     def loss(self, net: nn.Module) -> Loss:
@@ -166,7 +166,7 @@ class TokenTask:
     @classmethod
     def create(cls, config: ConfigDict, source: Source, corrupt: CorruptPolicy) -> tuple[TokenTask, ConfigDict]:
         """Raise ConfigError if vocabulary, context and data do not fit each other, or for keys of image models."""
-        for key in ("label_smoothing", "mixup"):
+        for key in ("label_smoothing", "mixup", "cutmix", "reprob"):
             if config[key]:
                 raise ConfigError(f"config.{key}={config[key]!r} is for images")
         if config.loss != "softmax_xent":

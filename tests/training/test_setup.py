@@ -111,6 +111,8 @@ BAD_TEXT = {
     "images for a language model": ({"input.data": {"kind": "digits"}}, "holds no text"),
     "an image evaluator": ({"evals.validation.type": "classification"}, "known: perplexity"),
     "mixup": ({"mixup": 0.2}, "config.mixup=0.2 is for images"),
+    "cutmix": ({"cutmix": 1.0}, "config.cutmix=1.0 is for images"),
+    "erasing": ({"reprob": 0.1}, "config.reprob=0.1 is for images"),
     "another loss": ({"loss": "sigmoid_xent"}, "softmax_xent"),
     "a split that is not there": ({"input.data.split": "test"}, "no split 'test'"),
     "window pattern": ({"model.window_pattern": "2:1"}, "window_pattern='2:1'"),

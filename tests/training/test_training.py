@@ -17,7 +17,9 @@ from dcvit.training.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
-RANDOM = {"mixup": 0.2, "ema_decay": 0.9, "model.depth": 0}  # without layers a model compiles fastest
+RANDOM = {  # without layers a model compiles fastest
+    "mixup": 0.2, "cutmix": 1.0, "reprob": 0.25, "ema_decay": 0.9, "model.depth": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
