@@ -61,7 +61,7 @@ KEYS = {
     "remode": Key(str, "pixel", 'What replaces that rectangle: "pixel", standard normal noise, or "const", zeros.'),
     "optax_name": Key(
         str, "scale_by_adam",
-        'Optimizer: a `scale_by_…` transformation of optax, "trace", or "scale_by_adafactor" as in big_vision.',
+        'Optimizer: a `scale_by_…` transformation of optax, "trace", "scale_by_adafactor" as in big_vision, or "muon".',
     ),
     "optax": Key(dict, {}, "Arguments of that transformation."),
     "lr": Key(float, 1e-3, "Peak learning rate."),

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
+from optax.contrib import MuonDimensionNumbers
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
@@ -139,10 +141,74 @@ def scale_by_adafactor(
     return optax.chain(scale, clip, average)
 
 
+# The matrices that Muon updates, by a regex on the end of their name, with the axes of their inputs and outputs counted
+# from the last: a scan stacks the matrices of its layers along the first axis.
+MUON_MATRICES: tuple[tuple[str, MuonDimensionNumbers], ...] = (
+    (r"(query|key|value)/kernel", MuonDimensionNumbers(-3, (-2, -1))),
+    (r"MultiHeadDotProductAttention_0/out/kernel", MuonDimensionNumbers((-3, -2), -1)),
+    (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", MuonDimensionNumbers(-2, -1)),
+    (r"pre_logits/kernel", MuonDimensionNumbers(-2, -1)),
+)
+MAX_NS_STEPS = 20  # the iterations are unrolled
+
+
+def muon(
+    *,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    eps: float = 1e-8,
+    mu_dtype: str | None = None,
+    consistent_rms: float | None = 0.2,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+) -> optax.GradientTransformation:
+    """Return Muon for hidden matrices and Adam for all other parameters (Jordan et al., 2024), by `optax.contrib.muon`.
+
+    Muon orthogonalizes the momentum of a matrix M×N, approximately U·V^T of its singular value decomposition, and
+    scales it by consistent_rms·√max(M, N), which makes the RMS of its entries about `consistent_rms`, that of Adam's
+    updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW fit. The matrices are
+    those of `MUON_MATRICES`: the projections of attention, with all heads as one axis, and the layers of the MLPs. Adam
+    updates embeddings, heads, norms, biases, and the small projections of compositions and of other head variants.
+
+    Args:
+      beta: decay of the momentum.
+      ns_steps: Newton-Schulz iterations, at most 20.
+      nesterov: Nesterov momentum, in Adam too.
+      eps: added to denominators, in Adam too.
+      mu_dtype: dtype of the momentum, in Adam too; None: that of the parameters.
+      consistent_rms: RMS of an update; None: the scale √max(1, N/M), with which Muon needs another learning rate than
+        Adam: see `lr_mults`.
+      adam_b1, adam_b2: decays of Adam.
+
+    Raises:
+      ValueError: `ns_steps` is out of range, or `beta` is not in [0, 1).
+    """
+    if not 1 <= ns_steps <= MAX_NS_STEPS:
+        raise ValueError(f"optax.ns_steps={ns_steps} should be in [1, {MAX_NS_STEPS}]")
+    if not 0 <= beta < 1:
+        raise ValueError(f"optax.beta={beta} should be in [0, 1)")
+    return optax.contrib.muon(
+        -1.0,  # the learning rate and its sign are those of `make`
+        ns_steps=ns_steps, beta=beta, eps=eps, mu_dtype=mu_dtype, nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2,
+        muon_weight_dimension_numbers=muon_matrices, consistent_rms=consistent_rms,
+    )  # fmt: skip
+
+
+def muon_matrices(params: PyTree) -> PyTree:
+    """Return for each parameter the axes of its inputs and outputs if Muon updates it, or None."""
+
+    def axes(name: str) -> MuonDimensionNumbers | None:
+        return next((axes for end, axes in MUON_MATRICES if re.fullmatch(f"(.*/)?{end}", name)), None)
+
+    return jax.tree.map(axes, names_of(params))
+
+
 # The transformations that a config can name.
 TRANSFORMATIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
     **{name: getattr(optax, name) for name in dir(optax) if name.startswith("scale_by_") or name == "trace"},
     "scale_by_adafactor": scale_by_adafactor,
+    "muon": muon,
 }
 
 

@@ -22,7 +22,9 @@ from dcvit.training import optim
 from dcvit.training.inputs import TrainingData
 
 SCHEDULE_DURATIONS = ("warmup", "cooldown")
-RATES = ("b1", "b2", "b3", "decay", "eps", "eps_root", "momentum")  # of `config.optax`: numbers that are not negative
+RATES = (  # of `config.optax`: numbers that are not negative
+    "b1", "b2", "b3", "decay", "eps", "eps_root", "momentum", "beta", "consistent_rms", "adam_b1", "adam_b2",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,4 +168,4 @@ def _unknown_transformation(name: str, known: Sequence[str]) -> str:
                 "learning rate in config.lr and the weight decay in config.wd"
             )
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"config.optax_name={name!r} is not a scale_by_… or trace of optax; nearest: {close[0]}"
+    return f"config.optax_name={name!r} is not muon, or a scale_by_… or trace of optax; nearest: {close[0]}"

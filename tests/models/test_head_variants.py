@@ -12,6 +12,7 @@ from small_models import jit, make_tokens, random_params
 from dcvit.models import head_settings, head_variants, lm, vit
 from dcvit.models.attention import Attention
 from dcvit.models.fields import AttentionFields, values_of
+from dcvit.training.augment import Augmentation
 from dcvit.training.tasks import ImageTask, TokenTask
 
 ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
@@ -160,7 +161,8 @@ def test_the_balance_loss_is_that_of_the_router_and_is_added_to_the_loss(model, 
     if model == "lm":
         loss_of = text_loss(net)
     else:
-        task = ImageTask(jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32), {}, "", lambda x: x, "softmax_xent", 0.0, 0.0)
+        shape = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
+        task = ImageTask(shape, {}, "", lambda x: x, "softmax_xent", 0.0, Augmentation())
         batch = {"image": inputs, "labels": jnp.eye(3)[:2]}
         loss_of = lambda params: task.loss(net)(params, batch, jax.random.key(0))  # noqa: E731
     with_loss = float(jit(loss_of)(params))

@@ -1,0 +1,171 @@
+"""Muon against its equations in numpy, its split of the parameters, its sharded state, and resumed runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_models import jit
+from trained_workdirs import load_params
+from training_runs import interrupted_before, same, small_lm_setup, small_setup
+
+from dcvit.errors import ConfigError
+from dcvit.models import lm, vit
+from dcvit.parallel import sharding
+from dcvit.training import optim, step
+
+pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
+
+ATTENTION = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0"
+# For each matrix of Muon: its shape, and the shape as a matrix from inputs to outputs.
+MATRICES = {
+    f"{ATTENTION}/query/kernel": ((6, 2, 4), (6, 8)),
+    f"{ATTENTION}/out/kernel": ((2, 4, 6), (8, 6)),
+    "Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel": ((6, 10), (6, 10)),
+    "Transformer/group/layer_0/MlpBlock_0/out/kernel": ((3, 10, 6), (3, 10, 6)),  # of three scanned layers
+    "Transformer/encoderblock/MultiHeadDotProductAttention_0/key/kernel": ((3, 6, 2, 4), (3, 6, 8)),
+}
+OTHERS = {
+    f"{ATTENTION}/query/bias": (2, 4),
+    f"{ATTENTION}/pre/w_q1": (6, 1, 8),
+    f"{ATTENTION}/pre/w_b": (1, 2, 2),
+    "Transformer/encoder_norm/scale": (6,),
+    "embedding/embedding": (9, 6),
+    "head/kernel": (6, 9),
+}
+
+
+def tree_of(flat):
+    tree = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        part = tree
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+    return tree
+
+
+def flat_of(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def orthogonalized(x, steps):
+    """Newton-Schulz iteration of Jordan et al., 2024: X ← aX + b(XXᵀ)X + c(XXᵀ)²X."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+def expected(gradients, name, steps=5):
+    """Return the last update of one parameter, in float64."""
+    gradients = [np.asarray(g[name], np.float64) for g in gradients]
+    beta, square_decay = (0.95, None) if name in MATRICES else (0.9, 0.999)
+    mean, square = (np.zeros_like(gradients[0]) for _ in range(2))
+    for t, g in enumerate(gradients, start=1):  # the momentum of Nesterov, with corrected bias
+        mean = beta * mean + (1 - beta) * g
+        ahead = beta * mean / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+        if square_decay:
+            square = square_decay * square + (1 - square_decay) * g**2
+    if square_decay:
+        return ahead / (np.sqrt(square / (1 - square_decay**t)) + 1e-8)
+    shape = MATRICES[name][1]
+    layers = ahead.reshape(-1, *shape[-2:])
+    update = np.stack([orthogonalized(layer, steps) for layer in layers]) * 0.2 * np.sqrt(max(shape[-2:]))
+    return update.reshape(ahead.shape)
+
+
+def test_updates_equal_the_equations():
+    """Heads count as one axis of a matrix, scanned layers are matrices of their own, and the rest is Adam's."""
+    rng = np.random.default_rng(0)
+    shapes = {name: shape for name, (shape, _) in MATRICES.items()} | OTHERS
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    gradients = [{name: rng.normal(size=p.shape).astype(np.float32) for name, p in params.items()} for _ in range(3)]
+    options = optim.Options("muon", lr=0.1, schedule={"decay_type": "constant"}, wd=0.01, wd_mults=((".*", 1.0),))
+    tx, _ = optim.make(tree_of(params), 10, options)
+    state = tx.init(tree_of(params))
+    for g in gradients:
+        updates, state = jit(tx.update)(tree_of(g), state, tree_of(params))
+    for name, update in flat_of(updates).items():
+        wanted = -(0.1 * expected(gradients, name) + 0.01 * params[name])
+        np.testing.assert_allclose(update, wanted, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+MODELS = {
+    "vit": (vit.Model(10, variant="DCViT-mu/16", num_heads=4, depth=2, static=True, rep_size=True), (1, 32, 32, 3)),
+    "lm": (lm.Model(20, width=16, depth=2, num_heads=4, mlp_dim=32, compose="both", scan=True), (1, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_muon_updates_the_projections_and_mlps_and_nothing_else(name):
+    model, shape = MODELS[name]
+    example = jnp.zeros(shape, jnp.float32 if name == "vit" else jnp.int32)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), example)["params"])
+    axes = flat_of(jax.tree.map(lambda a: a is not None, optim.muon_matrices(shapes), is_leaf=lambda x: x is None or
+                                isinstance(x, optax.contrib.MuonDimensionNumbers)))  # fmt: skip
+    chosen = {"/".join(n.split("/")[-2:]) for n, is_muon in axes.items() if is_muon}
+    mlp = {"Dense_0/kernel", "Dense_1/kernel", "pre_logits/kernel"} if name == "vit" else {
+        "in/kernel", "gate/kernel",
+    }  # fmt: skip
+    assert chosen == {"query/kernel", "key/kernel", "value/kernel", "out/kernel"} | mlp
+    rest = {n.split("/")[-1] for n, is_muon in axes.items() if not is_muon}
+    assert rest >= {"w_q1", "w_q2", "w_qg", "scale", "kernel" if name == "vit" else "embedding"}
+
+
+def test_sharded_state_trains_as_one_device():
+    """The momentum is sharded as its parameters."""
+    options = {"optax_name": "muon", "optax": {}, "model.compose": "both", "input.batch_size": 16, "lr": 0.01}
+    options |= {"schedule": {"decay_type": "constant"}, "model.num_heads": 4, "model.mlp_dim": 32}
+    found = []
+    for mesh in ({}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2)), "sharding_strategy": "fsdp+tensor"}):
+        run = small_setup(**options, **mesh)
+        shapes = step.state_shapes(run)
+        with jax.set_mesh(run.model.mesh):
+            made = jax.jit(lambda run=run: step.initial_state(run, step.init_params(run, jax.random.key(0))),
+                           out_shardings=jax.tree.map(lambda s: s.sharding, shapes))()  # fmt: skip
+            batch = sharding.put_batch(next(run.data.batches(0)), run.model.mesh, 16)
+            found.append(step.jit_update(run, shapes)(made, batch)[0])
+    for one, many in zip(*(jax.tree.leaves(state.params) for state in found), strict=True):
+        np.testing.assert_allclose(many, one, atol=1e-4)
+    momenta = {name: x for name, x in flat_of(found[1].opt_state).items() if "/mu/" in name}
+    for name, p in flat_of(found[1].params).items():
+        (momentum,) = (x for path, x in momenta.items() if path.endswith("/mu/" + name))
+        assert momentum.sharding == p.sharding
+    assert any("fsdp" in p.sharding.spec for p in jax.tree.leaves(found[1].params))
+
+
+def test_interrupted_run_resumes_to_the_same_bits(digits_run, monkeypatch):
+    options = {"optax_name": "muon", "optax": {"mu_dtype": "bfloat16"}, "frozen": ["embedding/.*"]}
+    status, complete = digits_run("complete", **options)
+    assert status == 0
+    with interrupted_before(monkeypatch, 5):
+        assert digits_run("stopped", **options)[0] == 130
+    status, stopped = digits_run("stopped", **options)
+    assert status == 0
+    assert same(load_params(complete), load_params(stopped))
+    assert (complete / "metrics.jsonl").read_bytes() == (stopped / "metrics.jsonl").read_bytes()
+
+
+BAD = {
+    "optax.ns_steps=0": "optax.ns_steps=0 should be in [1, 20]",
+    "optax.beta=1.0": "optax.beta=1.0 should be in [0, 1)",
+    "optax.adam_b1=-0.5": "config.optax.adam_b1=-0.5 should be finite and not negative",
+    "optax.learning_rate=0.1": "config.optax has no option 'learning_rate'",
+    "optax.b1=0.9": "config.optax has no option 'b1'; known: beta",
+    "optax.mu_dtype=bfloat17": "bfloat17",
+    "optax.ns_steps=many": "ns_steps",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_options_are_one_line(override):
+    key, value = override.split("=")
+    with pytest.raises(ConfigError) as error:
+        small_lm_setup(**{"optax_name": "muon", "optax": {}, key: value})
+    assert BAD[override] in str(error.value)
+    assert "\n" not in str(error.value)
