@@ -138,3 +138,33 @@ def diff2(p, x, mask, heads, key_heads):
     attended = [softmax(scores[h], mask) @ values[h] for h in range(2 * heads)]
     factor = 1 / (1 + np.exp(-x @ p["diff2"]["lambda"]["kernel"]))
     return merge(p, [attended[2 * h] - factor[:, h, None] * attended[2 * h + 1] for h in range(heads)])
+
+
+def xsa(p, x, mask, heads, key_heads):
+    """Exclusive self-attention (arXiv 2603.09078): z = y - (yᵀv)·v/‖v‖² with the token's own value."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    outputs = []
+    for h in range(heads):
+        y = softmax(scores[h], mask) @ values[h]
+        for t, v in enumerate(values[h]):
+            y[t] = y[t] - (y[t] @ v) * v / (v @ v)
+        outputs.append(y)
+    return merge(p, outputs)
+
+
+def knocking(p, x, mask, heads, key_heads):
+    """Knocking-heads attention (arXiv 2510.23052): all heads share the maps T_Q, T_K and T_V."""
+    q, k, v = (heads_of(p, name, x) for name in ("query", "key", "value"))
+    q, k, v = (y @ p[f"knocking_{name}"]["map"] for name, y in (("query", q), ("key", k), ("value", v)))
+    shared, outputs = heads // key_heads, []
+    for h in range(heads):
+        scores = q[:, h] @ k[:, h // shared].T / math.sqrt(q.shape[-1])
+        outputs.append(softmax(scores, mask) @ v[:, h // shared])
+    return merge(p, outputs)
+
+
+def gated_elementwise(p, x, mask, heads, key_heads):
+    """Elementwise gated attention (Qiu et al., 2025): Y ⊙ σ(X·W_θ) before the output projection."""
+    scores, values = scores_of(p, x, heads, key_heads)
+    gates = np.split(1 / (1 + np.exp(-x @ p["gated_elementwise"]["gate"]["kernel"])), heads, axis=1)
+    return merge(p, [gates[h] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)])

@@ -15,6 +15,7 @@ from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import head_variants, sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
+from dcvit.models.head_variants import Tokens
 from dcvit.models.projections import Projections
 from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
@@ -46,6 +47,7 @@ class Prepared(NamedTuple):
     causal: bool
     window: int | None
     cache: Cache  # the given cache with the new tokens, or these alone
+    tokens: Tokens  # the new tokens
 
 
 class Attention(Projections):
@@ -120,7 +122,7 @@ class Attention(Projections):
         inputs, options = checked(
             prepared.inputs, causal=prepared.causal, window=prepared.window, groups=self.attended_groups()
         )
-        return self.output_of(self.head_outputs(x.q, inputs, options), x.q), prepared.cache
+        return self.output_of(self.head_outputs(prepared.tokens, inputs, options), x.q), prepared.cache
 
     def prepare(self, x: LayerInputs) -> Prepared:
         """Project the inputs, compute the compose weights (Eqn 5-6), and add the tokens of the cache."""
@@ -129,17 +131,20 @@ class Attention(Projections):
             raise ValueError("a rotary embedding needs queries and keys of the same tokens")
         if self.compose and x_k.shape[-1] != x.q.shape[-1]:
             raise ValueError(f"a composition needs inputs of one width, found {x.q.shape[-1]} and {x_k.shape[-1]}")
+        if self.heads == "xsa" and not (x_k is x.q and x.v is None):
+            raise ValueError("heads='xsa' needs queries and values of the same tokens")
         to_compose = compose_inputs(x.q, x_k, groups=self.groups) if self.compose else {}
         q, k, v = self.project(x.q, x_k, x_k if x.v is None else x.v, x.positions)
         weights = self.compose_weights(x.q.shape[-1], to_compose)
         inputs = Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask)
-        new = cache_of(inputs)
+        new, tokens = cache_of(inputs), Tokens(x.q, v)
+        window = self.window and (self.prefill_window or self.window)
         if x.cache is None or x.update is None:
-            return Prepared(inputs, self.causal, self.window and (self.prefill_window or self.window), new)
+            return Prepared(inputs, self.causal, window, new, tokens)
         cache = extend(x.cache, new, x.update.start, x.update.added)
         if x.q.shape[1] > 1:  # several tokens attend to each other only, because the cache was empty
-            return Prepared(inputs, self.causal, self.window and (self.prefill_window or self.window), cache)
-        return Prepared(attend_to_cache(cache, inputs, x.update, self.window), False, None, cache)
+            return Prepared(inputs, self.causal, window, cache, tokens)
+        return Prepared(attend_to_cache(cache, inputs, x.update, self.window), False, None, cache, tokens)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the weights of the composes "pre" and "post", as far as they exist."""
@@ -148,7 +153,7 @@ class Attention(Projections):
         return compose_weights(composition, params, inputs, num_heads=self.num_heads, dtype=self.dtype)
 
     def head_outputs(
-        self, x: Float[Array, "_ T M"], inputs: Inputs, options: Options, dropout: Dropout | None = None
+        self, tokens: Tokens, inputs: Inputs, options: Options, dropout: Dropout | None = None
     ) -> Float[Array, "B T H D"]:
         """Return the outputs of all heads, composed or of a head variant."""
 
@@ -160,17 +165,24 @@ class Attention(Projections):
         maybe_remat: Callable[[Inputs], Array] = attend
         if self.remat:
             maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
-        if self.heads is None:
+        if self.heads not in head_variants.MODULES:
             return maybe_remat(inputs)
         variant = head_variants.make_variant(
             self.heads, self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype
         )
-        outputs: Array = variant(x, inputs, maybe_remat)
+        outputs: Array = variant(tokens, inputs, maybe_remat)
         return outputs
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
         """Return the output projection of all heads, sharded as `like`."""
         return shard_as(self.output(constrain(head_outputs, BATCH, None, "tensor", None), like.shape[-1]), like)
+
+    def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        """Return queries, keys or values after the map of all heads that a head variant has."""
+        if self.heads != "knocking":
+            return x
+        mapped: Array = head_variants.SharedMap(self.dtype, name=f"knocking_{name}")(x)
+        return mapped
 
     def attended_groups(self) -> int:
         """Return the number of groups of heads in which a composition or a head variant composes."""

@@ -140,7 +140,7 @@ class FlaxAttention(Attention):
             causal=prepared.causal, window=prepared.window, groups=self.attended_groups(),
         )  # fmt: skip
         dropout = None if dropout_key is None else Dropout(dropout_key, self.dropout_rate, self.broadcast_dropout)
-        outputs = self.head_outputs(x.q, inputs, options, dropout)
+        outputs = self.head_outputs(prepared.tokens, inputs, options, dropout)
         if has_per_head_mask:
             outputs = outputs.reshape(batch, -1, *outputs.shape[1:2], outputs.shape[-1]).swapaxes(1, 2)
         out, cache = self.output_of(outputs, x.q), prepared.cache if wanted.cache else None

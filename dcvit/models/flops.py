@@ -129,6 +129,9 @@ def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
     moh_topk   T·M·(H + 2), less T·M for a single shared head; T·M for the gates. All heads are computed
     diff       2·P·H, as a static composition of pairs of heads
     diff2      T·M² and 2·P·M for the second queries, T·M·H for λ, T·M for its product
+    xsa        2·T·M for the product with the own value and its part
+    knocking   T·D·(M + 2·K·D) for the maps of queries, keys and values
+    gated_elementwise   T·M² for the gates, T·M for their product
     """
     heads, width = net.num_heads, net.width
     if net.heads is None:
@@ -138,6 +141,12 @@ def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
         return 2 * pairs * heads
     if net.heads == "diff2":
         return (tokens * (width + heads + 1) + 2 * pairs) * width
+    if net.heads == "xsa":
+        return 2 * tokens * width
+    if net.heads == "knocking":
+        return tokens * (width // heads) * (width + 2 * _key_width(net))
+    if net.heads == "gated_elementwise":
+        return tokens * (width + 1) * width
     shared, _ = shared_and_chosen(net.heads, heads)
     scores = heads + 2 * (shared > 0) - (shared == 1)
     return tokens * width * (scores + 1)

@@ -16,13 +16,17 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
   moh_topk     a router weights shared heads and chooses others                             Jin et al., 2024
   diff         differences of pairs of attention matrices, DIFF Transformer V1              Ye et al., 2024
   diff2        differences of pairs of outputs, DIFF Transformer V2                         Ye et al., 2026
+  xsa          z = y - (y·v)·v/‖v‖², own v: exclusive self-attention                        arXiv 2603.09078
+  knocking     q·T_q, k·T_k, v·T_v with D×D maps of all heads: knocking heads               arXiv 2510.23052
+  gated_elementwise   O' = O ⊙ σ(x·W): elementwise gated attention                          Qiu et al., 2025
 
 Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
 random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
 of each group with the field `groups`. The gate of "gated" is 1 + tanh(x·W_qg) = 2σ(2·x·W_qg), so W_qg is half of the
 paper's W_θ and the output projection takes up the other factor; a gate starts near 1 instead of 1/2. w_q1 of
 "lightweight" is RMS-normed over the heads, as in all dynamic projections. modded-nanogpt's record 85 composes the last
-layer only and adds the product in the local window only; "lightweight" composes all layers and all visible keys.
+layer only (`compose_layers=(-1,)`) and adds the product in the local window only; "lightweight" composes all visible
+keys. The maps of "knocking" start as the identity and follow the projections, before QK-norm and rotary embedding.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-VARIANTS = ("moh", "moh_topk", "diff", "diff2")
+VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise")
 STATIC = {"projection": False, "gate": False, "static": True}
 # The fields that a name stands for. `groups` of "folded" is the number of key heads.
 SETTINGS: dict[str, dict[str, object]] = {

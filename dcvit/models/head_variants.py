@@ -1,7 +1,8 @@
-"""Modules of cross-head attention that is no setting of the composition: mixture-of-head and DIFF Transformer.
+"""Modules of attention of other papers that is no setting of the composition: mixture-of-head, DIFF Transformer, …
 
-Each module takes the layer's input, the inputs of attention, and a function that computes attention, and returns the
-outputs of H heads. See `dcvit.models.head_settings` for the names.
+Each module takes the tokens that attend, the inputs of attention, and a function that computes attention, and returns
+the outputs of H heads. `SharedMap` maps queries, keys and values before. The names are those of
+`dcvit.models.head_settings`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,9 +29,16 @@ from dcvit.parallel.mesh import BATCH, constrain
 BALANCE = 0.01  # weight of the load-balance loss of "moh_topk": β in the paper's experiments
 LOSSES = "losses"  # the collection to which modules sow losses
 DIFF_EPSILON = 1e-5  # of the norm of "diff", as released
-
+NORM_EPSILON = 1e-12  # least squared length of a value that "xsa" divides by
 
 Attend = Callable[[Inputs], Array]  # inputs of attention -> outputs of its heads
+
+
+class Tokens(NamedTuple):
+    """The tokens that attend."""
+
+    x: Float[Array, "B T M"]  # the layer's input
+    v: Float[Array, "B T K D"]  # their own values
 
 
 class HeadVariant(nn.Module):
@@ -76,10 +85,10 @@ class MixtureOfHeads(HeadVariant):
     chosen: int = 0
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the weighted outputs of all heads."""
         outputs = attend(inputs)
-        gates = constrain(self._gates(x), BATCH, None, "tensor").astype(outputs.dtype)
+        gates = constrain(self._gates(tokens.x), BATCH, None, "tensor").astype(outputs.dtype)
         return outputs * gates[..., None]
 
     def _gates(self, x: Float[Array, "B T M"]) -> Float[Array, "B T H"]:
@@ -117,7 +126,7 @@ class Differential(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the outputs of the pairs, two heads for each. `attend` composes H/2 groups."""
         k, v = inputs.k, inputs.v
         pairs, repeats, width = self.num_heads // 2, self.num_heads // k.shape[2], k.shape[-1]
@@ -151,23 +160,79 @@ class DifferentialV2(HeadVariant):
     """
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T M"], inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the differences."""
         outputs = attend(inputs)
-        factor = jax.nn.sigmoid(self.dense(self.num_heads, "lambda")(x).astype(statistics_dtype(x.dtype)))
+        scores = self.dense(self.num_heads, "lambda")(tokens.x)
+        factor = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype)))
         factor = constrain(factor, BATCH, None, "tensor").astype(outputs.dtype)
         return outputs[:, :, 0::2] - factor[..., None] * outputs[:, :, 1::2]
 
 
+class ExclusiveSelf(HeadVariant):
+    """Exclusive self-attention (arXiv 2603.09078): an output has no part along its token's own value.
+
+      z = y - (y·v)·v/‖v‖²
+
+    with the output y of a head and the value v of the same token in that head, or in its key head.
+    """
+
+    @nn.compact
+    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+        """Return the orthogonal parts of the outputs. No value of the tokens may be missing, as with other keys."""
+        outputs = attend(inputs)
+        wide = statistics_dtype(outputs.dtype)
+        own = tokens.v.astype(wide)
+        length = jnp.sum(jnp.square(own), axis=-1, keepdims=True)
+        unit = own * jax.lax.rsqrt(jnp.maximum(length, jnp.asarray(NORM_EPSILON, wide)))
+        unit = jnp.repeat(unit, self.num_heads // own.shape[2], axis=2)
+        along = jnp.sum(outputs.astype(wide) * unit, axis=-1, keepdims=True)
+        return (outputs.astype(wide) - along * unit).astype(outputs.dtype)
+
+
+class ElementwiseGates(HeadVariant):
+    """Gated attention with a gate for each number of a head's output (Qiu et al., 2025, arXiv 2505.06708).
+
+    O' = O ⊙ σ(x·W), W: M×(H·D). The gates start near 1/2.
+    """
+
+    @nn.compact
+    def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
+        """Return the gated outputs."""
+        outputs = attend(inputs)
+        scores = self.dense(outputs.shape[-2] * outputs.shape[-1], "gate")(tokens.x)
+        gates = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype))).astype(outputs.dtype)
+        return outputs * constrain(gates.reshape(outputs.shape), BATCH, None, "tensor", None)
+
+
+class SharedMap(nn.Module):
+    """A D×D map that all heads share, for "knocking" (arXiv 2510.23052): the identity at the start.
+
+    Fields:
+      dtype: dtype of the computation; None means that of the input.
+    """
+
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        """Return x·T for every head."""
+        size = x.shape[-1]
+        matrix = self.param("map", lambda _: jnp.eye(size))
+        x, matrix = nn.dtypes.promote_dtype(x, matrix, dtype=self.dtype)
+        return jnp.einsum("bthd,de->bthe", x, matrix)
+
+
 MODULES: dict[str, type[HeadVariant]] = {
     "moh": MixtureOfHeads, "moh_topk": MixtureOfHeads, "diff": Differential, "diff2": DifferentialV2,
+    "xsa": ExclusiveSelf, "gated_elementwise": ElementwiseGates,
 }  # fmt: skip
 
 
 def make_variant(
     head_variant: str, num_heads: int, *, layer: int, kernel_init: Initializer, dtype: DTypeLike | None
 ) -> HeadVariant:
-    """Return the module of a name in `head_settings.VARIANTS`."""
+    """Return the module of a name in `MODULES`."""
     module: Callable[..., HeadVariant] = MODULES[head_variant]
     if module is MixtureOfHeads:
         shared, chosen = shared_and_chosen(head_variant, num_heads)

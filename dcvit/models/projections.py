@@ -81,6 +81,10 @@ class Projections(AttentionFields):
         """Return the number of heads of the queries."""
         return self.num_heads
 
+    def mapped(self, name: str, x: Float[Array, "*B H D"]) -> Float[Array, "*B H D"]:
+        """Return queries, keys or values, by their name, before norms and rotary embeddings; here as they are."""
+        return x
+
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
         """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
         head_dim = self.head_dim(x_q.shape[-1])
@@ -90,7 +94,7 @@ class Projections(AttentionFields):
                 heads, head_dim, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init,
                 dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision, name=name,
             )  # fmt: skip
-            out: Array = dense(x)
+            out: Array = self.mapped(name, dense(x))
             if self.qkv_sharding is None:
                 return constrain(out, BATCH, None, "tensor", None)
             return constrain_to(out, self.qkv_sharding)

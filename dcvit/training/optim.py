@@ -147,7 +147,7 @@ MUON_MATRICES: tuple[tuple[str, MuonDimensionNumbers], ...] = (
     (r"(query|key|value)/kernel", MuonDimensionNumbers(-3, (-2, -1))),
     (r"MultiHeadDotProductAttention_0/out/kernel", MuonDimensionNumbers((-3, -2), -1)),
     (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", MuonDimensionNumbers(-2, -1)),
-    (r"pre_logits/kernel", MuonDimensionNumbers(-2, -1)),
+    (r"(pre_logits|gated_elementwise/gate)/kernel", MuonDimensionNumbers(-2, -1)),
 )
 MAX_NS_STEPS = 20  # the iterations are unrolled
 

@@ -135,6 +135,9 @@ VARIANTS = [
     {"heads": "moh_topk", "num_heads": 4},
     {"heads": "diff", **HEADS},
     {"heads": "diff2", **HEADS},
+    {"heads": "xsa", **HEADS},
+    {"heads": "knocking", **HEADS},
+    {"heads": "gated_elementwise", **HEADS},
     {"heads": "talking"},
     {"heads": "mta", "groups": 2},
     {"heads": "gated", "implementation": "folded"},
@@ -210,7 +213,7 @@ COMPOSED_LMS = [
 ]
 
 
-VARIANT_LMS = [{"position": "learned", **fields} for fields in VARIANTS[:5]]  # D is odd
+VARIANT_LMS = [{"position": "learned", **fields} for fields in VARIANTS[:8]]  # D is odd
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dcvit.models.fields import AttentionFields, values_of
 from dcvit.training.augment import Augmentation
 from dcvit.training.tasks import ImageTask, TokenTask
 
+NEW = {"xsa", "knocking", "gated_elementwise", "lightweight"}  # their gradients too are always compared
 ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
 LENGTH, WIDTH, LAYER = 6, 24, 2
 
@@ -73,6 +74,71 @@ def test_outputs_with_grouped_queries_causality_a_window_and_a_mask_equal_the_fo
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["xsa", "knocking", "gated_elementwise", "lightweight", *map(exhaustive, sorted({*ORACLES} - NEW))]
+)
+def test_gradients_equal_differences_of_the_formula_in_float64(name):
+    """Of a weighted sum of the outputs, in random directions of every parameter."""
+    layer, params, x = make_layer(name, 4, 2, causal=True)
+    every, rng = np.tril(np.ones((2, LENGTH, LENGTH), bool)), np.random.default_rng(3)
+    weights = rng.normal(size=x.shape)
+
+    def loss(params):
+        outputs = layer.apply({"params": params}, jnp.asarray(x, jnp.float32))
+        return jnp.sum(outputs * jnp.asarray(weights, jnp.float32))
+
+    gradients = jit(jax.grad(loss))(params)
+    params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    leaves, structure = jax.tree.flatten(params)
+    for i, (leaf, gradient) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
+        direction = rng.normal(size=leaf.shape)
+        sums = []
+        for step in (1e-5, -1e-5):
+            moved = jax.tree.unflatten(structure, [*leaves[:i], leaf + step * direction, *leaves[i + 1 :]])
+            sums.append((expected(name, moved, x, every, 4, 2) * weights).sum())
+        wanted = (sums[0] - sums[1]) / 2e-5
+        assert float((gradient * direction).sum()) == pytest.approx(wanted, rel=1e-3, abs=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xsa", "knocking", "gated_elementwise"])
+def test_decoding_token_by_token_equals_the_whole_row(name):
+    net, params = make_net(name, num_key_heads=2, depth=2)
+    tokens = make_tokens(2, 6)
+    whole = jit(net.apply)({"params": params}, tokens)[0]
+    cache = lm.init_cache(net, 2, 8)
+    step = jit(lambda cache, token: net.apply({"params": params}, token, cache=cache))
+    for t in range(tokens.shape[1]):
+        logits, out = step(cache, tokens[:, t : t + 1])
+        cache = out["cache"]
+        np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=1e-5)
+
+
+def test_knocking_heads_start_as_plain_attention():
+    layer, _, x = make_layer("knocking", 4, 2)
+    start = jit(layer.init)(jax.random.key(0), jnp.asarray(x, jnp.float32))["params"]
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(start[f"knocking_{name}"]["map"], np.eye(WIDTH // 4))
+    every = np.ones((2, LENGTH, LENGTH), bool)
+    np.testing.assert_allclose(output(layer, start, x), expected("mha", start, x, every, 4, 2), atol=1e-5)
+
+
+def test_exclusive_attention_with_values_of_zeros_has_finite_gradients():
+    """A value of zeros has no direction: the output stays, and gradients are finite."""
+    layer, params, x = make_layer("xsa", 4, 4)
+    params["value"]["kernel"] = params["value"]["kernel"] * 0
+    loss = lambda p: jnp.sum(layer.apply({"params": p}, jnp.asarray(x, jnp.float32)))  # noqa: E731
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(jit(jax.grad(loss))(params)))
+
+
+def test_exclusive_attention_to_other_tokens_is_refused():
+    layer, params, x = make_layer("xsa", 4, 4)
+    x = jnp.asarray(x, jnp.float32)
+    with pytest.raises(ValueError, match="heads='xsa' needs queries and values of the same tokens"):
+        layer.apply({"params": params}, x, x + 1)
+
+
 def test_head_convolution_inside_groups():
     net = lm.Model(7, heads="mta", num_heads=4, groups=2, width=WIDTH)
     layer = Attention(4, use_bias=False, **values_of(net, AttentionFields))
@@ -115,7 +181,9 @@ def test_gradients_are_finite_and_reach_every_parameter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diff2", "moh", exhaustive("diff")])  # rounding changes the choice of "moh_topk"
+@pytest.mark.parametrize(
+    "name", ["diff2", "moh", "xsa", "knocking", "gated_elementwise", exhaustive("diff")]
+)  # rounding changes the choice of "moh_topk"
 def test_bfloat16_is_near_float32(name):
     net, params = make_net(name)
     tokens = make_tokens(2, 12)
@@ -125,7 +193,9 @@ def test_bfloat16_is_near_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moh_topk", exhaustive("diff"), exhaustive("diff2")])
+@pytest.mark.parametrize(
+    "name", ["moh_topk", "xsa", *map(exhaustive, ("diff", "diff2", "knocking", "gated_elementwise"))]
+)
 def test_outputs_on_a_mesh_equal_those_of_one_device(name):
     net, params = make_net(name)
     tokens = make_tokens(4, 12)
@@ -216,6 +286,7 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
         ({"heads": "moh_topk", "num_heads": 6, "width": 48}, "a multiple of 4 heads, found num_heads=6"),
         ({"heads": "diff", "num_key_heads": 1}, "an even number of key heads, found 1"),
         ({"heads": "diff", "scan": True}, "set scan=False"),
+        ({"heads": "xsaa"}, "heads='xsaa'; known: "),
     ],
     ids=str,
 )
