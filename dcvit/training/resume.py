@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
@@ -133,13 +134,14 @@ def start_state(run: Run) -> TrainState:
             raise CheckpointError(f"{checkpoint} holds the state of step {step}")
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
-    def fresh(loaded: Params) -> TrainState:
-        params = init_params(setup, jax.random.key(setup.seed))
+    def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
+        params = init_params(setup, jax.random.wrap_key_data(seed_words))
         params = jax.tree.map(lambda x, p: p if x is None else x, loaded, params, is_leaf=_is_none)
         return initial_state(setup, params)
 
     places = jax.tree.map(lambda s: s.sharding, start.shapes)
-    state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded)
+    words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
+    state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
     return state
 
 
