@@ -16,6 +16,7 @@ from dcvit.reproduction import (
     downstream,
     full,
     heads,
+    images,
     in_context,
     overhead,
     scaling,
@@ -70,6 +71,11 @@ def scaled(name: str) -> Trained:
     return Trained(
         functools.partial(scaling.plan, name), functools.partial(scaling.table, name), scaling.STEPS, name
     )  # fmt: skip
+
+
+def on_images(experiment: images.Experiment) -> Trained:
+    """Return the computation of a comparison of ViTs."""
+    return Trained(experiment.plan, experiment.table, experiment.steps, experiment.name)
 
 
 COMMANDS = "commands, slices and hours of the runs"
@@ -134,6 +140,11 @@ ENTRIES = {
         "composition with grouped queries, not in the paper",
         "11 small language models, trained twice per seed, and 4 ViTs on digits",
         compute=Trained(heads.key_heads_plan, heads.key_heads_table, arms.STEPS, "key_heads"),
+    ),
+    "image_digits": Entry(
+        "composition in ViTs with grouped queries on digits, not in the paper",
+        "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",
+        compute=on_images(images.DIGITS),
     ),
 }  # fmt: skip
 

@@ -1,0 +1,112 @@
+"""Does composition help images? Pairs of a plain and a composed ViT, equal in all else, over several seeds.
+
+`image_digits`: eight heads with 1, 2, 4 and 8 key heads on handwritten digits, many passes over few images.
+`image_scenes`: generated scenes, each of which is seen at most once, from a single digit to five.
+`photographs`: photographs of solar cells in two classes.
+
+docs/images.md states the criterion of a gain, which was fixed before the first run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dcvit.reproduction import arms
+from dcvit.reproduction.arms import Mean
+from dcvit.reproduction.seeded import Run
+from dcvit.reproduction.tables import Chart, Row, Table
+
+PLAIN, COMPOSED = "plain", "composed"
+COMPOSE = {PLAIN: None, COMPOSED: "both"}
+MIN_GAIN = 1.0  # percentage points
+PHOTOGRAPHS = "runs/solar_cells"  # the folder of scripts/solar_cells.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Pairs of models on one dataset.
+
+    Fields:
+      name: of the entry, its files and the folder of its runs.
+      title: of the table.
+      spec: the config.
+      overrides: values that all models share.
+      pairs: for each pair, the fields of the model that both share.
+      metric: "EVALUATOR/METRIC", a fraction of correct answers.
+      steps: of a run.
+      about: the data and the models in a sentence.
+    """
+
+    name: str
+    title: str
+    spec: str
+    overrides: Mapping[str, object]
+    pairs: Mapping[str, Mapping[str, object]]
+    metric: str
+    steps: int
+    about: str
+
+    def runs(self, folder: Path, steps: int) -> dict[str, dict[str, Run]]:
+        """Return the runs of both models of each pair."""
+        return {pair: {arm: self._run(folder / pair / arm, pair, arm, steps) for arm in COMPOSE} for pair in self.pairs}
+
+    def plan(self, folder: Path, steps: int) -> list[Run]:
+        """Return all runs."""
+        return [run for pair in self.runs(folder, steps).values() for run in pair.values()]
+
+    def table(self, folder: Path, seeds: Sequence[int], steps: int) -> Table:
+        """Return the accuracies of complete runs, with the difference of each pair and its verdict.
+
+        Raises:
+          ConfigError: a run is not complete, or the runs of a model differ in more than their seed.
+        """
+        rows: list[Row] = []
+        for pair, runs in self.runs(folder, steps).items():
+            found = arms.measure(runs, seeds, scale=100)
+            for arm, run in runs.items():
+                mean, difference = found.means[arm], found.differences[arm]
+                rows.append({
+                    "model": f"{pair} {arm}", "parameters": run.parameters(seeds[0]), "top-1 %": mean.mean,
+                    "± 95 %": mean.interval, "difference": None if arm == PLAIN else difference.mean,
+                    "difference ± 95 %": None if arm == PLAIN else difference.interval,
+                    "verdict": "–" if arm == PLAIN else verdict(difference),
+                })  # fmt: skip
+        return Table(self.name, self.title, rows, (self._note(seeds, steps), CRITERION),
+                     Chart("model", "top-1 %", "± 95 %"))  # fmt: skip
+
+    def _run(self, folder: Path, pair: str, arm: str, steps: int) -> Run:
+        fields = {**self.pairs[pair], "compose": COMPOSE[arm]}
+        overrides = {**self.overrides, **{f"model.{key}": value for key, value in fields.items()}}
+        return Run(folder, self.spec, {**overrides, "total_steps": steps}, self.metric)
+
+    def _note(self, seeds: Sequence[int], steps: int) -> str:
+        return (
+            f"{self.about} {steps:,} steps; seeds {', '.join(map(str, seeds))}. Intervals of Student's t distribution. "
+            "Differences are in percentage points, to the plain model with the same seed and as many steps. The "
+            "composed model has more parameters and operations; no model of equal parameters or equal time was trained."
+        )
+
+
+CRITERION = (
+    f"A gain: the 95 % interval of the mean difference excludes 0, and the mean is at least {MIN_GAIN:g} percentage "
+    "point. A loss: the same below 0. Everything else is “not shown”."
+)
+
+
+def verdict(difference: Mean) -> str:
+    """Return "gain", "loss" or "not shown" for a difference in percentage points; one seed shows nothing."""
+    mean, interval = difference
+    if interval is None or abs(mean) <= interval or abs(mean) < MIN_GAIN:
+        return "not shown"
+    return "gain" if mean > 0 else "loss"
+
+
+DIGITS = Experiment(
+    "image_digits", "Grouped queries in ViTs on digits", "vit_digits:attention=dcmha", {"input.batch_size": 32},
+    {f"K={k}": {"num_heads": 8, "num_key_heads": k} for k in (1, 2, 4, 8)}, "test/top1", 674,
+    "ViTs of configs/vit_digits.py with 8 heads and K key heads (two layers, width 64) on scikit-learn's handwritten "
+    "digits: 1,437 training images, batches of 32, and 360 test images.",
+)  # fmt: skip
+EXPERIMENTS = (DIGITS,)
