@@ -52,7 +52,7 @@ class Scene(NamedTuple):
 
 
 class Source:
-    """Scenes of two to eight digits: `image` (uint8, 27×27×1) and `label` (int32, 0 … 9).
+    """Scenes of up to eight digits: `image` (uint8, 27×27×1) and `label` (int32, 0 … 9).
 
     The splits have different handwritten digits: 1,197, 240 and 360. Example i is a function of (seed, split, i) only.
     """
@@ -66,6 +66,7 @@ class Source:
         relations: Sequence[str] = RELATIONS,
         attributes: Sequence[str] = ATTRIBUTES,
         examples: int = 1_000_000,
+        least_distractors: int = 1,
     ):
         """
         Args:
@@ -74,6 +75,8 @@ class Source:
           relations: the relations that markers ask for.
           attributes: the attributes that markers ask for.
           examples: number of scenes.
+          least_distractors: a scene has at least as many digits besides those that its question is about, 0 to 4. With
+            0, some scenes are easy, and a model learns from these first.
 
         Raises:
           InputError: the split, a relation or an attribute is unknown, or a number is out of range.
@@ -85,7 +88,9 @@ class Source:
                 raise InputError(f"scenes: {given!r} should be a list of {', '.join(known)}")
         if not 1 <= examples <= 1 << 32 or not 0 <= seed < 1 << 64:
             raise InputError(f"scenes: examples={examples}, seed={seed}: expected 1 … 2**32 and 64 bits")
-        self.split, self.seed, self.examples = split, seed, examples
+        if not 0 <= least_distractors <= MOST_DISTRACTORS:
+            raise InputError(f"scenes: least_distractors={least_distractors}: expected 0 … {MOST_DISTRACTORS}")
+        self.split, self.seed, self.examples, self.least_distractors = split, seed, examples, least_distractors
         self.relations, self.attributes = tuple(relations), tuple(attributes)
         source = digits.Source("test" if split == "test" else "train")
         part = {"train": slice(VALIDATION_DIGITS, None), "validation": slice(VALIDATION_DIGITS), "test": slice(None)}
@@ -128,10 +133,11 @@ class Source:
         """Return the content of a scene, and the random numbers for its pixels."""
         draw = draws(self.seed, SPLITS.index(self.split), index, DRAWS)
         relation = self.relations[draw(len(self.relations))]
-        return make_scene(relation, self.attributes[draw(len(self.attributes))], draw), draw
+        attribute = self.attributes[draw(len(self.attributes))]
+        return make_scene(relation, attribute, draw, self.least_distractors), draw
 
 
-def make_scene(relation: str, attribute: str, draw: Draw) -> Scene:
+def make_scene(relation: str, attribute: str, draw: Draw, least_distractors: int = 1) -> Scene:
     """Draw the content of a scene that asks a question."""
     step = STEPS.get(relation, (0, 0))
     fitting = [place for place in range(PLACES**2) if _neighbor(place, step) is not None]
@@ -151,7 +157,7 @@ def make_scene(relation: str, attribute: str, draw: Draw) -> Scene:
     places: list[int | None] = [None] * PLACES**2
     for place in targets:
         places[place] = found
-    for _ in range(1 + draw(MOST_DISTRACTORS)):
+    for _ in range(least_distractors + draw(MOST_DISTRACTORS + 1 - least_distractors)):
         places[free.pop(draw(len(free)))] = kinds.pop()
     return Scene(relation, attribute, marker_at, tuple(places), (answer + (attribute == "next")) % CLASSES)
 

@@ -58,6 +58,16 @@ def test_labels_follow_from_the_content(relation, attribute):
     assert len(seen) == (4 if relation == "count" else 10)
 
 
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_scenes_have_at_least_as_many_distractors_as_asked_for(least):
+    source = ip.open_source("scenes", relations=("left",), least_distractors=least)
+    scenes = [source._scene(index)[0] for index in range(200)]
+    counts = [sum(digit is not None for digit in scene.places) - 1 for scene in scenes]
+    assert {*counts} == {*range(least, 5)}
+    if least == 1:
+        assert source[7]["image"].tobytes() == ip.open_source("scenes", relations=("left",))[7]["image"].tobytes()
+
+
 def test_pictures_show_the_marker_and_the_digits_in_their_places():
     """Every part of a picture is found again, up to one pixel off its place, in the digits of the split."""
     source = ip.open_source("scenes", split="validation")
@@ -129,6 +139,7 @@ def test_questions_are_those_of_the_options_and_equally_frequent():
         ({"relations": ()}, "should be a list of right"),
         ({"attributes": ("nxet",)}, "should be a list of same, next"),
         ({"examples": 0}, "examples=0"),
+        ({"least_distractors": 5}, "least_distractors=5: expected 0 … 4"),
     ],
 )
 def test_invalid_options_are_named(options, message):
