@@ -105,7 +105,7 @@ def verdict(difference: Mean) -> str:
 
 DIGITS = Experiment(
     "image_digits", "Grouped queries in ViTs on digits", "vit_digits:attention=dcmha", {"input.batch_size": 32},
-    {f"K={k}": {"num_heads": 8, "num_key_heads": k} for k in (1, 2, 4, 8)}, "test/top1", 674,
+    {f"K={k}": {"num_heads": 8, "num_key_heads": k} for k in (1, 2, 4, 8)}, "test/top1", 449,
     "ViTs of configs/vit_digits.py with 8 heads and K key heads (two layers, width 64) on scikit-learn's handwritten "
     "digits: 1,437 training images, batches of 32, and 360 test images.",
 )  # fmt: skip
