@@ -219,6 +219,19 @@ def image_folder(
     return splits
 
 
+def solar_cell_package(root: Path, count: int) -> dict[str, float]:
+    """Write generated photographs in the layout of the package elpv-dataset; return the probability of each file."""
+    data = root / "elpv_dataset" / "data"
+    (data / "images").mkdir(parents=True)
+    (root / "elpv_dataset" / "__init__.py").touch()
+    found = {f"cell{i:04}.png": (0.0, 1 / 3, 2 / 3, 1.0)[i % 4] for i in range(1, count + 1)}
+    for seed, name in enumerate(found):
+        Image.fromarray(image_array(seed, 300, 300)[..., 0]).save(data / "images" / name)
+    lines = [f"images/{name}  {probability!r:<18}  mono\n" for name, probability in found.items()]
+    (data / "labels.csv").write_text("".join(lines))
+    return found
+
+
 def odd_images() -> dict[str, bytes]:
     """Unusual image files by name: rare modes, several frames, damaged files and hostile files.
 
