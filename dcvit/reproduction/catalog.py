@@ -146,6 +146,11 @@ ENTRIES = {
         "4 pairs of ViTs with 1, 2, 4 and 8 key heads for 8 heads",
         compute=on_images(images.DIGITS),
     ),
+    "image_scenes": Entry(
+        "composition in ViTs that count digits in scenes, not in the paper",
+        "a ViT and a DCViT, each scene seen once",
+        compute=on_images(images.SCENES),
+    ),
 }  # fmt: skip
 
 

@@ -109,4 +109,13 @@ DIGITS = Experiment(
     "ViTs of configs/vit_digits.py with 8 heads and K key heads (two layers, width 64) on scikit-learn's handwritten "
     "digits: 1,437 training images, batches of 32, and 360 test images.",
 )  # fmt: skip
-EXPERIMENTS = (DIGITS,)
+COUNTS = {"relations": ("count",), "attributes": ("same",), "least_distractors": 0}
+SCENES = Experiment(
+    "image_scenes", "ViT and DCViT on scenes that are counted", "vit_scenes:attention=dcmha",
+    {f"{data}.{key}": value for data in ("input.data", "evals.validation.data", "evals.test.data")
+     for key, value in COUNTS.items()},
+    {"4 heads": {"num_heads": 4}}, "test/top1", 1500,
+    "ViTs of configs/vit_scenes.py (two layers, width 64, four heads) on generated scenes of one to eight digits, of "
+    "which 1 to 4 are the same. The answer is how many. Batches of 64 scenes, each of which is seen once; 1,024 test "
+    "scenes of other handwritten digits.",
+)  # fmt: skip
