@@ -1,0 +1,57 @@
+"""Pairs of ViTs: they differ in composition alone, and a verdict follows from the interval of the difference."""
+
+import pytest
+from fake_training import FakeTraining
+
+from dcvit.config.load import load
+from dcvit.errors import ConfigError
+from dcvit.reproduction import images
+from dcvit.reproduction.arms import Mean
+from dcvit.reproduction.images import Experiment
+from dcvit.reproduction.seeded import train_all
+from dcvit.training.model import make_model
+
+EXPERIMENTS = [found for found in vars(images).values() if isinstance(found, Experiment)]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_models_of_a_pair_differ_in_composition_alone(experiment, tmp_path):
+    for pair, runs in experiment.runs(tmp_path, 7).items():
+        configs = [load(run.spec, [*run.words(3), "num_classes=10"]).to_dict() for run in runs.values()]
+        models = [make_model(load(run.spec, [*run.words(3), "num_classes=10"])) for run in runs.values()]
+        assert [config["model"].pop("compose") for config in configs] == [None, "both"]
+        assert configs[0] == configs[1]
+        assert (configs[0]["total_steps"], configs[0]["seed"]) == (7, 3)
+        assert [model.compose for model in models] == [None, "both"]
+        if pair.startswith("K="):
+            assert {model.num_key_heads for model in models} == {int(pair.removeprefix("K="))}
+
+
+def test_a_table_pairs_seeds_and_needs_all_of_them(tmp_path):
+    top1 = {"K=1/plain": 0.5, "K=1/composed": 0.6}
+    train = FakeTraining(lambda arm, config: {"test/top1": top1.get(arm, 0.4) + 0.02 * config.seed})
+    assert train_all(images.DIGITS.plan(tmp_path, 7), [0, 1], train) == 0
+    table = images.DIGITS.table(tmp_path, [0, 1], 7)
+    plain, composed, *others = table.rows
+    assert (plain["model"], plain["difference"], plain["verdict"]) == ("K=1 plain", None, "–")
+    assert plain["top-1 %"] == pytest.approx(51)
+    assert composed["difference"] == pytest.approx(10)
+    assert composed["verdict"] == "gain"
+    assert len(others) == 6
+    assert {row["verdict"] for row in others} == {"–", "not shown"}
+    with pytest.raises(ConfigError, match="the runs of seed 2 are not complete"):
+        images.DIGITS.table(tmp_path, [0, 1, 2], 7)
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        (Mean(3.0, 2.0), "gain"),
+        (Mean(-3.0, 2.0), "loss"),
+        (Mean(3.0, 3.0), "not shown"),
+        (Mean(0.9, 0.1), "not shown"),  # too small to count
+        (Mean(9.0, None), "not shown"),  # one seed
+    ],
+)
+def test_a_gain_is_outside_of_the_interval_and_large_enough(difference, expected):
+    assert images.verdict(difference) == expected
