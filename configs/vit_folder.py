@@ -19,10 +19,17 @@ def get_config(
     epochs: int = 300,
     batch_size: int = 64,
     val_fraction: float = 0.0,
+    augment: str = "strong",
 ) -> ConfigDict:
-    """`val_fraction=0` uses the folders train and val."""
+    """`val_fraction=0` uses the folders train and val.
+
+    `augment="strong"` is for photographs of objects: random crops, RandAugment and mixup. `augment="flip"` only mirrors
+    whole images, where a crop or another contrast could hide what is looked for, as in inspection.
+    """
     if not data_dir:
         raise ValueError("give the folder of the images: vit_folder.py:data_dir=FOLDER")
+    if augment not in ("strong", "flip"):
+        raise ValueError(f"augment={augment!r}; known: strong, flip")
     config = ConfigDict()
     config.seed = 0
     config.total_epochs = epochs
@@ -31,18 +38,22 @@ def get_config(
     data = {"kind": "folder", "data_dir": data_dir, "val_fraction": val_fraction or None}
     pp_common = '|value_range(-1, 1)|onehot({num_classes})|keep("image", "labels")'
     pp_eval = f"decode(exif=True)|resize_small({res * 8 // 7})|central_crop({res})"
+    pp_train = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|randaug(2, 10)"
+    if augment == "flip":
+        pp_eval = f"decode(exif=True)|resize({res})"
+        pp_train = pp_eval + "|flip_lr"
 
     config.input = ConfigDict()
     config.input.data = {**data, "split": "train"}
     config.input.batch_size = batch_size
-    config.input.pp = f"decode_jpeg_and_inception_crop({res}, exif=True)|flip_lr|randaug(2, 10)" + pp_common
+    config.input.pp = pp_train + pp_common
     config.pp_predict = pp_eval + "|value_range(-1, 1)"
 
     config.model_name = "vit"
     config.model = {"variant": variant, "pool_type": "gap", "posemb": "sincos2d"}
 
     config.loss = "softmax_xent"
-    config.mixup = 0.2
+    config.mixup = 0.2 if augment == "strong" else 0.0
     config.optax_name = "scale_by_adam"
     config.grad_clip_norm = 1.0
     config.lr = 1e-3

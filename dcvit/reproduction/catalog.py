@@ -151,6 +151,11 @@ ENTRIES = {
         "a ViT and a DCViT, each scene seen once",
         compute=on_images(images.SCENES),
     ),
+    "photographs": Entry(
+        "composition in ViTs on photographs of solar cells, not in the paper",
+        f"a ViT and a DCViT on the images that scripts/solar_cells.py writes to {images.SOLAR_CELLS}",
+        compute=on_images(images.PHOTOGRAPHS),
+    ),
 }  # fmt: skip
 
 
