@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=["dcvit aot --config vit_i1k --topology v5e:4x4"],
     )
     parser.add_argument("--config", help="config file or bare name, with :argument=value,…")
-    parser.add_argument("--topology", help="a TPU slice such as v5e:4x4 or v5p:4x4x8")
+    parser.add_argument("--topology", help="a TPU slice such as v5e:4x4, v5p:4x4x8, v5e-16 or tpu7x-8")
     parser.add_argument("--all", action="store_true", help="compile everything that the package's configs recommend")
     parser.add_argument("--out", type=cli.path, help="JSON file for the results")
     parser.add_argument("--format", choices=("table", "json", "markdown"), default="table", help="format of the output")

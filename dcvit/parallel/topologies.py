@@ -7,8 +7,10 @@ of v5e, 95.73 of v5p, 31.24 of v6e and 94.74 of a TPU7x device.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import itertools
 import math
-import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -24,6 +26,7 @@ class Chip(NamedTuple):
       kinds: the values of `jax.Device.device_kind` for this chip.
       config: the `chip_config_name` for which `jax.experimental.topologies.get_topology_desc` returns the devices of
         the hardware; with the default, v4 would have two devices per chip.
+      cores: the TensorCores of a chip, which the number in a name such as "v5p-8" counts.
     """
 
     name: str
@@ -31,15 +34,16 @@ class Chip(NamedTuple):
     peak: float
     kinds: tuple[str, ...]
     config: str = "default"
+    cores: int = 1
 
 
 CHIPS = (
     # cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x: "Peak compute per chip (bf16)" and "HBM capacity".
-    Chip("v4", 32 * GIB, 275e12, ("TPU v4",), config="megacore"),
+    Chip("v4", 32 * GIB, 275e12, ("TPU v4",), config="megacore", cores=2),
     Chip("v5e", 16 * GIB, 197e12, ("TPU v5 lite", "TPU v5e")),
-    Chip("v5p", 95 * GIB, 459e12, ("TPU v5", "TPU v5p")),
+    Chip("v5p", 95 * GIB, 459e12, ("TPU v5", "TPU v5p"), cores=2),
     Chip("v6e", 32 * GIB, 918e12, ("TPU v6 lite", "TPU v6e")),
-    Chip("TPU7x", 192 * GIB // 2, 2307e12 / 2, ("TPU7x",)),
+    Chip("TPU7x", 192 * GIB // 2, 2307e12 / 2, ("TPU7x",), cores=2),
     # NVIDIA A100 Tensor Core GPU data sheet, 2021; PCIe cards have the same peak as SXM modules.
     Chip("A100 40GB", 40 * GIB, 312e12, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
     Chip("A100 80GB", 80 * GIB, 312e12, ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")),
@@ -51,14 +55,10 @@ CHIPS = (
 )
 
 # The slices that Google offers, from the pages above: FLAT for v5e and v6e; for the other families SMALL, and multiples
-# of 4x4x4 up to LARGEST chips.
+# of 4x4x4 up to LARGEST chips. TPU7x also has single chips, of two devices.
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 LARGEST = {"v4": 4096, "v5p": 6144, "TPU7x": 9216}
-SLICES = (
-    f"v5e and v6e have {', '.join(FLAT)}; {', '.join(LARGEST)} have {', '.join(SMALL)} and AxBxC with multiples of 4 "
-    f"with A <= B <= C, up to {', '.join(map(str, LARGEST.values()))} chips"
-)
 
 
 def chip(kind: str) -> Chip | None:
@@ -67,26 +67,79 @@ def chip(kind: str) -> Chip | None:
 
 
 def topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Return the chip and the shape, in chips, of a TPU slice such as "v5e:16x16" or "v5p:4x4x8".
+    """Return the chip and the shape, in chips, of a TPU slice.
 
-    libtpu accepts the same names, but also slices that do not exist, and a side of 0 makes it abort the process.
+    libtpu accepts some of the names, but also slices that do not exist, and a side of 0 makes it abort the process.
+
+    Args:
+      name: a name of JAX, family and sides, such as "v5e:16x16", "v5p:4x4x8" or "tpu7x:2x2x1"; or one of Cloud TPU,
+        family and number of TensorCores, such as "v5e-256", "v5p-256" or "tpu7x-8", which means the most cubic slice.
+        Upper and lower case of the family are the same.
 
     Raises:
-      ValueError: there is no such slice; the message lists the existing ones.
+      ValueError: there is no such slice; the message lists the nearest ones.
     """
-    family, _, sides = name.partition(":")
-    found = next((known for known in CHIPS if known.name.lower() == family.lower()), None)
-    if found is None or not _exists(found.name, sides):
-        raise ValueError(f"{name!r} is not a TPU slice; expected a name such as v5p:4x4x8: {SLICES}")
-    return found, tuple(map(int, sides.split("x")))
+    found = names().get(_lower_family(name))
+    if found is None:
+        raise ValueError(f"{name!r} is not a TPU slice; nearest: {', '.join(nearest_slices(name))}")
+    return found
 
 
-def _exists(family: str, sides: str) -> bool:
-    """Return True if a family has a slice with the given sides."""
+def jax_name(chip: Chip, sides: tuple[int, ...]) -> str:
+    """Return the name by which JAX knows a slice, such as "tpu7x:2x2x1"."""
+    return f"{chip.name.lower()}:{'x'.join(map(str, sides))}"
+
+
+@functools.cache
+def names() -> dict[str, tuple[Chip, tuple[int, ...]]]:
+    """Return all slices by both kinds of names, in lower case and ordered by family and number of chips."""
+    found: dict[str, tuple[Chip, tuple[int, ...]]] = {}
+    for family in CHIPS:
+        for sides in shapes(family.name):
+            found[jax_name(family, sides)] = (family, sides)
+            found.setdefault(f"{family.name.lower()}-{math.prod(sides) * family.cores}", (family, sides))
+    return found
+
+
+def shapes(family: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a family's slices by number of chips; of equal ones, the one with the shortest longest side
+    and then the longest shortest side comes first."""
     if family not in LARGEST:
-        return family in ("v5e", "v6e") and sides in FLAT
-    if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", sides):
-        return False
-    shape = [int(side) for side in sides.split("x")]
-    cubes = all(side % 4 == 0 for side in shape) and shape == sorted(shape)
-    return sides in SMALL or (cubes and math.prod(shape) <= LARGEST[family])
+        return [_sides(name) for name in FLAT] if family in ("v5e", "v6e") else []
+    cubes = LARGEST[family] // 4**3
+    factors = [(a, b) for a in range(1, math.isqrt(cubes) + 1) for b in range(a, cubes // a + 1)]
+    large = [(4 * a, 4 * b, 4 * c) for a, b in factors for c in range(b, cubes // (a * b) + 1)]
+    small = [_sides(name) for name in (*["1x1x1"] * (family == "TPU7x"), *SMALL)]
+    return [*small, *sorted(large, key=lambda sides: (math.prod(sides), sides[2], -sides[0]))]
+
+
+def nearest_slices(name: str, count: int = 4) -> list[str]:
+    """Return existing names like that of no slice: of the same family, if it exists, with about as many chips."""
+    family, _, size = _lower_family(name[:40]).replace("-", ":", 1).partition(":")
+    families = [known.name.lower() for known in CHIPS if shapes(known.name)]
+    if family not in families:
+        near = difflib.get_close_matches(family, families, n=count, cutoff=0.0)
+        return [_near_name(known, 4) for known in near]
+    mark = "-" if size.isascii() and size.isdigit() else ":"
+    numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in size if c.isascii()).split()]
+    wanted = math.prod(number or 1 for number in numbers)
+    if mark == "-":
+        wanted /= next(known.cores for known in CHIPS if known.name.lower() == family)
+    mine = [(text, sides) for text, (known, sides) in names().items() if text.startswith(f"{family}{mark}")]
+    mine.sort(key=lambda one: abs(math.prod(one[1]) - wanted))
+    return [text for text, _ in itertools.islice(mine, count)]
+
+
+def _near_name(family: str, chips: int) -> str:
+    """Return the name of a family's slice of so many chips."""
+    return next(text for text, (known, s) in names().items() if known.name.lower() == family and math.prod(s) == chips)
+
+
+def _lower_family(name: str) -> str:
+    """Return a name with its family in lower case; the "x" between sides stays as it is."""
+    at = min((n for n in (name.find(":"), name.find("-")) if n >= 0), default=len(name))
+    return name[:at].lower() + name[at:]
+
+
+def _sides(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))

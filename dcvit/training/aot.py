@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import time
@@ -103,7 +104,7 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
     Args:
       spec: "NAME[:key=value,…]", see `dcvit.config.load.load`.
       overrides: "a.b=value" for single keys.
-      topology: a TPU slice such as "v5p:4x4x8".
+      topology: a TPU slice such as "v5p:4x4x8" or "v5p-256".
 
     Raises:
       ConfigError: an unknown topology, a missing libtpu, or a config that does not fit the slice; before compilation.
@@ -177,9 +178,10 @@ def topology_devices(name: str) -> tuple[topologies.Chip, Sequence[jax.Device]]:
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # By default, a host has 2x2 chips, which a slice of a single chip does not.
-    host = {"chips_per_host_bounds": (1, 1, 1)} if sides == (1, 1) else {}
+    host = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sides) == 1 else {}
+    known = topologies.jax_name(chip, sides)
     try:
-        found = get_topology_desc(platform="tpu", topology_name=name, chip_config_name=chip.config, **host)
+        found = get_topology_desc(platform="tpu", topology_name=known, chip_config_name=chip.config, **host)
     except Exception as e:
         hint = "" if importlib.util.find_spec("libtpu") else "; it needs libtpu: pip install 'dcvit[tpu]'"
         raise ConfigError(f"cannot compile for {name}: {first_line(e)}{hint}") from None

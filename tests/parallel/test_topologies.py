@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from dcvit.parallel.topologies import CHIPS, FLAT, GIB, LARGEST, SMALL, chip, topology
+from dcvit.parallel.topologies import CHIPS, FLAT, GIB, LARGEST, SMALL, chip, jax_name, topology
 
 
 def test_names_and_kinds_are_unique():
@@ -49,6 +49,20 @@ def test_name_of_a_slice_gives_chip_and_shape(name):
     assert topology(name.upper().replace("X", "x")) == (found, shape)
 
 
+@pytest.mark.parametrize(
+    ("cloud", "jax_form"),
+    [
+        ("v4-8", "v4:2x2x1"), ("v4-4096", "v4:8x16x16"), ("v5e-1", "v5e:1x1"), ("v5e-16", "v5e:4x4"),
+        ("v5p-8", "v5p:2x2x1"), ("v5p-256", "v5p:4x4x8"), ("v5p-12288", "v5p:16x16x24"), ("v6e-8", "v6e:2x4"),
+        ("tpu7x-2", "tpu7x:1x1x1"), ("TPU7x-8", "tpu7x:2x2x1"), ("tpu7x-1152", "tpu7x:4x12x12"),
+        ("tpu7x-2048", "tpu7x:8x8x16"), ("tpu7x-18432", "tpu7x:16x24x24"),
+    ],
+)  # fmt: skip
+def test_a_number_of_cores_names_the_slice_that_cloud_tpu_gives(cloud, jax_form):
+    assert topology(cloud) == topology(jax_form)
+    assert jax_name(*topology(cloud)) == jax_form
+
+
 def test_only_v4_needs_another_chip_config_than_the_default():
     assert [known.name for known in CHIPS if known.config != "default"] == ["v4"]
 
@@ -57,17 +71,26 @@ NO_SLICES = [
     "", "v5e", "v5e:", "v5e:4", "v5e:4x4x4", "v5e:3x3", "v5e:8x4", "v5e:0x4", "v5e:16x32", "v5e: 4x4", "v5e:04x4",
     "v5e:4x4\n", "v6e:4X4", "v6e:4x-4", "v6e:４x４", "v4:4x4", "v4:4x4x4x4", "v4:8x16x64", "v5p:3x3x3", "v5p:4x4x6",
     "v5p:8x8x4", "v5p:0x0x0", "v5p:4x4x", "v5p:04x4x4", "v5p:16x24x24", "v5p:2x2x8", "TPU7x:24x24x24", "v3:4x4",
-    "v5:4x4x4", "A100 40GB:2x2", "H200 SXM:8", "v5p-256",
+    "v5:4x4x4", "A100 40GB:2x2", "H200 SXM:8", "v5e-12", "v5e-016", "v5p-4", "tpu7x-1", "v5e-" + 9 * "9" * 1000,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NO_SLICES, ids=repr)
-def test_name_of_no_slice_is_refused_with_the_existing_names(name):
+@pytest.mark.parametrize("name", NO_SLICES, ids=lambda name: repr(name[:20]))
+def test_name_of_no_slice_is_refused_in_one_line_with_existing_names(name):
     with pytest.raises(ValueError, match="is not a TPU slice") as caught:
         topology(name)
-    message = str(caught.value)
-    assert repr(name) in message
-    assert all(word in message for word in ("v5e", "v6e", *LARGEST, *FLAT, *SMALL, *map(str, LARGEST.values())))
+    refused, nearest = str(caught.value).split(" is not a TPU slice; nearest: ")
+    assert refused == repr(name)
+    assert "\n" not in nearest
+    assert len({topology(near) for near in nearest.split(", ")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("v5e-12", "v5e-8, v5e-16"), ("v5p:3x3x3", "v5p:2x4x4"), ("v7x:2x2", "tpu7x:2x2x1")]
+)
+def test_the_nearest_slices_have_as_many_chips(name, nearest):
+    with pytest.raises(ValueError, match=f"nearest: {nearest}, "):
+        topology(name)
 
 
 @pytest.mark.slow

@@ -22,9 +22,12 @@ from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch
 from dcvit.dcmha.shapes import Array
 
 STRIP = SUBLANES  # keys of a strip: the rows of one register
-# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e and of 64 MiB on v5p. The kernels have been compiled
-# for these chips only.
-VMEM_BYTES = {"TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20}
+# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e and of 64 MiB on each core of v5p and TPU7x. The kernels
+# have been compiled for these chips only.
+VMEM_BYTES = {
+    "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
+    "TPU7x": 60 * 2**20,
+}  # fmt: skip
 
 COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
 
@@ -35,7 +38,7 @@ def check_device() -> None:
         raise UnsupportedError("the TPU kernels do not support 64-bit mode (jax_enable_x64)")
     kind = device_kind()
     if kind.startswith("TPU") and not kind.startswith(tuple(VMEM_BYTES)):
-        raise UnsupportedError(f"the TPU kernels support v5e, v5p and v6e, found a {kind}")
+        raise UnsupportedError(f"the TPU kernels support v5e, v5p, v6e and TPU7x, found a {kind}")
 
 
 def check_dtypes(q: Array, k: Array, v: Array) -> None:
