@@ -58,12 +58,16 @@ CASES = {
     "plain": {"queries": 8, "branches": None, "family": "vector"},
     "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "vector"},
 }  # fmt: skip
+# The configurations that are compiled for models: of each family, all that is not the number of tiles or examples.
+MODELS = {
+    "DCViT-S/16": {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8, "family": "interleaved"},
+    "DCViT-Ti/16": {"queries": 196, "heads": 3, "head_dim": 64, "family": "vector"},
+    "DCFormer-405M": {
+        "queries": 264, "heads": 16, "head_dim": 64, "causal": True, "window": 256, "family": "matrix",
+    },
+}  # fmt: skip
 # By default, one case of each family of kernels.
 DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static"}
-# Without race detection, which takes long.
-UNWATCHED = (
-    "two mixed tiles", "interleaved, causal, static, groups, shared keys", "plain", "query-wise, rank 3",
-)  # fmt: skip
 INTERPRETER = pltpu.InterpretParams()
 
 
@@ -104,41 +108,46 @@ def params(names, default):
     return [pytest.param(name, marks=[] if name in default else pytest.mark.weekly) for name in names]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", params(UNWATCHED, DEFAULT))
-def test_output_and_gradients_equal_the_reference(name):
-    errors = relative_errors(*run(CASES[name], INTERPRETER))
-    assert worst(errors) < 2e-5, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", params([name for name in CASES if name not in UNWATCHED], DEFAULT))
-def test_kernels_have_no_races_on_two_cores_and_equal_the_reference(monkeypatch, name):
+def check(monkeypatch, name, case, tolerance, dtype=jnp.float32, **changes):
+    """Compare with the reference, without races on two cores; return the output and the gradients."""
     watched = watch_races(monkeypatch)
-    found, expected = run(CASES[name], DETECT_RACES)
+    found, expected = run(case, DETECT_RACES, dtype, **changes)
     errors = relative_errors(found, expected)
-    assert worst(errors) < 2e-5, errors
-    kernels = (3 if "blocks" in name else 2) + ("passes" in name) + 2 * ("mixed" in name)
+    assert worst(errors) < tolerance, errors
+    kernels = {"interleaved": 2, "vector": 2, "matrix": 5}[case["family"]] + ("passes" in name)
+    kernels += case["family"] == "vector" and "block" in case  # delta
     assert len(watched) == kernels  # of forward and backward
     assert not any(kernel.races_found for kernel in watched)
+    return found, worst(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", params(CASES, DEFAULT))
+def test_kernels_have_no_races_on_two_cores_and_equal_the_reference(monkeypatch, name):
+    (out, _), _ = check(monkeypatch, name, CASES[name], 2e-5)
     if name == "blocks, masks, static":  # a query has no key
-        assert not np.asarray(found[0][:, 3]).any()
-        assert np.asarray(found[0][:, 4]).any()
+        assert not np.asarray(out[:, 3]).any()
+        assert np.asarray(out[:, 4]).any()
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", params(["single tile", "blocks, masks, static"], ["single tile"]))
-def test_bfloat16_is_close_to_float32(name):
-    errors = relative_errors(*run(CASES[name], INTERPRETER, jnp.bfloat16))
-    assert worst(errors) < 2e-2, errors
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_bfloat16_have_no_races_and_are_close_to_float32(monkeypatch, name):
+    """All operations that are compiled for the models, among them those of two weights in a word."""
+    check(monkeypatch, name, CASES[name], 2e-2, jnp.bfloat16)
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", ["interleaved examples", "two mixed tiles"])
-def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(name):
-    (out, gradients), expected = run(CASES[name], INTERPRETER, rounded=True)
-    errors = relative_errors((out, gradients), expected)
-    assert 1e-5 < worst(errors) < 2e-2, errors
+@pytest.mark.parametrize("name", MODELS)
+def test_configurations_of_models_have_no_races_and_are_close_to_float32(monkeypatch, name):
+    check(monkeypatch, name, MODELS[name], 2e-2, jnp.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", params(["interleaved examples", "two mixed tiles"], ["interleaved examples"]))
+def test_products_of_bfloat16_are_close_to_float32_and_outputs_have_the_dtype_of_the_inputs(monkeypatch, name):
+    (out, gradients), error = check(monkeypatch, name, CASES[name], 2e-2, rounded=True)
+    assert error > 1e-5
     assert {x.dtype for x in jax.tree.leaves(gradients)} == {out.dtype} == {jnp.dtype("float32")}
 
 
