@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "6.9B": {"queries": 2048, "heads": 32, "head_dim": 128, "causal": True},
     "grouped queries": {"queries": 300, "heads": 8, "key_heads": 2, "head_dim": 64, "batch": 2, "causal": True},
     "mask": {"queries": 100, "keys": 333, "heads": 4, "head_dim": 32, "batch": 2, "mask": True},
+    "documents": {"queries": 2048, "heads": 16, "head_dim": 64, "causal": True, "segments": True},
     "head groups": {"queries": 128, "heads": 8, "head_dim": 64, "batch": 2, "groups": 2},
     "key-wise only": {"queries": 256, "heads": 8, "head_dim": 64, "pre": ALL[3:], "post": ALL[3:], "causal": True},
     "query-wise only": {"queries": 512, "heads": 8, "head_dim": 64, "pre": ALL[:3], "post": ALL[:3], "causal": True},
@@ -58,13 +59,14 @@ def attention_case(
 
     Args:
       queries, heads, head_dim, keys, batch, dtype: sizes and dtype of the arrays.
-      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask`, if there is one;
-        `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
+      **more: `key_heads`; the branches `pre` and `post`, by default all dynamic ones; `rank`; `mask` and `segments`,
+        if there are; `causal`, `window` and `groups` of `dcvit.dcmha.attention`.
     """
     import jax
 
     from dcvit.dcmha import ComposeWeights, dispatch
     from dcvit.dcmha.inputs import Inputs, checked
+    from dcvit.dcmha.segments import Segments
 
     keys, groups = keys or queries, more.get("groups", 1)
 
@@ -82,10 +84,12 @@ def attention_case(
 
     kv = array(batch, keys, more.get("key_heads", heads), head_dim)
     mask = array(batch, 1, queries, keys, kind="bool") if more.get("mask") else None
+    ids = Segments(array(batch, queries, kind="int32"), array(batch, keys, kind="int32"))
+    segments = ids if more.get("segments") else None
     pre, post = (weights(more.get(name, ALL)) for name in ("pre", "post"))
     options = {name: more[name] for name in ("causal", "window", "groups") if name in more}
     inputs, checked_options = checked(
-        Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask), **options
+        Inputs(array(batch, queries, heads, head_dim), kv, kv, pre, post, mask, segments), **options
     )
     return dispatch.make_case(dispatch.candidates(inputs, checked_options), inputs, checked_options)
 

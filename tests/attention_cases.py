@@ -9,6 +9,7 @@ import oracle
 
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.segments import make_segments
 
 SAME = "as the pre-compose"
 
@@ -22,11 +23,12 @@ def to_jax(fields, dtype):
 
 def random_case(
     queries, keys=None, heads=2, key_heads=None, head_dim=8, batch=1, branches="qkpg", post=SAME, groups=1, rank=2,
-    mask=None, dtype=jnp.float32, **options,
+    mask=None, segments=None, dtype=jnp.float32, **options,
 ):  # fmt: skip
     """Arguments (q, k, v, pre, post) of an implementation in `dtype`, and all of its options.
 
-    `branches` are those of `oracle.random_weights`, None for plain attention; `mask` is the shape of a random mask.
+    `branches` are those of `oracle.random_weights`, None for plain attention; `mask` is the shape of a random mask;
+    `segments` is the number of documents of a row.
     """
     keys = keys or queries
     rng = np.random.default_rng(0)
@@ -37,15 +39,36 @@ def random_case(
     weights = [to_jax(b and oracle.random_weights(rng, b, **sizes), dtype) for b in names]
     options = {"causal": False, "window": None, "groups": groups, "scale": 0.3, **options}
     options["mask"] = None if mask is None else jnp.asarray(rng.random(mask) < 0.6)
+    if segments is not None:
+        options["segments"] = random_segments(batch, queries, keys, segments)
     return (*(jnp.asarray(x, dtype) for x in (q, k, v)), *weights), options
+
+
+def random_segments(batch, queries, keys, documents):
+    """Ids (B T) and (B S) of documents that begin at the same fractions of queries and keys.
+
+    The first id occurs again at the end, and no key has that of query 3.
+    """
+    rng = np.random.default_rng(2)
+    starts = np.sort(rng.random((batch, documents)))
+    both = []
+    for length in (queries, keys):
+        at = (np.arange(length) + 0.5) / length
+        both.append((at > starts[..., None]).sum(1).astype(np.int32) % documents)
+    both[0][:, 3:4] = -5
+    return tuple(map(jnp.asarray, both))
 
 
 @functools.cache
 def on_arrays(implementation):
     """The function of arrays and options (q, k, v, pre, post, causal=…) that calls an implementation."""
 
-    def attention(q, k, v, pre=None, post=None, *, causal=False, window=None, mask=None, groups=1, scale=1.0, **more):
-        return implementation(Inputs(q, k, v, pre, post, mask), Options(causal, window, groups, scale), **more)
+    def attention(
+        q, k, v, pre=None, post=None, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=1.0,
+        **more,
+    ):  # fmt: skip
+        inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
+        return implementation(inputs, Options(causal, window, groups, scale), **more)
 
     return attention
 

@@ -44,7 +44,7 @@ def compose(a, w, groups=1):
     return out
 
 
-def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, groups=1, scale=None):
+def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=None):
     """Compute Eqn 4, one query at a time."""
     batch, queries, heads, width = q.shape
     keys, shared = k.shape[1], heads // k.shape[2]
@@ -56,7 +56,7 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, group
         scores = compose(scores, pre, groups)
     weights = np.zeros_like(scores)
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
-        visible = [j for j in range(keys) if attends(b, i, j, causal, window, mask)]
+        visible = [j for j in range(keys) if attends(b, i, j, causal, window, mask, segments)]
         if visible:
             e = np.exp(scores[b, h, i, visible] - max(scores[b, h, i, visible]))
             weights[b, h, i, visible] = e / e.sum()
@@ -68,11 +68,13 @@ def attention(q, k, v, pre, post, *, causal=False, window=None, mask=None, group
     return out
 
 
-def attends(b, i, j, causal, window, mask):
+def attends(b, i, j, causal, window, mask, segments=None):
     """Return True if query i of example b attends to key j."""
     if (causal or window is not None) and j > i:
         return False
     if window is not None and j <= i - window:
+        return False
+    if segments is not None and segments[0][b, i] != segments[1][b, j]:
         return False
     if mask is None:
         return True

@@ -9,8 +9,9 @@ from dcvit.dcmha import dispatch, reference
 from dcvit.dcmha.compose import ComposeWeights, compose, dynamic_gate, dynamic_projection
 from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.reference import Dropout
+from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.selection import verify
-from dcvit.dcmha.shapes import Array, Bool, Float
+from dcvit.dcmha.shapes import Array, Bool, Float, Int
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -37,6 +38,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     groups: int = 1,
     scale: float | None = None,
     dropout: Dropout | None = None,
@@ -57,6 +59,9 @@ def attention(
       window: query i attends only to keys i-window+1 … i; implies `causal`.
       mask: True where a query attends to a key; the same for all heads, because a compose mixes the heads. It is
         combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
+      segments: int32 ids of the tokens of packed rows (B T), or the pair of those of queries (B T) and keys (B S).
+        A query attends only to keys with its own id, in addition to the other conditions. No array of size T×S is
+        needed, and blocks of keys without a common id are skipped ("blockwise", "pallas_tpu"), best if ids ascend.
       groups: number of equal groups of heads; each group is composed separately (Section 3.2).
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.
@@ -74,9 +79,8 @@ def attention(
         the heads, the window is below 1, the scale is not finite, or the implementation does not exist or does not
         support the case.
     """
-    inputs, options = checked(
-        Inputs(q, k, v, pre, post, mask), causal=causal, window=window, groups=groups, scale=scale
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
+    inputs, options = checked(inputs, causal=causal, window=window, groups=groups, scale=scale)
     return dispatch.attention(inputs, options, implementation, dropout)
 
 
@@ -89,6 +93,7 @@ def attention_weights(
     causal: bool = False,
     window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     groups: int = 1,
     scale: float | None = None,
 ) -> Float[Array, "B H T S"]:
@@ -99,7 +104,6 @@ def attention_weights(
     Raises:
       ValueError: as `attention`.
     """
-    inputs, options = checked(
-        Inputs(q, k, k, pre, post, mask), causal=causal, window=window, groups=groups, scale=scale
-    )  # fmt: skip
+    inputs = Inputs(q, k, k, pre, post, mask, make_segments(segments))
+    inputs, options = checked(inputs, causal=causal, window=window, groups=groups, scale=scale)
     return reference.attention_matrices(inputs, options).composed_weights

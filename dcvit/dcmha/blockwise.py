@@ -6,10 +6,14 @@ end at the diagonal in a causal layer and are those of the window in a local lay
 layer are linear in T. The forward pass saves its inputs and the log-sum-exp of each row; the backward pass computes the
 scores of a block again.
 
+With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
+queries. Their number depends on the data, so that there is a loop for each of a few numbers (`document_sizes`).
+
 The operations on a block write out the sums over heads (`dcvit.dcmha.blockwise_tile`). The code runs on all platforms.
 
-Inside, `Inputs` are arranged by head: q is (B H T D), k and v are (B K S D), weights are those of `tile.arrange`, and
-the mask is (B #T #S). The functions on one example or on a block of it have the same axes without B.
+Inside, `Inputs` are arranged by head: q is (B H T D), k and v are (B K S D), weights are those of `tile.arrange`, the
+mask is (B #T #S), and segments are as given. The functions on one example or on a block of it have the same axes
+without B.
 """
 
 from __future__ import annotations
@@ -22,15 +26,20 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha import blockwise_tile as tile
+from dcvit.dcmha import partition
 from dcvit.dcmha.derivatives import differentiable
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import cdiv, round_up, statistics_dtype
 from dcvit.dcmha.partition import map_examples
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.segments import Segments, blocks_in_common, first_and_last, pad_ids
+from dcvit.dcmha.shapes import Array, Float, not_none
 
 BLOCK = 40_000  # approximate number of scores of one head in a block
-SEGMENTS = 8  # loops over blocks in a causal layer, each with its own number of keys
+RUNS = 8  # loops over blocks in a causal layer, each with its own number of keys
 MIN_ROWS = 16  # fewest queries of a block, unless there are fewer in all
+GROUP = 64  # with segments, queries that share their first key and their number of keys
+GRAIN = 64  # with segments, keys whose ids have one bound
+MIN_KEYS = 256  # with segments, fewest keys of a block, unless there are fewer in all
 
 Side: TypeAlias = Literal["q", "k", ""]  # an array has a query axis, a key axis, or neither
 Total = TypeVar("Total")
@@ -43,7 +52,7 @@ class Axis(NamedTuple):
     dim: int
 
 
-# The axis of each array of `Inputs` without the mask, by the name of its field.
+# The axis of each array of `Inputs` without mask and segments, by the name of its field.
 AXES = {
     "q": Axis("q", 1), "k": Axis("k", 1), "v": Axis("k", 1),
     "q1": Axis("q", -1), "q2": Axis("q", -1), "qg": Axis("q", -1),
@@ -52,16 +61,16 @@ AXES = {
 }  # fmt: skip
 
 
-class Segment(NamedTuple):
+class Run(NamedTuple):
     """A run of blocks of equal shape.
 
     Block i has `rows` queries from first + i·rows, and `keys` keys from first_key + i·step (moved inside the sequence).
     """
 
-    first: int
+    first: int | Array
     blocks: int
     rows: int
-    first_key: int
+    first_key: int | Array
     step: int
     keys: int
 
@@ -92,18 +101,22 @@ def forward_mode(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
 @functools.partial(jax.jit, static_argnums=(0, 1))  # trace once if called eagerly
 def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Options, inputs: Inputs) -> Array:
     """Arrange the arrays by head, pad the queries to complete blocks, and attend."""
-    q, k, v, pre, post, mask = inputs
+    q, k, v, pre, post, mask, segments = inputs
     wide = statistics_dtype(q.dtype)
-    queries, rows = q.shape[1], _end(segments(q.shape[1], k.shape[1], options))
+    queries, group = q.shape[1], _group(q.shape[1], segments)
+    rows = _end(runs(queries, k.shape[1], options, group))
+    if segments is not None:
+        rows = round_up(rows, not_none(group))
+        segments = segments._replace(queries=pad_ids(segments.queries, rows))
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(options.scale, q.dtype), k, v))
     pre, post = (tile.arrange(w, len(q), wide) for w in (pre, post))
-    arranged = Inputs(q, k, v, pre, post)
+    arranged = Inputs(q, k, v, pre, post, None, segments)
     if rows > queries:
 
         def pad(axis: Axis, x: Array) -> Array:
             return _pad(x, rows - queries, axis.dim + (axis.dim > 0)) if axis.side == "q" else x
 
-        arranged = _map_axes(pad, arranged)
+        arranged = _map_axes(pad, arranged)._replace(segments=segments)
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0], (len(q), *mask.shape[2:]))
         if mask.shape[1] == queries and queries > 1:
@@ -113,41 +126,54 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
     return jnp.swapaxes(out[:, :, :queries], 1, 2)
 
 
-def segments(queries: int, keys: int, options: Options) -> list[Segment]:
-    """Return the blocks of one example in the order of their queries; the last block may extend past `queries`."""
+def runs(queries: int, keys: int, options: Options, group: int | None = None) -> list[Run]:
+    """Return the blocks of one example in the order of their queries; the last block may extend past `queries`.
+
+    With segments, the number of queries of a block divides `group`.
+    """
     if options.window is not None and options.window < keys:
-        rows = _rows(queries, options.window)
+        rows = _rows(queries, options.window, group)
         extent = min(keys, options.window + rows - 1)
-        return [Segment(0, cdiv(queries, rows), rows, 1 - options.window, rows, extent)]
+        return [Run(0, cdiv(queries, rows), rows, 1 - options.window, rows, extent)]
     if not options.causal and options.window is None:
-        rows = _rows(queries, keys)
-        return [Segment(0, cdiv(queries, rows), rows, 0, 0, keys)]
-    rows = _rows(queries, cdiv(keys, 2))  # on average, a causal mask removes half of the keys
+        rows = _rows(queries, keys, group)
+        return [Run(0, cdiv(queries, rows), rows, 0, 0, keys)]
+    rows = _rows(queries, cdiv(keys, 2), group)  # on average, a causal mask removes half of the keys
     blocks = cdiv(queries, rows)
-    each = cdiv(blocks, SEGMENTS)
+    each = cdiv(blocks, RUNS)
     return [
-        Segment(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, (first + each) * rows))
+        Run(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, (first + each) * rows))
         for first in range(0, blocks, each)
     ]
 
 
-def _rows(queries: int, keys: int) -> int:
+def _rows(queries: int, keys: int, group: int | None) -> int:
     """Return the number of queries of each block with about `keys` keys; it is a multiple of `tile.FOLDS`.
 
     It is the same for all queries of these blocks, including padding.
     """
+    if group is not None:
+        return _rows_of_group(group, keys)
     most = max(MIN_ROWS, BLOCK // keys // tile.FOLDS * tile.FOLDS)
     blocks = cdiv(queries, most)
     return round_up(cdiv(queries, blocks), tile.FOLDS)
 
 
-def _end(parts: list[Segment]) -> int:
+def _rows_of_group(group: int, keys: int) -> int:
+    """Return the number of queries of each block of `keys` keys that halves a group until it is small enough."""
+    rows = group
+    while rows > max(MIN_ROWS, BLOCK // keys) and rows % (2 * tile.FOLDS) == 0:
+        rows //= 2
+    return rows
+
+
+def _end(parts: list[Run]) -> int:
     """Return the number of queries in all blocks, including padding."""
-    return parts[-1].first + parts[-1].blocks * parts[-1].rows
+    return sum(part.blocks * part.rows for part in parts)
 
 
-def _forward(options: Options, x: Inputs) -> tuple[Float[Array, "H T D"], Float[Array, "H T"]]:
-    """Return the output of one example and the log-sum-exp of each row."""
+def _forward(options: Options, x: Inputs, *, plain: bool = False) -> tuple[Float[Array, "H T D"], Float[Array, "H T"]]:
+    """Return the output of one example and the log-sum-exp of each row; `plain` is that of `_fold_blocks`."""
     total = jnp.zeros_like(x.q), jnp.zeros(x.q.shape[:2], statistics_dtype(x.q.dtype))
 
     def write_block(block: Block, total: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -157,7 +183,7 @@ def _forward(options: Options, x: Inputs) -> tuple[Float[Array, "H T D"], Float[
         )
         return out, log_sum
 
-    return _fold_blocks(options, x, total, write_block)
+    return _fold_blocks(options, x, total, write_block, plain=plain)
 
 
 def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: Float[Array, "H T D"]) -> Inputs:
@@ -185,13 +211,15 @@ def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: 
 
 
 def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
-    out: Array = jax.lax.map(lambda each: _forward(options, each)[0], x)
+    out: Array = jax.lax.map(lambda each: _forward(options, each, plain=True)[0], x)
     return out
 
 
 _attend = differentiable(
     forward=lambda options, x: map_examples(_forward, options, x),
-    backward=lambda options, x, results, d_out: map_examples(_backward, options, x, results[1], d_out),
+    backward=lambda options, x, results, d_out: map_examples(_backward, options, x, results[1], d_out)._replace(
+        segments=x.segments
+    ),  # which have no gradient
     forward_mode=_attend_plainly,
 )
 
@@ -245,24 +273,88 @@ def _matmul(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
-def _fold_blocks(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
-    """Return total = body(block, total), repeated for all blocks of an example."""
-    for segment in segments(x.q.shape[1], x.k.shape[1], options):
+def _fold_blocks(
+    options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total], *, plain: bool = False
+) -> Total:
+    """Return total = body(block, total), repeated for all blocks of an example.
 
-        def step(index: int | Array, total: Total, segment: Segment = segment) -> Total:
-            return body(_cut(x, segment, index, options), total)
+    With segments, blocks of keys without a common id are skipped, unless the loops are to be `plain`: JAX does not
+    differentiate loops of data-dependent length in reverse mode, and batches them as if all were of the longest one.
+    """
+    if x.segments is not None and not plain and not partition.splits_arrays():
+        return _fold_documents(options, x, total, body)
+    for run in runs(x.q.shape[1], x.k.shape[1], options, _group(x.q.shape[1], x.segments)):
 
-        total = step(0, total) if segment.blocks == 1 else jax.lax.fori_loop(0, segment.blocks, step, total)
+        def step(index: int | Array, total: Total, run: Run = run) -> Total:
+            return body(_cut(x, run, index, options), total)
+
+        total = step(0, total) if run.blocks == 1 else jax.lax.fori_loop(0, run.blocks, step, total)
     return total
 
 
-def _cut(x: Inputs, segment: Segment, index: int | Array, options: Options) -> Block:
-    """Return block `index` of a segment."""
+def _fold_documents(options: Options, x: Inputs, total: Total, body: Callable[[Block, Total], Total]) -> Total:
+    """Return the result of `_fold_blocks` from blocks with the keys of the documents of their queries only.
+
+    Groups of queries are ordered by the smallest of `document_sizes` that holds their keys, and a loop over the groups
+    of each size divides them into blocks. Groups without keys are left out, whose outputs and gradients are zero.
+    """
+    group, keys = not_none(_group(x.q.shape[1], x.segments)), x.k.shape[1]
+    first, end = (found.astype(int) for found in _needed_keys(options, x, group))
+    sizes = document_sizes(keys if options.window is None else min(keys, options.window + group - 1))
+    kinds = jnp.where(end > first, jnp.searchsorted(jnp.asarray(sizes), end - first), len(sizes)).astype(int)
+    order = jnp.argsort(kinds).astype(int)
+    bounds = jnp.searchsorted(kinds[order], jnp.arange(len(sizes) + 1)).astype(int)  # of the groups of each size
+    for kind, size in enumerate(sizes):
+        rows = _rows_of_group(group, size)
+        blocks = group // rows
+
+        def step(index: Array, total: Total, size: int = size, rows: int = rows, blocks: int = blocks) -> Total:
+            place = order[index // blocks]
+            run = Run(place * group, blocks, rows, first[place], 0, size)
+            return body(_cut(x, run, index % blocks, options), total)
+
+        total = jax.lax.fori_loop(bounds[kind] * blocks, bounds[kind + 1] * blocks, step, total)
+    return total
+
+
+def document_sizes(most: int) -> list[int]:
+    """Return the numbers of keys of blocks with segments, up to `most`: eighths of it, and halves of an eighth."""
+    step = min(most, max(MIN_KEYS, round_up(cdiv(most, RUNS), GRAIN)))
+    sizes = {*range(step, most, step), most}
+    while step > MIN_KEYS:
+        step = max(MIN_KEYS, step // 2)
+        sizes.add(step)
+    return sorted(sizes)
+
+
+def _group(queries: int, segments: Segments | None) -> int | None:
+    """Return the number of queries that share their first key and number of keys; None without segments."""
+    return None if segments is None else min(GROUP, round_up(queries, tile.FOLDS))
+
+
+def _needed_keys(options: Options, x: Inputs, group: int) -> tuple[Array, Array]:
+    """Return the first key that each group of queries of an example may attend to, and the one after the last.
+
+    The end is at most the first key for a group that attends to none.
+    """
+    queries, keys = x.q.shape[1], x.k.shape[1]
+    first, last = first_and_last(blocks_in_common(not_none(x.segments), group, GRAIN))
+    first, end = first * GRAIN, jnp.minimum((last + 1) * GRAIN, keys)
+    at = jnp.arange(0, queries, group, dtype=jnp.int32)
+    if options.causal or options.window is not None:
+        end = jnp.minimum(end, at + group)
+    if options.window is not None:
+        first = jnp.maximum(first, at - (options.window - 1))
+    return first, end
+
+
+def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
+    """Return block `index` of a run."""
     start = {
-        "q": segment.first + index * segment.rows,
-        "k": jnp.clip(segment.first_key + index * segment.step, 0, x.k.shape[1] - segment.keys),
+        "q": run.first + index * run.rows,
+        "k": jnp.clip(run.first_key + index * run.step, 0, x.k.shape[1] - run.keys),
     }
-    size = {"q": segment.rows, "k": segment.keys}
+    size = {"q": run.rows, "k": run.keys}
 
     def cut(axis: Axis, array: Array) -> Array:
         side, dim = axis
@@ -273,22 +365,26 @@ def _cut(x: Inputs, segment: Segment, index: int | Array, options: Options) -> B
         mask = mask if mask.shape[0] == 1 else cut(Axis("q", 0), mask)
         mask = mask if mask.shape[1] == 1 else cut(Axis("k", 1), mask)
     if options.causal or options.window is not None:
-        query = start["q"] + jnp.arange(segment.rows)[:, None]
-        key = start["k"] + jnp.arange(segment.keys)[None, :]
+        query = start["q"] + jnp.arange(run.rows)[:, None]
+        key = start["k"] + jnp.arange(run.keys)[None, :]
         local = key <= query
         if options.window is not None:
             local &= key > query - options.window
         mask = local if mask is None else mask & local
+    if x.segments is not None:
+        ids = cut(Axis("q", 0), x.segments.queries)[:, None] == cut(Axis("k", 0), x.segments.keys)[None, :]
+        mask = ids if mask is None else mask & ids
     return Block(_map_axes(cut, x), mask, start)
 
 
 def _map_axes(f: Callable[..., Array], x: Inputs, *others: Inputs) -> Inputs:
-    """Return f(axis, array, …) of the arrays of each field except the mask, where `axis` is that of `AXES`."""
+    """Return f(axis, array, …) of the arrays of each field except mask and segments; `axis` is that of `AXES`."""
 
     def call(path: tuple[Any, ...], *arrays: Array) -> Array:
         return f(AXES[path[-1].name], *arrays)
 
-    mapped: Inputs = jax.tree_util.tree_map_with_path(call, *(y._replace(mask=None) for y in (x, *others)))
+    without = [y._replace(mask=None, segments=None) for y in (x, *others)]
+    mapped: Inputs = jax.tree_util.tree_map_with_path(call, *without)
     return mapped
 
 

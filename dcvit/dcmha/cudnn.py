@@ -25,12 +25,14 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     Raises:
       UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, pre, post, mask, segments = inputs
     if pre is not None or post is not None:
         raise UnsupportedError("cuDNN does not compose heads")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
         raise UnsupportedError(f"cuDNN supports q, k and v of bfloat16 or float16, found {dtypes}")
+    if segments is not None:
+        raise UnsupportedError("segments: jax.nn.dot_product_attention has none for cuDNN")
     if mask is not None:
         raise UnsupportedError("cuDNN adds a mask to the scores, and a query without keys would not have the output 0")
     options = dataclasses.replace(options, causal=options.causal or options.window is not None, groups=1)

@@ -43,7 +43,7 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     Raises:
       UnsupportedError: there are several queries.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, pre, post, mask, segments = inputs
     check_one_query(q)
     wide = statistics_dtype(q.dtype)
     batch, keys, key_heads, head_dim = k.shape
@@ -56,7 +56,7 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     scores = scores * jnp.asarray(options.scale, wide)
     if pre is not None:
         scores = compose(scores, pre, options.groups)
-    attended = visible(1, keys, causal=options.causal, window=options.window, mask=mask)
+    attended = visible(1, keys, causal=options.causal, window=options.window, mask=mask, segments=segments)
     weights = masked_softmax(scores, None if attended is None else attended[:, 0, 0, :, None], axis=1)
     if post is not None:
         weights = compose(weights, post, options.groups)

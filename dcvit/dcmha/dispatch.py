@@ -324,4 +324,5 @@ def _describe(inputs: Inputs, options: Options) -> str:
     """Return the shapes and branches of a case for the log."""
     composes = " and ".join(Composition.of_weights(inputs.pre, inputs.post).names) or "plain"
     suffix = f", window {options.window}" if options.window is not None else ""
+    suffix += ", segments" if inputs.segments is not None else ""
     return f"{inputs.q.dtype}{list(inputs.q.shape)}, {inputs.k.shape[1]} keys, {composes}{suffix}"

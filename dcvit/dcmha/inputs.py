@@ -20,6 +20,7 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
+from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     pre: ComposeWeights | None = None
     post: ComposeWeights | None = None
     mask: Bool[Array, "#B 1 #T #S"] | None = None
+    segments: Segments | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +85,8 @@ def checked(
 
 
 def check_arrays(inputs: Inputs) -> None:
-    """Raise ValueError if queries, keys, values and mask do not fit each other."""
-    q, k, v, _, _, mask = inputs
+    """Raise ValueError if queries, keys, values, mask and segments do not fit each other."""
+    q, k, v, _, _, mask, segments = inputs
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"expected q (B T H D) and k, v (B S K D), found {q.shape}, {k.shape}, {v.shape}")
     check_floating({"q": q, "k": k, "v": v})
@@ -94,6 +96,8 @@ def check_arrays(inputs: Inputs) -> None:
         raise ValueError(f"expected at least one head, key and dimension, found q {q.shape} and k {k.shape}")
     if heads % key_heads:
         raise ValueError(f"the number of query heads ({heads}) is not a multiple of the key heads ({key_heads})")
+    if segments is not None:
+        check_segments(segments, (batch, queries), (batch, keys))
     if mask is None:
         return
     if mask.dtype != jnp.bool_:
@@ -101,6 +105,15 @@ def check_arrays(inputs: Inputs) -> None:
     largest = (batch, 1, queries, keys)
     if mask.ndim != 4 or any(n not in (1, most) for n, most in zip(mask.shape, largest, strict=True)):
         raise ValueError(f"mask has shape {mask.shape}, expected it to broadcast to {largest}")
+
+
+def check_segments(segments: Segments, *shapes: tuple[int, int]) -> None:
+    """Raise ValueError if the ids of queries and keys are not int32 of these shapes."""
+    for name, ids, shape in zip(Segments._fields, segments, shapes, strict=True):
+        if ids.dtype != jnp.int32:
+            raise ValueError(f"segments of {name} have dtype {ids.dtype}, expected int32")
+        if ids.shape != shape:
+            raise ValueError(f"segments of {name} have shape {ids.shape}, expected {shape}")
 
 
 def checked_scale(scale: object, head_dim: int) -> float:

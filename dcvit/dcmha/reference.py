@@ -13,6 +13,7 @@ from jax import lax
 from dcvit.dcmha.compose import compose
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import statistics_dtype
+from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -37,6 +38,7 @@ def visible(
     causal: bool = False,
     window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
+    segments: Segments | None = None,
 ) -> Bool[Array, "#B 1 T S"] | None:
     """Return which keys each query attends to, or None if every query attends to every key."""
     query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
@@ -47,6 +49,8 @@ def visible(
         conditions.append((key > query - window)[None, None])
     if mask is not None:
         conditions.append(jnp.broadcast_to(mask, (mask.shape[0], 1, queries, keys)))
+    if segments is not None:
+        conditions.append(segment_mask(segments))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
@@ -82,8 +86,10 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
 
     `compose` computes Eqn 7. The values are unused.
     """
-    q, k, _, pre, post, mask = inputs
-    mask = visible(q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask)
+    q, k, _, pre, post, mask, segments = inputs
+    mask = visible(
+        q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask, segments=segments
+    )  # fmt: skip
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)

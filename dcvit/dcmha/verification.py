@@ -37,6 +37,7 @@ Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
 BOUND, BOUND_FLOAT32 = 2e-2, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
 RUNS = 5
+DOCUMENTS = 6  # of a row in a case with segments
 TIMING_SECONDS = 5.0  # after which no further run is timed
 COMPILING = "compiling raised"
 
@@ -220,13 +221,19 @@ def _with_gradients(function: Callable[[Tree], Array]) -> Callable[[Tree, Array]
 
 
 def _random_arrays(shapes: Tree) -> Tree:
-    """Return normal numbers, smaller ones for compose weights, and masks with padded keys and a row without keys."""
+    """Return normal numbers, smaller ones for compose weights, and masks with padded keys and a row without keys.
+
+    Integers are segment ids: those of packed documents, the first of which occurs again at the end, and a query whose
+    id no key has.
+    """
     random = np.random.default_rng(0)
 
     def fill(path: Sequence[Any], x: jax.ShapeDtypeStruct) -> np.ndarray:
         if _is_float(x):
             is_weight = any(getattr(key, "name", "") in ("pre", "post") for key in path)
             return _normal(random, x, 0.3 if is_weight else 1.0)
+        if x.dtype == np.int32:
+            return _random_segments(x.shape, is_query=any(getattr(key, "name", "") == "queries" for key in path))
         mask: np.ndarray = random.random(x.shape) < 0.7
         mask[..., -max(1, x.shape[-1] // 8) :] = False
         if x.shape[-2] > 1:
@@ -234,6 +241,18 @@ def _random_arrays(shapes: Tree) -> Tree:
         return mask
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def _random_segments(shape: tuple[int, ...], *, is_query: bool) -> np.ndarray:
+    """Return ids (B, N) of documents that begin at the same fractions of the queries and the keys of an example."""
+    batch, length = shape
+    starts = np.random.default_rng(2).random((batch, DOCUMENTS))
+    at = (np.arange(length) + 0.5) / length
+    ids: np.ndarray = (at[None, None] > starts[:, :, None]).sum(1).astype(np.int32)
+    ids[ids == DOCUMENTS] = 0
+    if is_query and length > 1:
+        ids[0, 0] = -1
+    return ids
 
 
 def _normal(random: np.random.Generator, x: jax.ShapeDtypeStruct, scale: float = 1.0) -> np.ndarray:

@@ -187,7 +187,9 @@ def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], 
         for where, some in weights.items()
     }  # fmt: skip
     window = module.window and (module.prefill_window or module.window)
-    seen = visible(q.shape[1], k.shape[1], causal=module.causal, window=window, mask=inputs.mask)
+    seen = visible(
+        q.shape[1], k.shape[1], causal=module.causal, window=window, mask=inputs.mask, segments=inputs.segments
+    )
     wide = statistics_dtype(q.dtype)
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.reference import visible
+from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.errors import InputError
 from dcvit.interpret.activations import compose_weights_of, forward
@@ -175,8 +176,8 @@ def attended(
     if isinstance(model, LM):
         windows = lm.layer_windows(model)
         window = windows[layer % len(windows)] and (model.prefill_window or model.window)
-        mask = token_context(inputs, model.end_of_text).mask
-        seen = visible(tokens, tokens, causal=True, window=window, mask=mask)
+        segments = make_segments(token_context(inputs, model.end_of_text).segments)
+        seen = visible(tokens, tokens, causal=True, window=window, segments=segments)
     return jnp.broadcast_to(True if seen is None else seen[:, 0], (len(inputs), tokens, tokens))
 
 

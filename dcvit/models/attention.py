@@ -12,6 +12,7 @@ from dcvit.dcmha import Dropout
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, Options, checked
 from dcvit.dcmha.kv_cache import Cache, cache_of, extend, visible, with_keys
+from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import head_variants, sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
@@ -38,6 +39,7 @@ class LayerInputs(NamedTuple):
     positions: Int[Array, "#B T"] | None = None
     cache: Cache | None = None  # the tokens before; see `Attention.decode`
     update: CacheUpdate | None = None
+    segments: Segments | None = None
 
 
 class Prepared(NamedTuple):
@@ -77,13 +79,14 @@ class Attention(Projections):
         x_kv: Float[Array, "B S _"] | None = None,
         mask: Bool[Array, "#B 1 #T #S"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     ) -> Float[Array, "B T _"]:
         """Attend from `x_q` to `x_kv`, or to `x_q` itself.
 
         Args:
           x_q: inputs of the queries.
           x_kv: inputs of the keys and values; None means `x_q`.
-          mask: as `dcvit.dcmha.attention` takes it.
+          mask, segments: as `dcvit.dcmha.attention` takes them.
           positions: positions of the tokens for a rotary embedding; None means 0 … T-1.
 
         Raises:
@@ -91,7 +94,7 @@ class Attention(Projections):
             not divide each other as they must; the mask does not broadcast; or a rotary embedding is combined with
             `x_kv`.
         """
-        return self.attend(LayerInputs(x_q, x_kv, None, mask, positions))[0]
+        return self.attend(LayerInputs(x_q, x_kv, None, mask, positions, segments=make_segments(segments)))[0]
 
     def decode(
         self,
@@ -100,6 +103,7 @@ class Attention(Projections):
         update: CacheUpdate,
         mask: Bool[Array, "#B 1 #T #S"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T M"], Cache]:
         """Attend from new tokens to the tokens in a cache and to each other.
 
@@ -109,11 +113,16 @@ class Attention(Projections):
           update: position of the new tokens in the cache.
           mask: as `dcvit.dcmha.attention` takes it; if T = 1, the S keys are the slots of the cache.
           positions: as in `__call__`.
+          segments: of the new tokens, if T > 1.
 
         Returns:
           The output, and the cache with the new tokens.
+
+        Raises:
+          ValueError: one token has segments, which the tokens of the cache do not have; give a mask.
         """
-        return self.attend(LayerInputs(x, mask=mask, positions=positions, cache=cache, update=update))
+        ids = make_segments(segments)
+        return self.attend(LayerInputs(x, mask=mask, positions=positions, cache=cache, update=update, segments=ids))
 
     @nn.compact
     def attend(self, x: LayerInputs) -> tuple[Float[Array, "B T _"], Cache]:
@@ -136,7 +145,7 @@ class Attention(Projections):
         to_compose = compose_inputs(x.q, x_k, groups=self.groups) if self.compose else {}
         q, k, v = self.project(x.q, x_k, x_k if x.v is None else x.v, x.positions)
         weights = self.compose_weights(x.q.shape[-1], to_compose)
-        inputs = Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask)
+        inputs = Inputs(q, k, v, weights.get("pre"), weights.get("post"), x.mask, x.segments)
         new, tokens = cache_of(inputs), Tokens(x.q, v)
         window = self.window and (self.prefill_window or self.window)
         if x.cache is None or x.update is None:
@@ -195,6 +204,8 @@ class Attention(Projections):
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:
     """Return the inputs for attention from one new token to all tokens of the cache."""
+    if inputs.segments is not None:
+        raise ValueError("one token that attends to a cache has no segments: give a mask of the slots")
     length = update.start + update.added
     mask = visible(cache.k.shape[1], length, window=window, first=update.oldest_visible)
     mask = mask if inputs.mask is None else mask & inputs.mask

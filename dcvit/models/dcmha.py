@@ -23,6 +23,7 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.kv_cache import Cache
 from dcvit.dcmha.reference import attention_matrices
+from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import Params
 from dcvit.models.attention import Attention, CacheUpdate, LayerInputs
@@ -153,10 +154,14 @@ class FlaxAttention(Attention):
 
 
 def check_axes(inputs: LayerInputs) -> None:
-    """Raise ValueError if inputs lack an axis, or have other leading axes than the queries."""
+    """Raise ValueError if inputs lack an axis, or have other leading axes than the queries, also segments."""
     shapes = [x.shape for x in (inputs.q, inputs.k, inputs.v) if x is not None]
     if any(len(shape) < 2 or shape[:-2] != shapes[0][:-2] for shape in shapes):
         raise ValueError(f"expected inputs (*B, T, M) with the same leading axes, found {shapes}")
+    tokens = [shapes[0][:-1], shapes[min(1, len(shapes) - 1)][:-1]]
+    for ids, expected in zip(inputs.segments or (), tokens, strict=False):
+        if ids.shape != expected:
+            raise ValueError(f"segments have shape {ids.shape}, expected {expected}")
 
 
 def flat_inputs(inputs: LayerInputs, *, mask_heads: int) -> LayerInputs:
@@ -214,7 +219,8 @@ def heads_as_examples(inputs: Inputs) -> Inputs:
 
     mask = inputs.mask
     masks = jnp.broadcast_to(mask, (batch, *mask.shape[1:])).reshape(batch * heads, 1, *mask.shape[2:])
-    return Inputs(split(inputs.q), split(inputs.k), split(inputs.v), None, None, masks)
+    segments = jax.tree.map(lambda ids: jnp.repeat(ids, heads, axis=0), inputs.segments)
+    return Inputs(split(inputs.q), split(inputs.k), split(inputs.v), None, None, masks, segments)
 
 
 class ComposedFields(AttentionFields, kw_only=True):
@@ -289,6 +295,7 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
         *,
         inputs_kv: Float[Array, "*B S _"] | None = None,
         mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None,
+        segments: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
@@ -302,6 +309,8 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
           inputs_kv: inputs of keys and values, instead of `inputs_k` and `inputs_v`.
           mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), with a composition to
             (*B, 1, T, S), because it mixes the heads. With a cache, the S keys are its slots.
+          segments: int32 ids of the tokens of packed rows, or the pair of those of queries and keys: a query attends
+            only to keys with its own id. Flax's layer needs a mask for this. With a cache, give a mask.
           deterministic: no dropout.
           dropout_rng: key of the dropout; None means the rng stream "dropout".
           sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights` into "intermediates".
@@ -313,7 +322,8 @@ class DCMHA(ComposedFields, nn.MultiHeadDotProductAttention):
             raise ValueError("give either inputs_kv, or inputs_k and inputs_v")
         if inputs_k is None and inputs_v is not None:
             raise ValueError("inputs_v needs inputs_k; if keys and values have the same inputs, give inputs_k only")
-        inputs = LayerInputs(inputs_q, inputs_k if inputs_kv is None else inputs_kv, inputs_v, mask)
+        inputs_k = inputs_k if inputs_kv is None else inputs_kv
+        inputs = LayerInputs(inputs_q, inputs_k, inputs_v, mask, segments=make_segments(segments))
         is_cached = self.decode and self.has_variable("cache", "cached_key")
         if is_cached:
             inputs = self._with_cache(inputs)

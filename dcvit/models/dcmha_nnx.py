@@ -103,6 +103,7 @@ class DCMHA(nnx.MultiHeadAttention):
         inputs_v: Float[Array, "*B S _"] | None = None,
         *,
         mask: Bool[Array, "..."] | Float[Array, "..."] | Int[Array, "..."] | None = None,
+        segments: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
@@ -118,8 +119,7 @@ class DCMHA(nnx.MultiHeadAttention):
           inputs_q: inputs of the queries.
           inputs_k: inputs of the keys; None means `inputs_q`.
           inputs_v: inputs of the values; None means `inputs_k`.
-          mask: True or not zero where a query attends to a key; broadcasts to (*B, H, T, S), with a composition to
-            (*B, 1, T, S), because it mixes the heads. With a cache, the S keys are its slots.
+          mask, segments: as the linen layer takes them.
           deterministic: no dropout; None means the attribute.
           rngs: stream of the dropout; None means that of the module.
           sow_weights: sow the composed weights (*B, H, T, S) as `attention_weights`, an `nnx.Intermediate`.
@@ -148,8 +148,8 @@ class DCMHA(nnx.MultiHeadAttention):
         variables: dict[str, dict[str, Any]] = {"params": _params(self), "cache": _cache(self) if decode else {}}
         out: Array
         out, found = layer.apply(
-            variables, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, dropout_rng=key,
-            sow_weights=sow_weights, mutable=["intermediates", "cache"],
+            variables, inputs_q, inputs_k, inputs_v, mask=mask, segments=segments, deterministic=deterministic,
+            dropout_rng=key, sow_weights=sow_weights, mutable=["intermediates", "cache"],
         )  # fmt: skip
         for name, value in found.get("cache", {}).items():
             getattr(self, name)[...] = value.astype(getattr(self, name).dtype)

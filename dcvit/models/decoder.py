@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.kv_cache import Cache
-from dcvit.dcmha.shapes import Array, Bool, Float, Int
+from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Outputs
 from dcvit.models.attention import Attention, CacheUpdate
 from dcvit.models.head_variants import LOSSES
@@ -21,10 +21,10 @@ LayerCaches: TypeAlias = dict[str, Any]  # a Cache for each unrolled layer, and 
 
 
 class TokenContext(NamedTuple):
-    """Positions of the tokens and the tokens that each may attend to; the same for all layers."""
+    """Positions of the tokens, and their documents; the same for all layers."""
 
     positions: Int[Array, "#B T"]  # for position embeddings
-    mask: Bool[Array, "B 1 T T"] | None  # in addition to causality and windows
+    segments: Int[Array, "B T"] | None  # the first token of the document of each token
     update: CacheUpdate | None  # if tokens are decoded with a cache
 
 
@@ -35,7 +35,7 @@ def token_context(
     first: Int[Array, " B"] | None = None,
     count: Int[Array, " B"] | None = None,
 ) -> TokenContext:
-    """Return the positions and masks of tokens, which restart at each document if `end_of_text` is given.
+    """Return the positions and segments of tokens, which restart at each document if `end_of_text` is given.
 
     Args:
       tokens: the tokens of a call.
@@ -46,7 +46,7 @@ def token_context(
     """
     batch, length = tokens.shape
     at = (jnp.zeros(batch, jnp.int32) if start is None else start)[:, None] + jnp.arange(length)[None]
-    oldest, mask = jnp.zeros_like(at), None  # for each token, the first one that it may attend to
+    oldest, segments = jnp.zeros_like(at), None  # for each token, the first one that it may attend to
     if end_of_text is not None:
         ends = tokens == end_of_text
         if count is not None:  # padding starts no document
@@ -56,12 +56,12 @@ def token_context(
             starts = starts.at[:, 0].max(first)
         oldest = jax.lax.cummax(starts, axis=1)
         if start is None or length > 1:  # without a cache, the length may be symbolic
-            mask = (at[:, None, :] >= oldest[:, :, None])[:, None]
+            segments = oldest
     if start is None:
-        return TokenContext(at - oldest, mask, None)
+        return TokenContext(at - oldest, segments, None)
     count = jnp.full(batch, length, jnp.int32) if count is None else count
     newest = jnp.take_along_axis(oldest, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return TokenContext(at - oldest, mask, CacheUpdate(start, count, newest))
+    return TokenContext(at - oldest, segments, CacheUpdate(start, count, newest))
 
 
 class DecoderBlock(nn.Module):
@@ -90,9 +90,11 @@ class DecoderBlock(nn.Module):
         out = {}
         y = in_float32(self.norm(name="attention_norm"), x)
         if cache is None or context.update is None:
-            y = attention(y, mask=context.mask, positions=context.positions)
+            y = attention(y, positions=context.positions, segments=context.segments)
         else:
-            y, cache = attention.decode(y, cache, context.update, context.mask, context.positions)
+            y, cache = attention.decode(
+                y, cache, context.update, positions=context.positions, segments=context.segments
+            )  # fmt: skip
         out["sa"] = y
         after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, None, None)
         y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)

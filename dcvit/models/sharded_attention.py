@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit.dcmha import Dropout, dispatch
 from dcvit.dcmha.inputs import Composition, Inputs, Options
+from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.parallel.mesh import BATCH, Axis, active_mesh, divisible_axes
 
@@ -104,6 +105,7 @@ def split_of(plan: Plan, inputs: Inputs) -> Inputs:
         **dict.fromkeys(("q1", "q2", "k1", "k2"), by_token),
         **dict.fromkeys(("qg", "kg"), P(plan.batch, None, plan.heads)),
         "static": P(plan.heads),
+        **dict.fromkeys(Segments._fields, P(plan.batch)),
         "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else plan.batch),
     }
     split: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].name], inputs)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import to_jax
+from attention_cases import random_segments, to_jax
 from jax.test_util import check_grads
 
 from dcvit.dcmha import ComposeWeights, attention
@@ -31,10 +31,13 @@ SHAPES = {
     "two groups": {"groups": 2},
     "four groups": {"groups": 4, "causal": True},
     "scale": {"scale": 0.3},
+    "segments": {"segments": 3, "causal": True},
+    "cross segments, mask": {"segments": 2, "keys": 6, "mask": (2, 1, 1, 6)},
 }
 # The shapes of the default suite, which together have every option.
 MIXED = (
     "window", "cross", "fewer keys", "grouped query", "key padding", "row mask", "four groups", "causal mask", "scale",
+    "segments", "cross segments, mask",
 )  # fmt: skip
 ABLATIONS = [  # every pair of branches, composes, shapes and implementations
     pytest.param(
@@ -73,6 +76,8 @@ def make_case(shape, pre="qkpg", post="qkpg", seed=0, rank=2):
     keys, key_heads = options.pop("keys", queries), options.pop("key_heads", heads)
     if "mask" in options:
         options["mask"] = rng.random(options["mask"]) < 0.6
+    if "segments" in options:
+        options["segments"] = tuple(map(np.asarray, random_segments(2, queries, keys, options["segments"])))
     q = rng.normal(size=(2, queries, heads, width))
     k, v = rng.normal(size=(2, 2, keys, key_heads, width))
     sizes = dict(batch=2, queries=queries, keys=keys, heads=heads, rank=rank, groups=options.get("groups", 1))
@@ -86,9 +91,13 @@ def on_device(args, dtype):
     return (*(jnp.asarray(x, dtype) for x in (q, k, v)), *(to_jax(w, dtype) for w in weights))
 
 
+def masking(options):
+    """Return the mask and the segments of the options as JAX arrays."""
+    return {name: jax.tree.map(jnp.asarray, options[name]) for name in ("mask", "segments") if name in options}
+
+
 def run(args, options, dtype, implementation, compiled=True):
-    mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
-    attend = functools.partial(attention, **{**options, **mask}, implementation=implementation)
+    attend = functools.partial(attention, **{**options, **masking(options)}, implementation=implementation)
     return (jax.jit(attend) if compiled else attend)(*on_device(args, dtype))
 
 
@@ -116,11 +125,10 @@ class TestContract:
     )
     def test_gradients_agree_with_finite_differences(self, x64, implementation, shape):
         args, options = make_case(shape, "qkpgs", "qkpgs")
-        mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
 
         def f(*leaves):  # check_grads passes numpy arrays
             arrays = jax.tree.unflatten(tree, map(jnp.asarray, leaves))
-            return attention(*arrays, **{**options, **mask}, implementation=implementation)
+            return attention(*arrays, **{**options, **masking(options)}, implementation=implementation)
 
         leaves, tree = jax.tree.flatten(on_device(args, jnp.float64))
         check_grads(jax.jit(f), leaves, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
@@ -151,17 +159,17 @@ class TestContract:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("shape", "implementation"),
-        each(["window", "key padding", "causal mask", "fewer keys"], ["causal mask", "window"]),
+        each(["window", "key padding", "causal mask", "fewer keys", "segments"], ["causal mask", "window", "segments"]),
     )
     def test_no_output_depends_on_a_masked_key_through_any_branch(self, implementation, shape):
         args, options = make_case(shape, "qkpgs", "qkpgs")
         arrays = on_device(args, jnp.float32)
-        mask = {"mask": jnp.asarray(options["mask"])} if "mask" in options else {}
 
         def f(k, v, pre_k, post_k):
             pre = arrays[3]._replace(**pre_k)
             post = arrays[4]._replace(**post_k)
-            return attention(arrays[0], k, v, pre, post, **{**options, **mask}, implementation=implementation)
+            given = {**options, **masking(options)}
+            return attention(arrays[0], k, v, pre, post, **given, implementation=implementation)
 
         key_side = [{n: getattr(w, n) for n in ("k1", "k2", "kg")} for w in arrays[3:]]
         jacobians = jax.jit(jax.jacobian(f, argnums=(0, 1, 2, 3)))(arrays[1], arrays[2], *key_side)
@@ -171,9 +179,7 @@ class TestContract:
             for b in range(2):
                 for i in range(strength.shape[1]):
                     for j in range(strength.shape[3]):
-                        attended = oracle.attends(
-                            b, i, j, options.get("causal"), options.get("window"), options.get("mask")
-                        )
+                        attended = oracle.attends(b, i, j, *map(options.get, ("causal", "window", "mask", "segments")))
                         assert strength[b, i, 1 - b, j] == 0
                         assert attended or strength[b, i, b, j] == 0
             assert strength.max() > 0
@@ -225,6 +231,9 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"groups": 3}, "groups=3 does not divide 4 heads"),
         ({"mask": "float"}, "mask has dtype float32, expected bool"),
         ({"mask": (2, 4, 5, 5)}, "mask has shape"),
+        ({"segments": jnp.zeros((2, 5))}, "segments of queries have dtype float32, expected int32"),
+        ({"segments": jnp.zeros((2, 4), int)}, r"segments of queries have shape \(2, 4\), expected \(2, 5\)"),
+        ({"segments": (jnp.zeros((2, 5), int), jnp.zeros((1, 5), int))}, r"segments of keys have shape \(1, 5\)"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, elementwise, folded"),
         ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
         ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),

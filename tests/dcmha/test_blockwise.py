@@ -15,15 +15,22 @@ CASES = {
         "queries": 33, "keys": 90, "groups": 2, "key_heads": 2, "causal": True, "branches": "qkpgs",
     },
     "window, fewer keys, key padding": {"queries": 70, "keys": 33, "window": 9, "mask": (2, 1, 1, 33)},
-    "causal, many segments": {"queries": 330, "causal": True},
+    "causal, many runs": {"queries": 330, "causal": True},
     "no mask": {"queries": 70},
     "window wider than the keys": {"queries": 70, "keys": 33, "window": 50},
     "window of 1, mask, query-wise": {"queries": 37, "window": 1, "mask": (2, 1, 37, 37), "branches": "qpg"},
     "more keys, fully masked rows, static": {"queries": 33, "keys": 90, "mask": (1, 1, 33, 1), "branches": "s"},
     "plain": {"queries": 50, "window": 20, "branches": None},
+    "segments, shared keys, groups": {
+        "queries": 330, "causal": True, "segments": 6, "groups": 2, "key_heads": 2, "branches": "qkpgs",
+    },
+    "segments, window": {"queries": 210, "window": 100, "segments": 2, "branches": "qg"},
+    "segments, more keys, mask": {"queries": 70, "keys": 333, "segments": 5, "mask": (2, 1, 1, 333), "branches": "kp"},
 }  # fmt: skip
 # Together, these contain every branch, a mask, more and fewer keys, and shared keys.
-DEFAULT = ("causal, more keys, groups, shared keys", "window, fewer keys, key padding")
+DEFAULT = (
+    "causal, more keys, groups, shared keys", "window, fewer keys, key padding", "segments, shared keys, groups",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +43,9 @@ def run(case, dtype=jnp.float32):
     """Output and gradients of blockwise attention in `dtype`, and those of the reference in float32."""
     args, options = random_case(**{"heads": 4, "batch": 2, "rank": 1, **case})
     layout = Options(options["causal"], options["window"])
-    segments = blockwise.segments(args[0].shape[1], args[1].shape[1], layout)
-    assert sum(segment.blocks for segment in segments) > 2
+    group = blockwise.GROUP if "segments" in options else None
+    runs = blockwise.runs(args[0].shape[1], args[1].shape[1], layout, group)
+    assert sum(run.blocks for run in runs) > 2
     narrow = jax.tree.map(lambda x: x.astype(dtype), args)
     found = output_and_gradients(on_arrays(blockwise.attention), narrow, options)
     assert all(x.dtype == dtype for x in jax.tree.leaves(found))
@@ -49,9 +57,9 @@ def test_padded_queries_have_the_blocks_of_the_queries():
     for queries in (1, 15, 33, 36, 70, 1000):
         for keys in (40, 70, 2222, 2600):
             for options in (Options(), Options(causal=True), Options(window=50)):
-                runs = blockwise.segments(queries, keys, options)
+                runs = blockwise.runs(queries, keys, options)
                 end = runs[-1].first + runs[-1].blocks * runs[-1].rows
-                assert blockwise.segments(end, keys, options) == runs
+                assert blockwise.runs(end, keys, options) == runs
 
 
 @pytest.fixture
@@ -67,6 +75,53 @@ def small_blocks(monkeypatch):
 def test_several_blocks_equal_the_reference_in_output_and_gradients(name, small_blocks):
     errors = relative_errors(*run(CASES[name]))
     assert worst(errors) < 2e-5, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ({"queries": 700, "causal": True, "segments": 9}, [256, 512, 700]),
+        pytest.param({"queries": 90, "keys": 700, "segments": 3}, [256, 512, 700], marks=pytest.mark.exhaustive),
+        pytest.param({"queries": 500, "window": 300, "segments": 4}, [256, 363], marks=pytest.mark.exhaustive),
+        pytest.param({"queries": 2100, "causal": True, "segments": 1}, None, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_segments_equal_the_reference_to_rounding(x64, case, sizes):
+    case = {"heads": 2, "batch": 2, "rank": 1, "dtype": jnp.float64, **case}
+    args, options = random_case(**case)
+    if sizes is not None:
+        most = min(args[1].shape[1], (options["window"] or 10**6) + blockwise.GROUP - 1)
+        assert blockwise.document_sizes(most) == sizes
+    found, right = (
+        output_and_gradients(on_arrays(f), args, options) for f in (blockwise.attention, reference.attention)
+    )
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert x.dtype == jnp.float64
+        assert float(jnp.abs(x - y).max()) <= 1e-12 * float(jnp.abs(y).max())
+
+
+def test_blocks_without_a_common_document_are_not_computed(monkeypatch):
+    """Count the blocks that a program computes, and their keys."""
+    computed, forward = [], blockwise._forward_block
+
+    def count(block, options):
+        jax.debug.callback(lambda _: computed.append(block.inputs.k.shape[1]), block.start["q"])
+        return forward(block, options)
+
+    monkeypatch.setattr(blockwise, "_forward_block", count)
+    tokens, ids = 2048, jnp.repeat(jnp.arange(8, dtype=jnp.int32), 256)[None]
+    q = jnp.ones((1, tokens, 1, 4))
+    for segments, most in ((ids, 256), (jnp.zeros_like(ids), tokens)):
+        computed.clear()
+        jax.block_until_ready(attention(q, q, q, segments=segments, implementation="blockwise"))
+        jax.effects_barrier()
+        rows = blockwise._rows_of_group(blockwise.GROUP, most)
+        assert computed == [most] * (tokens // rows)
+    computed.clear()
+    none = ids, ids + 10
+    assert not attention(q, q, q, segments=none, implementation="blockwise").any()
+    assert not computed
 
 
 @pytest.mark.slow

@@ -183,6 +183,7 @@ def test_a_run_shows_each_choice_once(capsys, caplog):
         (None, {"branches": "qkpgs", "groups": 2}),
         pytest.param("blockwise", {"branches": None, "key_heads": 1}, marks=pytest.mark.exhaustive),
         pytest.param("blockwise", {"branches": "qkpgs", "mask": (2, 1, 1, 24)}, marks=pytest.mark.exhaustive),
+        (None, {"segments": 3}),
         pytest.param(None, {"branches": None, "key_heads": 2}, marks=pytest.mark.exhaustive),
     ],
 )

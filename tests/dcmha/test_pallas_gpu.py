@@ -20,6 +20,7 @@ from dcvit.models.presets import PRESETS
 CASES = {
     "float32, grouped queries, padding": {"queries": 50, "keys": 20, "key_heads": 1, "head_dim": 24, "rank": 1},
     "plain, masks": {"queries": 8, "keys": 20, "batch": 2, "branches": None, "mask": (2, 1, 1, 20)},
+    "segments": {"queries": 12, "keys": 20, "batch": 2, "branches": "qg", "post": None, "segments": 3},
     "groups": {"queries": 8, "heads": 4, "rank": 1, "groups": 2, "branches": "qp", "post": None},
     "bfloat16, causal": {
         "queries": 20, "rank": 1, "causal": True, "branches": None, "post": "kpg", "dtype": jnp.bfloat16,

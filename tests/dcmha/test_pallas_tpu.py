@@ -55,6 +55,17 @@ CASES = {
         "queries": 9, "batch": 8, "heads": 8, "key_heads": 4, "head_dim": 32, "groups": 2, "causal": True,
         "branches": "qkpgs", "post": "kgs", "rank": 1, "family": "interleaved",
     },
+    "blocks, segments, passes": {
+        "queries": 140, "keys": 60, "batch": 2, "segments": 5, "branches": "kpg", "post": "qkp", "rank": 1,
+        "block": (128, 16), "queries_per_pass": 128, "family": "vector",
+    },
+    "blocks, mixed, causal, segments": {
+        "queries": 132, "batch": 2, "causal": True, "segments": 4, "branches": "kpg", "post": "qkps", "rank": 1,
+        "block": (128, 32), "family": "matrix",
+    },
+    "single tile, segments, mask": {
+        "queries": 12, "batch": 8, "head_dim": 64, "mask": (1, 1, 12, 12), "segments": 3, "rank": 1, "family": "vector",
+    },
     "plain": {"queries": 8, "branches": None, "family": "vector"},
     "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "vector"},
 }  # fmt: skip
@@ -66,8 +77,8 @@ MODELS = {
         "queries": 264, "heads": 16, "head_dim": 64, "causal": True, "window": 256, "family": "matrix",
     },
 }  # fmt: skip
-# By default, one case of each family of kernels.
-DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static"}
+# By default, one case of each family of kernels, and one with segments.
+DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static", "blocks, segments, passes"}
 INTERPRETER = pltpu.InterpretParams()
 
 

@@ -40,6 +40,10 @@ def ignores_causality(inputs, options):
     return correct(inputs, dataclasses.replace(options, causal=False, window=None))
 
 
+def ignores_segments(inputs, options):
+    return correct(inputs._replace(segments=None), options)
+
+
 def exhausts_vmem(inputs, options):
     raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
 
@@ -112,6 +116,15 @@ def test_a_mask_with_an_empty_row_is_verified(chip):
     chip(spreads)
     (name,) = outcome(mask=(1, 1, 40, 40))
     assert name != "pallas_tpu"
+
+
+def test_calls_with_segments_are_verified_with_segments(chip):
+    """The case of a call without segments is another one."""
+    chip(ignores_segments)
+    (name,) = outcome(segments=3)
+    assert name != "pallas_tpu"
+    chip(correct)
+    assert len(outcome()) == 1
 
 
 def test_a_wrong_last_row_of_a_long_text_is_noticed_in_bfloat16(chip):

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from dcvit.dcmha import ComposeWeights
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.pallas_tpu import api, backward_interleaved, tiling
+from dcvit.dcmha.segments import Segments
 
 LIMIT = 120 * 2**20
 ROWS = {4: 8, 2: 16}  # of a register, by the bytes of a number
@@ -28,27 +29,28 @@ def in_registers(shape, dtype):
     return math.prod(sizes[:-2]) * rows * lanes * bytes_each
 
 
-def declared(monkeypatch, q, k, weights, groups, mask):
+def declared(monkeypatch, q, k, weights, groups, *masks):
     """Bytes of the gradient kernel: two blocks of each array in VMEM, and its buffers."""
 
-    def record(kernel, *, in_specs, out_specs, out_shape, scratch_shapes, name, **options):
+    def record(kernel, *, grid_spec, out_shape, name, **options):
         def call(*arrays):
             if name != "dcmha_gradients":
                 return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
-            arrays = zip((*in_specs, *out_specs), (*arrays, *out_shape), strict=True)
+            specs = (*grid_spec.in_specs, *grid_spec.out_specs)
+            arrays = zip(specs, (*arrays[grid_spec.num_scalar_prefetch :], *out_shape), strict=True)
             blocks = [in_registers(spec.block_shape, x.dtype) for spec, x in arrays if spec.block_shape is not None]
-            raise DeclaredError(2 * sum(blocks) + sum(in_registers(x.shape, x.dtype) for x in scratch_shapes))
+            raise DeclaredError(2 * sum(blocks) + sum(in_registers(x.shape, x.dtype) for x in grid_spec.scratch_shapes))
 
         return call
 
     monkeypatch.setattr(pl, "pallas_call", record)
     options = Options(groups=groups)
 
-    def gradient(q, k, v, pre, post, mask, do):
-        return jax.vjp(lambda *x: api.attention(Inputs(*x, mask), options), q, k, v, pre, post)[1](do)
+    def gradient(q, k, v, pre, post, do, *masks):
+        return jax.vjp(lambda *x: api.attention(Inputs(*x, *masks), options), q, k, v, pre, post)[1](do)
 
     with pytest.raises(DeclaredError) as found:
-        jax.eval_shape(gradient, q, k, k, weights, weights, mask, q)
+        jax.eval_shape(gradient, q, k, k, weights, weights, q, *masks)
     return found.value.args[0]
 
 
@@ -108,7 +110,9 @@ def test_the_estimate_of_several_tiles_is_at_least_what_is_declared(
     config = choose(q, k, weights, Options(), limit * 2**20)
     assert config.family == "matrix"
     estimate = tiling.backward_vmem_bytes(config) - tiling.COMPILER_BYTES
-    assert 0.8 * estimate < declared(monkeypatch, q, k, weights, 1, None) <= estimate
+    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    assert 0.8 * estimate < declared(monkeypatch, q, k, weights, 1) <= estimate
+    assert declared(monkeypatch, q, k, weights, 1, None, Segments(ids, ids)) <= estimate
 
 
 def test_shapes_whose_matrices_do_not_fit_are_mixed_by_vector_units(monkeypatch):

@@ -76,7 +76,7 @@ def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
 
 
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array) -> Inputs:
-    (q, k, v, pre, post, _), (_, lse) = x, results
+    (q, k, v, pre, post, *_), (_, lse) = x, results
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dpre, dpost = WeightGradients(pre, k.shape[1]), WeightGradients(post, k.shape[1])
     for rectangle in rectangles(q, k, static.options):
@@ -89,7 +89,8 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], do: Array
         dq_part, dk, dv = _rectangle_gradients(inputs, lse, do, (dk, dv), dpre, dpost)
         dq.append(dq_part)
     all_dq = jnp.concatenate(dq, axis=1).astype(q.dtype)
-    return Inputs(all_dq, dk.astype(k.dtype), dv.astype(v.dtype), dpre.result(), dpost.result())
+    gradients = all_dq, dk.astype(k.dtype), dv.astype(v.dtype), dpre.result(), dpost.result()
+    return Inputs(*gradients, segments=x.segments)  # which have no gradient
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:

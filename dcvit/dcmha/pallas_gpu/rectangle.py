@@ -13,6 +13,7 @@ from dcvit.dcmha.inputs import Inputs
 from dcvit.dcmha.numerics import LOG2_E, MASKED_SCORE
 from dcvit.dcmha.pallas_gpu.config import Side
 from dcvit.dcmha.pallas_gpu.tiling import Rectangle, Static, make_config, ranks
+from dcvit.dcmha.segments import Segments, segment_mask
 from dcvit.dcmha.shapes import Array
 
 Pair: TypeAlias = tuple[Sequence[Array], Sequence[Array]]  # both operands of a product, each as its bfloat16 parts
@@ -32,9 +33,9 @@ class RectangleInputs:
     def __init__(self, static: Static, rectangle: Rectangle, layer: Inputs, *, backward: bool) -> None:
         self.layer, self.rectangle, self.scale = layer, rectangle, static.options.scale
         self.config = make_config(layer, static, rectangle, backward=backward)
-        self.bias = self._bias(layer.mask)
+        self.bias = self._bias(layer)
 
-    def _bias(self, mask: Array | None) -> Array:
+    def _bias(self, layer: Inputs) -> Array:
         """Return (1 or B, T, S) float32: 0 where a query attends to a key, MASKED_SCORE elsewhere."""
         c, (rows, cols) = self.config, self.rectangle
         query = rows[0] + jnp.arange(c.queries)[:, None]
@@ -45,12 +46,15 @@ class RectangleInputs:
         if c.window is not None:
             attended &= key > query - c.window
         attended = attended[None]
-        if mask is not None:
-            part = mask[:, 0]
+        if layer.mask is not None:
+            part = layer.mask[:, 0]
             part = part[:, slice(*rows)] if part.shape[1] > 1 else part
             part = part[:, :, slice(*cols)] if part.shape[2] > 1 else part
             part = jnp.broadcast_to(part, (part.shape[0], *self.rectangle.size))
             attended &= pad(pad(part, 1, c.queries), 2, c.keys)
+        if layer.segments is not None:
+            part = segment_mask(Segments(layer.segments.queries[:, slice(*rows)], layer.segments.keys[:, slice(*cols)]))
+            attended &= pad(pad(part[:, 0], 1, c.queries), 2, c.keys)
         return jnp.where(attended, 0.0, MASKED_SCORE).astype(jnp.float32)
 
     def queries(self, x: Array) -> Array:

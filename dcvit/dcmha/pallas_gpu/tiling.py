@@ -49,7 +49,7 @@ class Rectangle(NamedTuple):
 
 def check_supported(inputs: Inputs, options: Options) -> None:
     """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
-    q, k, v, pre, post, _ = inputs
+    q, k, v, pre, post, *_ = inputs
     capability = getattr(jax.devices()[0], "compute_capability", HOPPER)
     if capability != HOPPER:
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")

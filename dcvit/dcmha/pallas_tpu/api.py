@@ -4,7 +4,7 @@ A tile is H planes of Bk keys (along sublanes) by Bq queries (along lanes) in VM
 contains the operations on a tile. The forward kernel visits the key blocks of a query block twice: phase 0 computes the
 row statistics, phase 1 the output. Between the phases it keeps the scores in VMEM if they fit into two thirds of it;
 otherwise it computes them again. One tile holds all scores of an image of up to 256 patches; then both phases are one
-step. Blocks that no query attends to are neither fetched nor computed.
+step. Blocks that no query attends to, also by segment ids, are neither fetched nor computed; masks skip none.
 
 There are three families of kernels; the log says which one is used:
 
@@ -73,7 +73,7 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: the kernels do not support the device, the dtypes or the sizes.
     """
-    q, k, v, *_, mask = inputs
+    q, k, v, _, _, mask, _ = inputs
     tiling.check_device()
     tiling.check_dtypes(q, k, v)
     config = tiling.make_config(inputs, options, tiling.vmem_limit())
@@ -108,7 +108,7 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
     ) -> tuple[Array, Array, Array, Weights, Weights]:
         x, out, lse, cotangent = arguments
-        q, k, v, pre, post, _ = x
+        q, k, v, pre, post, *_ = x
         inputs = _packed(config, x)
         inputs |= {"do": query_array(config, cotangent.astype(q.dtype)), "lse": with_columns(config, lse)}
         if config.post is None and config.blocks_k > 1:
@@ -122,7 +122,8 @@ def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent
         return dq, dk, dv, *unpack(config, grads, pre, post)
 
     config, interpret = static
-    return Inputs(*by_platform(differentiate, config, (x, *results, cotangent), interpret))
+    found = by_platform(differentiate, config, (x, *results, cotangent), interpret)
+    return Inputs(*found, segments=x.segments)  # which have no gradient
 
 
 def _delta(config: KernelConfig, out: Blocked, cotangent: Blocked) -> Array:
@@ -137,10 +138,10 @@ def _delta(config: KernelConfig, out: Blocked, cotangent: Blocked) -> Array:
 
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
-    (config, _), (q, k, v, pre, post, mask) = static, x
+    (config, _), (q, k, v, pre, post, mask, segments) = static, x
     options = Options(config.causal, config.window, config.groups, config.scale)
     by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
-    return blockwise.forward_mode(Inputs(q, k, v, pre, post, by_query), options)
+    return blockwise.forward_mode(Inputs(q, k, v, pre, post, by_query, segments), options)
 
 
 _attention = differentiable(_forward, _backward, _forward_mode)

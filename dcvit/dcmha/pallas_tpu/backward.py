@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import cdiv
-from dcvit.dcmha.pallas_tpu import mixing_gradients
+from dcvit.dcmha.pallas_tpu import mixing_gradients, segments
 from dcvit.dcmha.pallas_tpu.backward_tile import delta_kernel, gradient_kernel
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, Index, Interpret, KernelConfig, conditions, hidden_planes
@@ -20,7 +20,7 @@ from dcvit.dcmha.pallas_tpu.matrices import MATRICES, with_matrices
 from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch
 from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, packed_columns
-from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.shapes import Array, Ref
 
 
 def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
@@ -39,7 +39,7 @@ def backward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interp
         queries = min(config.queries_per_pass, config.queries - first)
         part = config._replace(first_query=first, queries=queries)
         span = slice(first, first + part.blocks_q * part.block_q)
-        by_column = ("q", "do", "lse", "delta", "mask")
+        by_column = ("q", "do", "lse", "delta", "mask", "ids_q")
         some = inputs | {name: part_of(inputs[name], (..., span)) for name in by_column if name in inputs}
         if "wq" in inputs:
             some["wq"] = part_of(inputs["wq"], (slice(None), slice(first // LANES, span.stop // LANES)))
@@ -59,8 +59,9 @@ def part_of(x: Blocked, index: tuple[Any, ...]) -> Blocked:
 def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> Blocked:
     """Return Σ_s P·dP of each row, (B H T) in float32, where dP is the gradient of the attention weights P."""
 
-    def key_block(b: Index, i: Index, step: Index) -> Index:
-        return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
+    def key_block(b: Index, i: Index, step: Index, *needed: Ref) -> Index:
+        block = jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
+        return segments.nearest_needed(needed, b * config.blocks_q + i, block)
 
     if config.family == "matrix":
         inputs = {name: x for name, x in inputs.items() if name not in ("wk", "mix_post", "mix_pre_back")}
@@ -71,6 +72,7 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
         grid=(len(inputs["q"].array), blocks, steps),
         index_maps={"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block},
         inputs=inputs,
+        prefetched=segments.needed_blocks(config, inputs),
         outputs={"delta": out},
         scratch=tile_scratch(config),
         vmem_bytes=config.vmem_bytes,
@@ -82,10 +84,12 @@ def delta(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret
 def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name for the queries of one pass."""
 
-    def query_block(b: Index, j: Index, i: Index) -> Index:
-        return config.query_block(j, i)
+    def query_block(b: Index, j: Index, i: Index, *needed: Ref) -> Index:
+        return segments.nearest_needed(needed, b * config.blocks_k + j, config.query_block(j, i))
 
-    def completed(b: Index, j: Index, i: Index) -> Index:  # the last key block completes the gradients of the queries
+    def completed(
+        b: Index, j: Index, i: Index, *_: Ref
+    ) -> Index:  # the last key block completes the gradients of the queries
         return jnp.where(j == config.blocks_k - 1, i, 0)
 
     outputs = gradient_outputs(config, inputs)
@@ -94,6 +98,7 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
         grid=(len(inputs["q"].array), config.blocks_k, config.blocks_q),
         index_maps={"B": lambda b, *_: b, "T": query_block, "S": lambda b, j, *_: j, "C": completed},
         inputs=inputs,
+        prefetched={} if config.is_single_tile else segments.needed_blocks(config, inputs, of_keys=True),
         outputs=outputs,
         scratch=gradient_scratch(config, inputs, outputs),
         vmem_bytes=config.vmem_bytes,

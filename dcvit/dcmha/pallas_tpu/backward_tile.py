@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dcvit.dcmha.numerics import LOG2_E
-from dcvit.dcmha.pallas_tpu import mixing
+from dcvit.dcmha.pallas_tpu import mixing, segments
 from dcvit.dcmha.pallas_tpu.backward_stages import (
     ComposeTensors,
     attention_weights,
@@ -40,7 +40,6 @@ from dcvit.dcmha.pallas_tpu.tile import (
     split,
     stack,
     total,
-    visible,
 )
 from dcvit.dcmha.pallas_tpu.weights import transpose_key_weights
 from dcvit.dcmha.shapes import Array, Ref, not_none
@@ -61,12 +60,14 @@ def delta_kernel(config: KernelConfig, refs: Refs) -> None:
         broadcast_rows(refs["lse"], refs["m"], config.heads, config.block_q)
         refs["d"][...] = jnp.zeros(refs["d"].shape, jnp.float32)
 
-    @pl.when(j <= config.last_key_block(i))
+    is_needed = segments.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
+
+    @pl.when((j <= config.last_key_block(i)) & is_needed)
     def _() -> None:
         scores(config, refs["k"], refs["q"], refs["x"])
         scores(config, refs["v"], refs["do"], refs["y"])
 
-        is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
+        is_visible = segments.visible(config, refs, i, j)
         vectors, products = (
             functools.partial(add_delta, config, refs, is_visible),
             functools.partial(delta_products, config, refs),
@@ -142,7 +143,7 @@ def tile_gradients(config: KernelConfig, refs: Refs, i: Index, j: Index) -> None
 
     scores(config, refs["k"], refs["q"], refs["x"])
     scores(config, refs["v"], refs["do"], refs["y"])
-    is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
+    is_visible = segments.visible(config, refs, i, j)
     run("pre", functools.partial(score_vectors, config, refs, is_visible), score_products)
     run("post", functools.partial(post_vectors, config, refs), post_products)
     add_weight_gradients("post")
@@ -204,7 +205,9 @@ def gradient_kernel(config: KernelConfig, refs: Refs) -> None:
     def _() -> None:
         clear(refs.get("gstatic_pre"), refs.get("gstatic_post"))
 
-    @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)))
+    is_needed = segments.is_needed(refs, pl.program_id(0) * config.blocks_k + j, i)
+
+    @pl.when((config.first_key_block(i) <= j) & (j <= config.last_key_block(i)) & is_needed)
     def _() -> None:
         broadcast_rows(refs["lse"], refs["m"], config.heads, config.block_q)
         if "delta" in refs:

@@ -40,6 +40,7 @@ class KernelCall:
     grid: tuple[int, ...]
     index_maps: Mapping[str, IndexMap]  # by the letters of `Blocked.axes`, from all grid indices to a block's index
     inputs: Mapping[str, Blocked]
+    prefetched: Mapping[str, Array] = dataclasses.field(default_factory=dict)  # in SMEM; index maps get references too
     outputs: Mapping[str, Blocked]
     scratch: Mapping[str, pl.MemoryRef]  # buffers in VMEM
     vmem_bytes: int  # limit
@@ -48,22 +49,25 @@ class KernelCall:
 
     def run(self, kernel: Callable[[Refs], None], interpret: Interpret) -> dict[str, Array]:
         """Call `kernel` in each step of the grid with the references of the step, and return the outputs by name."""
-        names = (*self.inputs, *self.outputs, *self.scratch)
+        names = (*self.prefetched, *self.inputs, *self.outputs, *self.scratch)
         semantics: tuple[Literal["parallel", "arbitrary"], ...] = tuple(
             "parallel" if n < self.parallel_axes else "arbitrary" for n in range(len(self.grid))
         )
         results = pl.pallas_call(
             lambda *references: kernel(dict(zip(names, references, strict=True))),
-            grid=self.grid,
-            in_specs=[self.spec(x) for x in self.inputs.values()],
-            out_specs=[self.spec(x) for x in self.outputs.values()],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.prefetched),
+                grid=self.grid,
+                in_specs=[self.spec(x) for x in self.inputs.values()],
+                out_specs=[self.spec(x) for x in self.outputs.values()],
+                scratch_shapes=list(self.scratch.values()),
+            ),
             out_shape=[jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in self.outputs.values()],
-            scratch_shapes=list(self.scratch.values()),
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem_bytes),
             interpret=interpret,
             name=self.name,
             metadata=self.metadata,
-        )(*(x.array for x in self.inputs.values()))
+        )(*self.prefetched.values(), *(x.array for x in self.inputs.values()))
         return dict(zip(self.outputs, results, strict=True))
 
     def spec(self, x: Blocked) -> pl.BlockSpec:
@@ -71,7 +75,7 @@ class KernelCall:
         if x.block is None:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
 
-        def index(*grid: Index) -> tuple[Index, ...]:
-            return tuple(0 if letter == "." else self.index_maps[letter](*grid) for letter in x.axes)
+        def index(*grid_and_prefetched: Index | Ref) -> tuple[Index, ...]:
+            return tuple(0 if letter == "." else self.index_maps[letter](*grid_and_prefetched) for letter in x.axes)
 
         return pl.BlockSpec(x.block, index)

@@ -102,13 +102,15 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     Raises:
       UnsupportedError: there are several queries, or the kernel does not support the device, the dtypes or the sizes.
     """
-    q, k, v, *_, mask = inputs
+    q, k, v, *_ = inputs
     check_device()
     decode.check_one_query(q)
     check_dtypes(q, k, v)
     config = make_config(inputs, options, vmem_limit())
-    attended = visible(1, k.shape[1], causal=options.causal, window=options.window, mask=mask)
-    return _attention((config, interpret), inputs._replace(mask=attended))
+    attended = visible(
+        1, k.shape[1], causal=options.causal, window=options.window, mask=inputs.mask, segments=inputs.segments
+    )
+    return _attention((config, interpret), inputs._replace(mask=attended, segments=None))
 
 
 def _forward(static: Static, x: Inputs) -> tuple[Array, tuple[()]]:
@@ -239,7 +241,7 @@ def kernel_inputs(config: DecodeConfig, inputs: Inputs) -> dict[str, Blocked]:
 
     The letters of axes of keys are K for inputs that phase 0 reads, and V for those that phase 1 reads.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, pre, post, mask, _ = inputs
     batch, shared, flat = q.shape[0], config.heads_per_key_head, config.key_heads * config.head_dim
     rows = q.reshape(batch, config.key_heads, shared, config.head_dim).swapaxes(1, 2).reshape(batch, shared, flat)
     found = {"q": whole(rows.astype(jnp.float32))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dcvit.dcmha.numerics import MASKED_SCORE
-from dcvit.dcmha.pallas_tpu import mixing
+from dcvit.dcmha.pallas_tpu import mixing, segments
 from dcvit.dcmha.pallas_tpu.call import Blocked, KernelCall, Refs
 from dcvit.dcmha.pallas_tpu.config import Index, IndexMap, Interpret, KernelConfig, conditions
 from dcvit.dcmha.pallas_tpu.forward_stages import (
@@ -24,8 +25,8 @@ from dcvit.dcmha.pallas_tpu.forward_stages import (
 from dcvit.dcmha.pallas_tpu.matrices import with_matrices
 from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.strips import broadcast_scratch, mixed_scratch, over_strips
-from dcvit.dcmha.pallas_tpu.tile import dot, scores, visible
-from dcvit.dcmha.shapes import Array
+from dcvit.dcmha.pallas_tpu.tile import dot, scores
+from dcvit.dcmha.shapes import Array, Ref
 
 
 def initialize_statistics(refs: Refs) -> None:
@@ -43,8 +44,7 @@ def compute_scores(config: KernelConfig, refs: Refs, i: Index, j: Index, *, coun
         rows = pl.ds(pl.multiple_of(jnp.maximum(step - 1, 0) * step_keys, config.strip), step_keys)
         update_statistics(config, refs, rows, valid=step > 0)
 
-    is_visible = functools.partial(visible, config, i, j, refs.get("mask"))
-    vectors = functools.partial(score_vectors, config, refs, is_visible)
+    vectors = functools.partial(score_vectors, config, refs, segments.visible(config, refs, i, j))
     products = functools.partial(score_products, config, refs)
     over_strips(config, refs, ("pre",), vectors, products, count_previous_step if count else None)
     if count:
@@ -81,6 +81,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
         compute_output(config, refs)
         return
     attended = j <= config.last_key_block(i)
+    attended &= segments.is_needed(refs, pl.program_id(0) * config.blocks_q + i, j)
     acc = refs["acc"]
 
     @pl.when((phase == 0) & (step == 0))
@@ -110,7 +111,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
 def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> tuple[Array, Array]:
     """Return the output of all heads as an array of tokens, and each row's log-sum-exp (B H T) in units of log 2."""
     inputs = with_matrices(config, inputs, ("mix_pre", "mix_post"), interpret)
-    letters = {"k": "K", "mix_pre": "K", "v": "V", "mix_post": "V"}
+    letters = {"k": "K", "ids_k": "K", "mix_pre": "K", "v": "V", "mix_post": "V"}
     inputs = {name: x._replace(axes=x.axes.replace("S", letters.get(name, "S"))) for name, x in inputs.items()}
     batch, blocks, steps, tiles = len(inputs["q"].array), config.blocks_q, config.max_key_blocks, config.attended_tiles
     phases = 1 if steps == 1 else 2
@@ -120,6 +121,7 @@ def forward(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpr
         grid=(batch, blocks, phases, steps),
         index_maps=index_maps(config),
         inputs=inputs,
+        prefetched=segments.needed_blocks(config, inputs) if steps > 1 else {},
         outputs={"o": inputs["q"].like(config.dtype), "lse": with_columns(config, lse)},
         scratch=scratch(config),
         vmem_bytes=config.vmem_bytes,
@@ -133,18 +135,22 @@ def index_maps(config: KernelConfig) -> dict[str, IndexMap]:
     """Return the index maps of the grid (b, i, phase, step): K of keys and V of values, which one phase reads alone."""
     keeps, phases = keeps_all_scores(config), 1 if config.max_key_blocks == 1 else 2
 
-    def key_block(b: Index, i: Index, phase: Index, step: Index) -> Index:
-        return jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i))
+    def nearest(b: Index, i: Index, block: Index, needed: Sequence[Ref]) -> Index:
+        return segments.nearest_needed(needed, b * config.blocks_q + i, block)
 
-    def block_of_k(b: Index, i: Index, phase: Index, step: Index) -> Index:
-        block = key_block(b, i, phase, step)
+    def key_block(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
+        return nearest(b, i, jnp.minimum(config.first_key_block(i) + step, config.last_key_block(i)), needed)
+
+    def block_of_k(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
+        block = key_block(b, i, phase, step, *needed)
         if not keeps or phases == 1:
             return block
-        return jnp.where(phase == 0, block, config.last_key_block(i))  # with kept scores, phase 1 does not read keys
+        last = nearest(b, i, config.last_key_block(i), needed)
+        return jnp.where(phase == 0, block, last)  # with kept scores, phase 1 does not read keys
 
-    def block_of_v(b: Index, i: Index, phase: Index, step: Index) -> Index:
-        block = key_block(b, i, phase, step)
-        return block if phases == 1 else jnp.where(phase == 1, block, config.first_key_block(i))
+    def block_of_v(b: Index, i: Index, phase: Index, step: Index, *needed: Ref) -> Index:
+        block = key_block(b, i, phase, step, *needed)
+        return block if phases == 1 else jnp.where(phase == 1, block, nearest(b, i, config.first_key_block(i), needed))
 
     return {"B": lambda b, *_: b, "T": lambda b, i, *_: i, "S": key_block, "K": block_of_k, "V": block_of_v}
 

@@ -17,6 +17,7 @@ from dcvit.dcmha.pallas_tpu import interleaved
 from dcvit.dcmha.pallas_tpu.call import Blocked
 from dcvit.dcmha.pallas_tpu.config import LANES, BranchOffsets, ComposeLayout, KernelConfig, KeyRun
 from dcvit.dcmha.pallas_tpu.weights import Side, corrected, scaled, words
+from dcvit.dcmha.segments import pad_ids
 from dcvit.dcmha.shapes import Array
 
 Part = Literal["down", "up", "gate"]
@@ -135,12 +136,12 @@ def from_token_array(config: KernelConfig, x: Array, like: Array) -> Array:
 
 
 def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
-    """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights and the mask.
+    """Return the kernels' inputs by name: tokens, one array of weights for each side, static weights, mask and ids.
 
     The letters of their axes are B for examples, or blocks of interleaved ones, T for queries and S for keys. The mask
     of `inputs` is (#B S T), in the dtype in which the kernels read it.
     """
-    q, k, v, pre, post, mask = inputs
+    q, k, v, pre, post, mask, segments = inputs
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
     packed = {"q": query_array(config, q)}
     packed |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
@@ -154,6 +155,10 @@ def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
         mask = jnp.pad(mask, ((0, 0), (0, padded_k - mask.shape[1]), (0, padded_q - mask.shape[2])))
         examples, axes = (config.examples, "BST") if len(mask) > 1 else (1, ".ST")
         packed["mask"] = Blocked(mask, (examples, config.block_k, config.block_q), axes)
+    if segments is not None:  # see `dcvit.dcmha.pallas_tpu.segments`
+        ids_k = pad_ids(segments.keys, padded_k)[:, :, None]
+        packed["ids_q"] = with_columns(config, pad_ids(segments.queries, padded_q)[:, None])
+        packed["ids_k"] = with_rows(config, jnp.broadcast_to(ids_k, (*ids_k.shape[:2], LANES)))
     return packed
 
 

@@ -131,7 +131,7 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
         strips_per_step=1, causal=options.causal, window=options.window, scale=scale, pre=pre, post=post,
         vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16,
     )  # fmt: skip
-    for config in candidates(sizes, batch):
+    for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
             return config
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
@@ -144,14 +144,14 @@ def fits(config: KernelConfig) -> bool:
     return backward_vmem_bytes(config) <= config.vmem_bytes
 
 
-def candidates(sizes: KernelConfig, batch: int) -> Iterator[KernelConfig]:
-    """Yield configurations of a call with these sizes, the fastest first.
+def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]:
+    """Yield configurations of a call with these sizes, the fastest first; without `batch`, of one example.
 
     Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
     first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
     passes. Vector units mix heads if no configuration with matrices fits.
     """
-    if (config := interleaved(sizes, batch)) is not None:
+    if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
     tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
     for config in tiled:

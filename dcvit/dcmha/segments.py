@@ -1,0 +1,70 @@
+"""Segment ids of packed rows: a query attends only to keys with its own id.
+
+Ids replace a mask of documents, which would have T×S elements. Implementations compare the ids of a block where they
+need its mask, and use bounds of the ids to skip blocks of keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from dcvit.dcmha.shapes import Array, Bool, Int, Shaped
+
+
+class Segments(NamedTuple):
+    """Ids of queries and keys."""
+
+    queries: Int[Array, "*B T"]
+    keys: Int[Array, "*B S"]
+
+
+def make_segments(
+    given: Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."]] | None,
+) -> Segments | None:
+    """Return the ids of queries and keys from those of self-attention, or from a pair."""
+    if given is None:
+        return None
+    return Segments(*given) if isinstance(given, tuple) else Segments(given, given)
+
+
+def segment_mask(segments: Segments) -> Bool[Array, "B 1 T S"]:
+    """Return which keys have the id of each query, as a mask of `dcvit.dcmha.attention`."""
+    return (segments.queries[:, :, None] == segments.keys[:, None, :])[:, None]
+
+
+def blocks_in_common(segments: Segments, rows: int, columns: int) -> Bool[Array, "*B I J"]:
+    """Return which blocks of queries and keys may have an id in common, by the bounds of their ids.
+
+    Where ids do not descend, these are few more blocks than those that have one.
+
+    Args:
+      segments: ids, with any leading axes.
+      rows: number of queries of each of the I blocks; the last one may have fewer.
+      columns: number of keys of each of the J blocks.
+    """
+    (low, high), (low_k, high_k) = _bounds(segments.queries, rows), _bounds(segments.keys, columns)
+    return (low_k[..., None, :] <= high[..., :, None]) & (low[..., :, None] <= high_k[..., None, :])
+
+
+def first_and_last(needed: Bool[Array, "*B I J"]) -> tuple[Int[Array, "*B I"], Int[Array, "*B I"]]:
+    """Return the first and the last j with `needed`; 1 and 0 where there is none."""
+    count = needed.shape[-1]
+    found = jnp.any(needed, axis=-1)
+    first = jnp.argmax(needed, axis=-1).astype(jnp.int32)
+    last = count - 1 - jnp.argmax(needed[..., ::-1], axis=-1).astype(jnp.int32)
+    return jnp.where(found, first, 1), jnp.where(found, last, 0)
+
+
+def pad_ids(ids: Int[Array, "*B N"], length: int) -> Int[Array, "*B length"]:
+    """Repeat the last id until there are `length`, which changes no bounds."""
+    widths = [(0, 0)] * (ids.ndim - 1) + [(0, length - ids.shape[-1])]
+    return jnp.pad(ids, widths, mode="edge")
+
+
+def _bounds(ids: Int[Array, "*B N"], size: int) -> tuple[Int[Array, "*B blocks"], Int[Array, "*B blocks"]]:
+    """Return the smallest and the largest id of each block."""
+    padded = pad_ids(ids, ids.shape[-1] + -ids.shape[-1] % size)
+    blocks = padded.reshape(*ids.shape[:-1], -1, size)
+    return jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
