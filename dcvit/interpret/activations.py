@@ -113,6 +113,8 @@ def forward(
     """Return `run_with_cache` without compiling it, for functions that are transformed and hooks that hold tracers."""
     if model.heads is not None:
         raise ValueError(f"heads={model.heads!r} has no attention matrices that can be captured")
+    if model.compose_layers is not None:
+        raise ValueError(f"compose_layers={tuple(model.compose_layers)}: expected compositions in all layers")
     unstack = lm.unstack_blocks if isinstance(model, LM) else vit.unstack_blocks
     tap = _Tap(hooks, names)
     with nn.intercept_methods(functools.partial(_intercept, tap)):

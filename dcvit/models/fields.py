@@ -7,8 +7,8 @@ are also the keys of `config.model`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from dcvit.dcmha import derivatives
 from dcvit.dcmha.inputs import Composition
 from dcvit.models.head_settings import VARIANTS
 
+Layer = TypeVar("Layer", bound=nn.Module)
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
@@ -95,6 +96,8 @@ class TransformerFields(AttentionFields, kw_only=True):
       num_key_heads: K, for grouped-query attention; None means `num_heads`.
       heads: cross-head attention of another paper, a name in `dcvit.models.head_settings`. `Model` replaces names of
         settings by the fields that they stand for; in a model it is one of `VARIANTS`, or None.
+      compose_layers: numbers of the layers that compose, from 0; negative ones count from the end. The attention of the
+        others is plain. None means all layers.
       scan: one scanned layer, or group of layers, instead of `depth` unrolled ones: compiles faster, same result.
       remat: recomputed in the backward pass: "none", "attention" (arrays as large as T×T), "dots" (everything but
         matrix products), "full" (whole layers), "full_but_attention" (whole layers except the fused attention, of which
@@ -108,9 +111,30 @@ class TransformerFields(AttentionFields, kw_only=True):
     num_heads: int = 12
     num_key_heads: int | None = None
     heads: str | None = None
+    compose_layers: Sequence[int] | None = None
     scan: bool = False
     remat: str = "none"
     dtype_mm: str = "float32"
+
+    @nn.nowrap
+    def composition_of(self, layer: int) -> Composition:
+        """Return the composition of a layer, which composes nothing outside of `compose_layers`."""
+        composition, chosen = self.composition(), self.compose_layers
+        if chosen is None or layer in {number % self.depth for number in chosen}:
+            return composition
+        return dataclasses.replace(composition, compose=None)
+
+    @nn.nowrap
+    def in_layers(self, attention: Callable[..., Layer]) -> Callable[..., Layer]:
+        """Return a constructor of the attention of a layer, with the composition of the layer."""
+        if self.compose_layers is None:
+            return attention
+        composes = [self.composition_of(layer).compose for layer in range(self.depth)]
+
+        def make(*, layer: int, **fields: object) -> Layer:
+            return attention(layer=layer, compose=composes[layer], **fields)
+
+        return make
 
 
 def values_of(module: nn.Module, fields: type[nn.Module]) -> dict[str, Any]:
@@ -178,6 +202,7 @@ def check_transformer(module: TransformerFields) -> None:
     check_not_negative(module, "depth", "mlp_dim", "num_key_heads")
     check_heads(module.num_heads, module.width)
     check_variant(module)
+    check_compose_layers(module)
 
 
 def check_variant(module: TransformerFields) -> None:
@@ -194,6 +219,21 @@ def check_variant(module: TransformerFields) -> None:
         raise ValueError(f"heads='diff' pairs heads and needs an even number of key heads, found {key_heads}")
     if module.heads == "diff" and module.scan:
         raise ValueError("heads='diff' has another constant in each layer: set scan=False")
+
+
+def check_compose_layers(module: TransformerFields) -> None:
+    """Raise ValueError if `compose_layers` names no layers of the model, or does not fit the other fields."""
+    chosen, depth = module.compose_layers, module.depth
+    if chosen is None:
+        return
+    shown = f"compose_layers={tuple(chosen)}"
+    if module.compose is None:
+        raise ValueError(f"{shown} has no effect without a composition: set compose, or heads to the name of one")
+    if module.scan:
+        raise ValueError(f"{shown} makes the layers differ: set scan=False")
+    wrong = [number for number in chosen if not -depth <= number < depth]
+    if wrong or not chosen or len({number % depth for number in chosen}) < len(chosen):
+        raise ValueError(f"{shown}: expected different numbers of the {depth} layers")
 
 
 @runtime_checkable

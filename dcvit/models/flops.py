@@ -73,8 +73,9 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     tokens = patches + net.pool_type.startswith("tok") + net.registers
     mlp = (3 if net.mlp == "swiglu" else 2) * net.width * (net.mlp_dim or 4 * net.width)
     total = patches * p_h * p_w * channels * net.width
-    block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2) + _across_heads(net, tokens, tokens**2)
+    block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
+    total += sum(_across_heads(net, layer, tokens, tokens**2) for layer in range(net.depth))
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
     pooled = net.width * (2 if net.pool_type == "tok+gap" else 1)
@@ -102,7 +103,8 @@ def lm_flops(net: LM, length: int) -> int:
     total = length * (net.depth * mlp + net.width * net.vocab_size)
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
-        total += _attention(net.width, _key_width(net), length, length, pairs) + _across_heads(net, length, pairs)
+        total += _attention(net.width, _key_width(net), length, length, pairs)
+        total += _across_heads(net, layer, length, pairs)
     return 2 * total
 
 
@@ -122,7 +124,7 @@ def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) 
     return 2 * (queries * width + keys * key_width + pairs) * width
 
 
-def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
+def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int) -> int:
     """Return multiply-adds of a layer's composition (`Composition.multiply_adds`), or of its head variant.
 
     moh        T·M·H for the router, T·M for the gates
@@ -135,7 +137,7 @@ def _across_heads(net: TransformerFields, tokens: int, pairs: int) -> int:
     """
     heads, width = net.num_heads, net.width
     if net.heads is None:
-        composition, key_heads = net.composition(), net.num_key_heads or heads
+        composition, key_heads = net.composition_of(layer), net.num_key_heads or heads
         return composition.multiply_adds(heads, key_heads, width, tokens, pairs) if composition.compose else 0
     if net.heads == "diff":
         return 2 * pairs * heads

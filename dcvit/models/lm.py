@@ -158,7 +158,7 @@ class LM(TransformerFields):
             if self.remat in REMAT_POLICIES:
                 # A scan's body is safe from common-subexpression elimination, which would undo the recomputation.
                 block = nn.remat(DecoderBlock, policy=REMAT_POLICIES[self.remat], prevent_cse=not scanned)
-            return functools.partial(block, attention, mlp, norm, self.parallel)
+            return functools.partial(block, self.in_layers(attention), mlp, norm, self.parallel)
 
         scanned = layer(True) if self.scan else None
         return Decoder(self.depth, layer_windows(self), layer(False), norm, scanned, name="Transformer")
@@ -219,22 +219,23 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
 
     A local layer has a ring of `window` slots, a global layer `length` slots.
     """
-    windows = layer_windows(net)
-    caches = [_layer_cache(net, batch, min(window or length, length)) for window in windows]
-    repeats = net.depth // len(windows) if net.scan else 0
+    slots = [min(window or length, length) for window in layer_windows(net)]
+    period = len(slots)
+    repeats = net.depth // period if net.scan else 0
     layers: dict[str, Any] = {
-        f"decoderblock_{i}": caches[i % len(windows)] for i in range(repeats * len(windows), net.depth)
+        f"decoderblock_{i}": _layer_cache(net, i, batch, slots[i % period]) for i in range(repeats * period, net.depth)
     }
     if repeats:
+        caches = [_layer_cache(net, i, batch, n) for i, n in enumerate(slots)]
         layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), caches)
     zeros = jnp.zeros(batch, jnp.int32)
     return {"length": zeros, "first": zeros, "layers": layers}
 
 
-def _layer_cache(net: LM, batch: int, slots: int) -> Cache:
+def _layer_cache(net: LM, layer: int, batch: int, slots: int) -> Cache:
     """Return the empty cache of one layer."""
     key_width = (net.num_key_heads or net.num_heads) * (net.width // net.num_heads)
-    return empty(net.composition(), (batch, slots), net.num_heads, key_width, jnp.dtype(net.dtype_mm))
+    return empty(net.composition_of(layer), (batch, slots), net.num_heads, key_width, jnp.dtype(net.dtype_mm))
 
 
 def Model(vocab_size: int, *, preset: str | None = None, **fields: Any) -> LM:  # noqa: N802

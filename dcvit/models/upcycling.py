@@ -30,6 +30,7 @@ FREE_FIELDS = {
     *("num_classes", "vocab_size", "context"),  # follow from the data
     # These show in the names and shapes of parameters.
     *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb", "layer_scale"),
+    "compose_layers",
     *(*TRAINING_ONLY_FIELDS, "parent", "name"),
 }
 

@@ -134,8 +134,8 @@ class ViT(TransformerFields):
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
         x, out["encoder"] = Encoder(
-            self.depth, attention, functools.partial(mlp, dropout=self.dropout), norm, self.layer_scale,
-            self.dropout, self.stochastic_depth, self.scan, self.remat, name="Transformer",
+            self.depth, self.in_layers(attention), functools.partial(mlp, dropout=self.dropout), norm,
+            self.layer_scale, self.dropout, self.stochastic_depth, self.scan, self.remat, name="Transformer",
         )(x, deterministic=not train)  # fmt: skip
         out["encoded"] = x
         patches = x[:, x.shape[1] - rows * columns :]

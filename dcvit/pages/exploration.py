@@ -104,6 +104,9 @@ def _layers(model: LoadedModel, options: Options) -> list[int]:
     module = model.module
     if module.heads in VARIANTS:
         raise ConfigError(f"{model.source} has heads={module.heads!r}: expected plain attention or compositions")
+    if module.compose_layers is not None:
+        chosen = tuple(module.compose_layers)
+        raise ConfigError(f"{model.source} has compose_layers={chosen}: expected compositions in all layers")
     try:
         return layer_numbers(module, options.layers)
     except ValueError as e:

@@ -18,6 +18,7 @@ from dcvit.training.tasks import ImageTask, TokenTask
 NEW = {"xsa", "knocking", "gated_elementwise", "lightweight"}  # their gradients too are always compared
 ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
 LENGTH, WIDTH, LAYER = 6, 24, 2
+TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
 
 
 def exhaustive(*values):
@@ -102,9 +103,13 @@ def test_gradients_equal_differences_of_the_formula_in_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xsa", "knocking", "gated_elementwise"])
-def test_decoding_token_by_token_equals_the_whole_row(name):
-    net, params = make_net(name, num_key_heads=2, depth=2)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("xsa", None), ("knocking", None), ("gated_elementwise", None), ("lightweight", (-1,)), ("dcmha", (0,))],
+)
+def test_decoding_token_by_token_equals_the_whole_row(name, layers):
+    """The caches of layers that do not compose have no weights of keys."""
+    net, params = make_net(name, num_key_heads=2, depth=2, compose_layers=layers)
     tokens = make_tokens(2, 6)
     whole = jit(net.apply)({"params": params}, tokens)[0]
     cache = lm.init_cache(net, 2, 8)
@@ -113,6 +118,53 @@ def test_decoding_token_by_token_equals_the_whole_row(name):
         logits, out = step(cache, tokens[:, t : t + 1])
         cache = out["cache"]
         np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=1e-5)
+
+
+SUBSETS = {
+    "lm": (lm.Model, {**TINY, "depth": 3}, (2, 6)),
+    "vit": (vit.Model, {"patch_size": (4, 4), "width": 16, "depth": 3, "mlp_dim": 16, "num_heads": 4}, (2, 8, 8, 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SUBSETS)
+@pytest.mark.parametrize("layers", [(-1,), (0, 2)])
+def test_layers_outside_the_subset_have_plain_attention(model, layers):
+    """They equal those of a model that composes in all layers, with a composition of zeros."""
+    build, fields, shape = SUBSETS[model]
+    some = build(17, heads="lightweight", compose_layers=layers, **fields)
+    inputs = make_tokens(*shape) if model == "lm" else jnp.asarray(np.random.default_rng(0).normal(size=shape), "f4")
+    params = random_params(jax.eval_shape(some.init, jax.random.key(0), inputs)["params"])
+    blocks = {i: params["Transformer"][f"{'de' if model == 'lm' else 'en'}coderblock_{i}"] for i in range(3)}
+    composed = [i for i, block in blocks.items() if "post" in block["MultiHeadDotProductAttention_0"]]
+    assert composed == sorted(i % 3 for i in layers)
+    found = jit(some.apply)({"params": params}, inputs)[0]
+    for block in blocks.values():
+        post = blocks[composed[0]]["MultiHeadDotProductAttention_0"]["post"]
+        attention = block["MultiHeadDotProductAttention_0"]
+        attention.setdefault("post", {**post, "w_q2": post["w_q2"] * 0})
+    every = some.clone(compose_layers=None)
+    np.testing.assert_allclose(found, jit(every.apply)({"params": params}, inputs)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"heads": "lightweight", "compose_layers": (2,)},
+            r"compose_layers=\(2,\): expected different numbers of the 2",
+        ),
+        ({"heads": "lightweight", "compose_layers": ()}, r"compose_layers=\(\): expected different numbers"),
+        ({"heads": "lightweight", "compose_layers": (1, -1)}, "expected different numbers of the 2 layers"),
+        ({"heads": "xsa", "compose_layers": (1,)}, "has no effect without a composition"),
+        ({"compose": "both", "compose_layers": (1,), "scan": True}, "set scan=False"),
+    ],
+    ids=str,
+)
+def test_wrong_subsets_of_layers_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message) as error:
+        lm.Model(7, **{"width": 48, "depth": 2, **fields}).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    assert "\n" not in str(error.value)
 
 
 def test_knocking_heads_start_as_plain_attention():
@@ -148,9 +200,6 @@ def test_head_convolution_inside_groups():
     assert params["post"]["w_b"].shape == (2, 2, 2)
     wanted = expected("mta", params, x, np.ones((2, LENGTH, LENGTH), bool), 4, 4)
     np.testing.assert_allclose(output(layer, params, x), wanted, atol=1e-4)
-
-
-TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
 
 
 def make_net(name, **fields):
