@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -92,6 +92,20 @@ def _hash_of_code() -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file with flock(2), and hold it; the system releases it when the process ends.
+
+    Without flock, on Windows and some network file systems, of two verdicts written at the same time one may be lost.
+    """
+    with path.open("w") as file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class Verdicts:
     """The verdicts of one environment, by the key of a case and the name of an implementation."""
 
@@ -109,13 +123,14 @@ class Verdicts:
         """Add a verdict. Where the folder cannot be written, verification is repeated at each start."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            found = self._read()  # another process may have added verdicts
-            found.setdefault(key, {})[name] = verdict
-            cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
-            content = {"format": FORMAT, "environment": self.environment, "cases": cases}
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                json.dump(content, file, indent=1)
-            Path(file.name).replace(self.path)
+            with _locked(self.path.with_suffix(".lock")):
+                found = self._read()  # another process may have added verdicts
+                found.setdefault(key, {})[name] = verdict
+                cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
+                content = {"format": FORMAT, "environment": self.environment, "cases": cases}
+                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                    json.dump(content, file, indent=1)
+                Path(file.name).replace(self.path)
         except OSError as e:
             LOG.warning("attention: verdicts are not kept: %s", e)
 

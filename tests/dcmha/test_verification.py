@@ -269,6 +269,30 @@ def test_a_damaged_file_is_ignored_with_one_line(damage, cache, caplog):
     assert verdict(case(right), "right").passed
 
 
+def test_writers_at_the_same_time_lose_no_verdict(cache):
+    code = """
+import sys, time
+from pathlib import Path
+from dcvit.dcmha.verdicts import Verdict, Verdicts
+store, (here, other) = Verdicts({"device": "chip"}), sys.argv[1:]
+Path(here).touch()
+while not Path(other).exists():
+    time.sleep(0.001)
+for i in range(100):
+    store.write(f"{here} {i}", "kernel", Verdict("passed", 0.0, 1.0))
+"""
+    cache.mkdir()
+    names = [str(cache / name) for name in ("one", "two")]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, *order], stderr=subprocess.PIPE, text=True)
+        for order in (names, names[::-1])
+    ]
+    assert [writer.communicate()[1] for writer in writers] == ["", ""]
+    store = Verdicts({"device": "chip"})
+    assert all(store.read(f"{name} {i}") for name in names for i in range(100))
+    assert not [*cache.glob("*.tmp")]
+
+
 def test_a_folder_that_cannot_be_written_costs_one_verification_each_time(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DCVIT_CACHE", str(tmp_path / "file" / "folder"))
