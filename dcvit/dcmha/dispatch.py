@@ -157,9 +157,10 @@ def attention(inputs: Inputs, options: Options, implementation: str | None = Non
 
     Raises:
       ValueError: the named implementation does not exist, does not support the case, or is not fused inside
-        `fused_only`; or the dropout is invalid.
+        `fused_only`; or the dropout or the environment variable DCVIT_KERNELS is invalid.
     """
     dropout = checked_dropout(dropout)
+    selection.current()  # an invalid environment variable is an error also where no kernel exists
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     if inputs.q.size == 0:

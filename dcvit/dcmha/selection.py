@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import jax
 
@@ -21,6 +22,7 @@ from dcvit.dcmha.verification import SECONDS, Case, examine
 
 LOG = logging.getLogger(__name__)
 Policy: TypeAlias = Literal["verify", "known", "trust", "off"]
+VARIABLE = "DCVIT_KERNELS"  # environment variable with the policy of code that is not inside `selecting`
 
 
 @dataclasses.dataclass
@@ -43,8 +45,21 @@ class Selection:
     share: Callable[[str, Callable[[], str]], str] | None = None
 
 
-_DEFAULT = Selection()
-_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)  # None: `_DEFAULT`
+_SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
+_CHOSEN: dict[str, str] = {}  # by code that is not inside `selecting`
+
+
+def default_policy() -> Policy:
+    """Return the policy that $DCVIT_KERNELS names, "verify" if it is not set. Raises ValueError for another word."""
+    policy = os.environ.get(VARIABLE) or "verify"
+    if policy not in ("verify", "trust", "off"):
+        raise ValueError(f"{VARIABLE}={policy!r}: expected 'verify', 'trust' or 'off'")
+    return cast(Policy, policy)
+
+
+def current() -> Selection:
+    """Return the selection of `selecting`, or else the one by `default_policy`, which may raise ValueError."""
+    return _SELECTION.get() or Selection(default_policy(), chosen=_CHOSEN)
 
 
 @contextlib.contextmanager
@@ -81,7 +96,7 @@ def verify(function: Callable[..., object], *args: object, seconds: float = SECO
 
 def order(case: Case) -> tuple[str, ...]:
     """Return the candidates to try for a case: the selected one, then those that need no verdict."""
-    selection = _SELECTION.get() or _DEFAULT
+    selection = current()
     if not case.kernels or selection.policy == "trust":
         return tuple(case.candidates)
     name = selection.chosen.get(case.key) if selection.policy != "off" else ""

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import jax
 
+from dcvit.dcmha.selection import default_policy
 from dcvit.errors import ConfigError, first_line
 from dcvit.versions import on_cloud_tpu, replace_backend
 
@@ -19,7 +20,15 @@ TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_NAME")  # set on 
 
 
 def configure() -> None:
-    """Keep compiled programs on disk, and do not load libtpu on a machine without TPU."""
+    """Keep compiled programs on disk, and do not load libtpu on a machine without TPU.
+
+    Raises:
+      ConfigError: the environment variable DCVIT_KERNELS is invalid.
+    """
+    try:
+        default_policy()
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     keep_compiled()
     skip_absent_tpu()
 

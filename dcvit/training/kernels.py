@@ -8,24 +8,30 @@ from collections.abc import Callable
 import jax
 
 from dcvit.dcmha import verdicts
-from dcvit.dcmha.selection import Policy, Selection
+from dcvit.dcmha.selection import VARIABLE, Policy, Selection, default_policy
+from dcvit.errors import ConfigError
 from dcvit.parallel import multihost
 from dcvit.runs.identity import Facts, Record
 
 SECONDS = 1500  # limit of the verification of one call of attention, for the processes that wait for the first
 
 
-def select(policy: Policy, about: Facts) -> Selection:
+def select(policy: Policy | None, about: Facts) -> Selection:
     """Return the selection of a run.
 
     Args:
-      policy: `config.kernels`.
+      policy: `config.kernels`; None means `default_policy`.
       about: that of the checkpoint to resume from; empty for a new run. Its choice is taken over if it was made on
         devices of the same kind by the same software.
+
+    Raises:
+      ConfigError: the processes of the run have different policies.
     """
-    before = about.get("kernels", {})
-    same = multihost.gather("kernels", before.get("environment") == _environment())[0]
-    chosen = {key: name for key, name in before["chosen"].items() if name} if same else {}
+    policy, before = policy or default_policy(), about.get("kernels", {})
+    found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == _environment()})
+    if len(policies := {each["policy"] for each in found}) > 1:
+        raise ConfigError(f"processes differ in {VARIABLE}: {' and '.join(sorted(policies))}; expected one for all")
+    chosen = {key: name for key, name in before["chosen"].items() if name} if found[0]["same"] else {}
     return Selection(policy, chosen=chosen, share=_share)
 
 

@@ -64,7 +64,7 @@ class RunOptions:
     tensorboard: bool
     wandb: Mapping[str, object]
     profile: Sequence[int]
-    kernels: Policy
+    kernels: Policy | None
     require_fused: bool
 
 

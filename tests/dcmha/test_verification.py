@@ -3,6 +3,7 @@
 The candidates are functions that misbehave as kernels on a chip can: what examines and selects them is not mocked.
 """
 
+import contextvars
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcvit import dcmha
 from dcvit.dcmha import selection, verdicts
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.selection import Selection, order, selecting
@@ -144,6 +146,34 @@ def test_policies_without_verdicts():
     verified(case(right))
     with selecting(Selection("off")):
         assert order(case(right)) == ("plain",)
+
+
+def without_selection(function):
+    """Call a function as code that is not inside `selecting`."""
+    return contextvars.Context().run(function)
+
+
+@pytest.mark.parametrize(
+    ("policy", "names", "verdict"),
+    [("verify", "plain", True), ("trust", "wrong plain", False), ("off", "plain", False), ("", "plain", True)],
+)
+def test_the_environment_sets_the_policy_outside_of_selecting(policy, names, verdict, monkeypatch, cache):
+    def wrong(x):
+        return right(x) * 2
+
+    monkeypatch.setenv("DCVIT_KERNELS", policy)
+    monkeypatch.setattr(selection, "_CHOSEN", {})
+    assert without_selection(lambda: order(case(wrong))) == tuple(names.split())
+    assert cache.exists() == verdict
+    with selecting(Selection("off")):
+        assert order(case(wrong)) == ("plain",)
+
+
+def test_an_unknown_policy_in_the_environment_is_an_error_also_without_kernels(monkeypatch):
+    monkeypatch.setenv("DCVIT_KERNELS", "on")
+    q = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="DCVIT_KERNELS='on': expected 'verify', 'trust' or 'off'"):
+        without_selection(lambda: dcmha.attention(q, q, q))
 
 
 def test_a_recorded_choice_is_used_without_verification():
