@@ -15,17 +15,20 @@ from jax.sharding import AxisType
 Tree = TypeVar("Tree")  # a tree of arrays
 
 
-def map_examples(f: Callable[..., Tree], static: Hashable, *trees: object) -> Tree:
+def map_examples(f: Callable[..., Tree], static: Hashable, *trees: object, at_once: int = 1) -> Tree:
     """Return f(static, *trees) for each example.
 
     Args:
       f: function of static options and of trees of arrays without the axis B.
       static: static options.
       *trees: trees of arrays with B as their first axis.
+      at_once: most examples that are computed at once; the loop takes the largest divisor of B up to it.
     """
-    if splits_arrays():
+    batch = len(jax.tree.leaves(trees)[0])
+    count = max(n for n in range(1, min(at_once, batch) + 1) if batch % n == 0)
+    if splits_arrays() or count == batch > 1:
         return jax.vmap(lambda *each: f(static, *each))(*trees)
-    out: Tree = jax.lax.map(lambda each: f(static, *each), trees)
+    out: Tree = jax.lax.map(lambda each: f(static, *each), trees, batch_size=count if count > 1 else None)
     return out
 
 

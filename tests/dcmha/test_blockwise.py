@@ -125,6 +125,19 @@ def test_blocks_without_a_common_document_are_not_computed(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 6])
+def test_examples_that_are_computed_at_once_have_the_bits_of_one_after_the_other(count, monkeypatch):
+    args, options = random_case(12, heads=4, batch=6, groups=2, branches="qkpgs", mask=(6, 1, 12, 12))
+
+    def compute(count):
+        monkeypatch.setattr(blockwise, "SCORES_AT_ONCE", count * 4 * 12 * 12)
+        blockwise._arrange_and_attend.clear_cache()
+        return output_and_gradients(on_arrays(blockwise.attention), args, options)
+
+    assert worst(relative_errors(compute(count), compute(1))) == 0
+
+
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32(small_blocks):
     found, right = run({"queries": 50, "branches": "qkgs"}, jnp.bfloat16)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
