@@ -3,6 +3,7 @@
     python scripts/bench_dcmha.py                            shapes for this machine; prints a table
     python scripts/bench_dcmha.py --shapes vit_s16 --rounds 31
     python scripts/bench_dcmha.py --shapes decode_405m_b1    one query and 2,048 keys, forward
+    python scripts/bench_dcmha.py --shapes 64x16_4x16        a small model: 64 examples of 16 tokens, 4 heads of 16
     python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      schedule of the fused kernels by the real TPU compiler
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
 
@@ -61,10 +62,18 @@ DECODE = {
     for size, heads, width in (("405m", 16, 64), ("2.8b", 32, 80))
     for batch in (1, 8)
 }
+# Small models; `dcvit.dcmha.dispatch` chooses on CPUs by these.
+SMALL = {
+    f"{batch}x{length}_{heads}x{width}": Shape(batch, length, heads, width, causal=length in (128, 256))
+    for batch, length, heads, width in (
+        (256, 4, 4, 16), (64, 16, 4, 16), (64, 16, 16, 8), (128, 16, 2, 32), (1, 16, 4, 16), (2, 32, 8, 16),
+        (8, 64, 6, 64), (8, 64, 16, 64), (16, 128, 8, 16), (4, 128, 32, 64), (1, 256, 8, 64),
+    )
+}  # fmt: skip
 runtime.skip_absent_tpu()  # before `backend` asks for the devices
 TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
-SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE
+SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
 FIRST = "plain, XLA"  # the row that ratios refer to
 
@@ -238,7 +247,8 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="shapes to measure")
+    default = [name for name in SHAPES if name not in SMALL]
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=default, help="shapes to measure")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row")
     parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="compile for these, such as v5e:2x2")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T", help="measure these lengths")

@@ -23,7 +23,17 @@ from dcvit.dcmha.shapes import Array
 from dcvit.dcmha.verification import Case, describe, shapes_of
 
 LOG = logging.getLogger(__name__)
-MAX_SCORES_FOR_PLAIN_XLA = 20_000  # scores of one head; below it, XLA's plain attention is the fastest one on CPUs
+# Scores of one head; with fewer, `reference` computes plain attention on CPUs. Measured on two cores in float32, as
+# processor time of `blockwise` divided by that of `reference`, for the output alone and with the gradients (batch ×
+# tokens, heads of width; medians of 9 or 15 interleaved rounds):
+#   256 × 4, 4 of 16:   composed 0.25, 0.26; plain 0.98, 1.30  2 × 32, 8 of 16:    composed 1.06, 0.84; plain 1.10, 1.36
+#   64 × 16, 4 of 16:   composed 0.50, 0.57; plain 1.04, 1.01  8 × 64, 6 of 64:    composed 0.60, 0.47; plain 1.10, 1.30
+#   64 × 16, 16 of 8:   composed 0.77, 0.68; plain 1.36, 1.33  8 × 64, 16 of 64:   composed 0.52, 0.28; plain 0.97, 1.18
+#   128 × 16, 2 of 32:  composed 0.62, 0.52; plain 0.75, 1.05  16 × 128, 8 of 16:  composed 0.15, 0.19; plain 0.98, 1.16
+#   1 × 16, 4 of 16:    composed 1.08, 0.65; plain 0.98, 1.09  4 × 128, 32 of 64:  composed 0.37, 0.30; plain 1.13, 0.93
+#   8 × 196, 6 of 64:   composed 0.28, 0.24; plain 0.77, 0.89  1 × 256, 8 of 64:   composed 0.32, 0.18; plain 0.63, 0.78
+# The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
+MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
 
 
@@ -261,8 +271,8 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     A composition that can be folded into plain attention is, because that holds no scores; with small models on CPUs it
     may not be the fastest.
 
-    On two CPU cores, gradients of composed attention take `blockwise` 10 to 20 % of `reference`'s time at the sizes in
-    docs/performance.md, and `reference` is faster for small plain attention (scripts/bench_dcmha.py). Attention of one
+    On CPUs, composed attention takes `blockwise`, and small plain attention takes `reference`, by the measurements at
+    `MAX_SCORES_FOR_PLAIN_XLA`. Attention of one
     query, as in decoding or in a pooling head, is a matrix-vector product: `decode` does not copy the keys, and the
     gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, `decode` and its
     kernel are preferred because they read less memory in fewer, larger products; this has not been measured. Nor has
