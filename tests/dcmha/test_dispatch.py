@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
-from dcvit.dcmha import dispatch
+from dcvit.dcmha import dispatch, pallas_gpu
+from dcvit.dcmha.inputs import Inputs, checked
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.models import sharded_attention
 from dcvit.models.attention import Attention
@@ -57,6 +58,34 @@ def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, comp
     *kernels, message = log.messages  # the TPU kernels say before which family they are
     assert len(kernels) == (name == "pallas_tpu")
     assert message.startswith(f"attention: {name} on {platform} for float32[1, {queries}, 2, 8], 256 keys")
+
+
+CANDIDATES = {  # of composed attention, plain attention, one query, and the plain attention inside a folded composition
+    "cpu": (("blockwise",), ("blockwise",), ("decode",)),
+    "TPU v5 lite": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
+    "TPU7x": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
+    "9.0": (("pallas_gpu", "elementwise"), ("cudnn",), ("decode",)),
+    **dict.fromkeys(("8.0", "8.9", "10.0", "12.0"), (("elementwise",), ("cudnn",), ("decode",))),
+}
+
+
+@pytest.mark.parametrize("kind", CANDIDATES)
+def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
+    here = "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
+    monkeypatch.setattr(dispatch, "platform", lambda: here)
+    monkeypatch.setattr(tiling, "device_kind", lambda: kind)
+    monkeypatch.setattr(pallas_gpu, "compute_capability", lambda: kind)
+    composed, plain, one = CANDIDATES[kind]
+
+    def names(queries, branches, **more):
+        (q, k, v, *weights), options = random_case(queries, 256, branches=branches, **more)
+        inputs, options = checked(Inputs(q, k, v, *weights), groups=options["groups"])
+        return dispatch.candidates(inputs, options)
+
+    assert names(256, "qpkg") == (*composed, "reference")
+    assert names(256, None) == (*plain, "reference")
+    assert names(1, "qpkg") == (*one, "reference")
+    assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded", "reference")
 
 
 def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_logged(monkeypatch, log):

@@ -40,7 +40,7 @@ class Tile:
 
         def multiply(accumulator: Ref) -> Array:
             for a, b in terms:
-                keys = plgpu.transpose_ref(right.at[b, self.block.warpgroup], (1, 0))
+                keys = right.at[b, self.block.warpgroup].transpose((1, 0))
                 plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
             return accumulator[...]
 

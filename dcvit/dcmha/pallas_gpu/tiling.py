@@ -13,13 +13,13 @@ from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.errors import UnsupportedError
 from dcvit.dcmha.inputs import Inputs, Options
 from dcvit.dcmha.numerics import round_up
+from dcvit.dcmha.pallas_gpu import HOPPER, compute_capability
 from dcvit.dcmha.pallas_gpu.config import QUERIES, KernelConfig, Ranks
 from dcvit.dcmha.shapes import Array
 
 # Keys of a warpgroup's tile; more keys would not leave enough registers for the hidden planes.
 KEYS_FORWARD, KEYS_BACKWARD = 32, 16
 MANY_PLANES = 4  # a compose with more hidden planes than this uses the narrow tile of the backward pass
-HOPPER = "9.0"  # compute capability of H100 and H200
 WARPGROUPS = 2  # side by side along the keys, with shared queries
 MAX_STAGES = 4  # slots of the ring; fewer if shared memory is short
 ROWS_CAUSAL, ROWS_WINDOW = 512, 256  # queries of a rectangle
@@ -50,7 +50,7 @@ class Rectangle(NamedTuple):
 def check_supported(inputs: Inputs, options: Options) -> None:
     """Raise UnsupportedError if the kernels do not support the device, the dtypes or the sizes."""
     q, k, v, pre, post, *_ = inputs
-    capability = getattr(jax.devices()[0], "compute_capability", HOPPER)
+    capability = compute_capability()
     if capability != HOPPER:
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
     if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:

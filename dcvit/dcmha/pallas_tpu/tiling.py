@@ -22,8 +22,8 @@ from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch
 from dcvit.dcmha.shapes import Array
 
 STRIP = SUBLANES  # keys of a strip: the rows of one register
-# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e and of 64 MiB on each core of v5p and TPU7x. The kernels
-# have been compiled for these chips only.
+# Bytes of VMEM that a kernel may use, of 128 MiB on v5e and v6e, and of 64 MiB on each core of v5p and TPU7x. The
+# kernels have been compiled for these chips only.
 VMEM_BYTES = {
     "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
     "TPU7x": 60 * 2**20,
