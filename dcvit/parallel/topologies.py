@@ -122,7 +122,7 @@ def nearest_slices(name: str, count: int = 4) -> list[str]:
         return [_near_name(known, 4) for known in near]
     mark = "-" if size.isascii() and size.isdigit() else ":"
     numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in size if c.isascii()).split()]
-    wanted = math.prod(number or 1 for number in numbers)
+    wanted: float = math.prod(number or 1 for number in numbers)
     if mark == "-":
         wanted /= next(known.cores for known in CHIPS if known.name.lower() == family)
     mine = [(text, sides) for text, (known, sides) in names().items() if text.startswith(f"{family}{mark}")]
