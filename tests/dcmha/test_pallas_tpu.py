@@ -36,7 +36,7 @@ CASES = {
         "family": "vector",
     },
     "blocks, three strips per step": {
-        "queries": 12, "keys": 70, "mask": (1, 1, 1, 70), "branches": "kp", "rank": 1, "block": (128, 48),
+        "queries": 12, "keys": 70, "heads": 3, "mask": (1, 1, 1, 70), "branches": "kp", "rank": 1, "block": (128, 48),
         "family": "vector",
     },
     "blocks, mixed, causal, passes, shared keys": {
