@@ -1,5 +1,6 @@
 """The TPU kernels: interpreted, compared with the reference; lowered for a TPU; and compiled by the real compiler."""
 
+import functools
 import importlib.util
 
 import jax
@@ -224,8 +225,13 @@ def test_unsupported_cases_raise_a_reason(dtype, heads, message):
 
 
 def gradient(options):
-    """A function of the output's cotangent and the arguments that returns the gradients of all arguments."""
-    return lambda do, *args: jax.vjp(lambda *a: on_arrays(api.attention)(*a, **options), *args)[1](do)
+    """A function of the output's cotangent, the arguments and segments that returns the gradients of all arguments."""
+
+    def gradients(do, *args, segments=None):
+        attend = functools.partial(on_arrays(api.attention), segments=segments, **options)
+        return jax.vjp(attend, *args)[1](do)
+
+    return gradients
 
 
 @pytest.mark.slow
@@ -242,10 +248,10 @@ def test_forward_and_backward_are_lowered_to_mosaic(batch, dtype):
     assert text.count("tpu_custom_call") >= 2
 
 
-# Heads, dimensions, tokens, window (0: causal over all keys) and batch of variants of the ViT and of presets in
-# dcvit/models/presets.py. scripts/compile_kernels.py compiles all of them.
+# Heads, dimensions, tokens, window (0: causal over all keys), batch and segments (True) of variants of the ViT, and of
+# presets in dcvit/models/presets.py. scripts/compile_kernels.py compiles all of them.
 COMPILED = {
-    "v5e:2x2": [(6, 64, 197, None, 8)],
+    "v5e:2x2": [(6, 64, 197, None, 8), (16, 64, 2048, 0, 1, True), (33, 64, 512, 0, 1, True)],
     "v6e:2x2": [(16, 64, 2048, 256, 1)],
     "v5p:2x2x1": [(16, 72, 196, None, 1)],
 }
@@ -258,11 +264,12 @@ def test_the_tpu_compiler_accepts_the_shapes_of_the_models():
     compile_in_subprocess("test_pallas_tpu", COMPILED)
 
 
-def compile_for(topology, heads, head_dim, tokens, window, batch):
+def compile_for(topology, heads, head_dim, tokens, window, batch, has_segments=False):
     """Compile attention and its gradient for one chip of a topology; called in a process of its own."""
     mesh, array = one_chip(topology)
     q, weights = array(batch, tokens, heads, head_dim), weights_like(array, batch, tokens, tokens, heads)
     options = dict(causal=window == 0, window=window or None, mask=None, groups=1, scale=head_dim**-0.5)
     with jax.set_mesh(mesh):
-        jax.jit(gradient(options)).lower(q, q, q, q, weights, weights).compile()
+        segments = array(batch, tokens, dtype=jnp.int32) if has_segments else None
+        jax.jit(gradient(options)).lower(q, q, q, q, weights, weights, segments=segments).compile()
     print("compiled", topology, heads, head_dim, tokens, window, flush=True)

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcvit.dcmha.segments import make_segments
 from dcvit.models.attention import Attention, LayerInputs
-from dcvit.models.dcmha import DCMHA, FlaxAttention
+from dcvit.models.dcmha import DCMHA, FlaxAttention, check_axes
 from dcvit.models.projections import HeadDense
 
 
@@ -233,6 +234,26 @@ def test_masks_of_each_head_mask_what_they_mask_in_flax(fields):
         np.testing.assert_allclose(found, expected, atol=1e-6)
         assert weights.shape == (2, 3, 2, 5, 5)
         assert not np.any(np.asarray(weights)[~np.broadcast_to(wide, weights.shape)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"compose": "both"}, {"compose": None, "num_key_heads": 1}])
+def test_segments_of_packed_rows_are_their_mask(fields):
+    """With leading axes, with a mask, which may be one of each head, and in the weights."""
+    x, ids = random_input(2, 3, 5, 16), jnp.asarray([0, 0, 1, 1, 0], jnp.int32)
+    ids = jnp.stack([ids, jnp.zeros_like(ids), jnp.arange(5, dtype=jnp.int32)])
+    ids = jnp.stack([ids, ids[::-1]])
+    layer = DCMHA(2, causal=True, **fields)
+    params, same = initialized(layer, x), (ids[..., :, None] == ids[..., None, :])[:, :, None]
+    heads = 2 if fields["compose"] is None else 1
+    for mask in (None, jax.random.bernoulli(jax.random.key(3), 0.5, (2, 3, heads, 5, 5))):
+        found = with_weights(layer, params, x, mask=mask, segments=ids)
+        expected = with_weights(layer, params, x, mask=same if mask is None else mask & same)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    found = layer.apply(params, x[0], x[0, :, :3], segments=(ids[0], ids[0, :, :3]))
+    np.testing.assert_allclose(found, layer.apply(params, x[0], x[0, :, :3], mask=same[0, ..., :3]), atol=1e-6)
+    with pytest.raises(ValueError, match=r"segments have shape \(2, 5\), expected \(2, 3, 5\)"):
+        check_axes(LayerInputs(x, segments=make_segments(ids[:, 0])))
 
 
 @pytest.mark.slow

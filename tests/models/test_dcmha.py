@@ -69,6 +69,8 @@ def test_plain_nnx_layer_has_the_parameters_output_and_gradient_of_flax(x, field
     )
     assert_close(found, expected)
     assert_close(layer(x, is_causal=True), layer(x, mask=mask))
+    ids = jnp.broadcast_to(jnp.arange(x.shape[-2], dtype=jnp.int32) // 2, x.shape[:-1])
+    assert_close(layer(x, segments=ids), layer(x, mask=nn.make_attention_mask(ids, ids, jnp.equal)))
 
 
 @pytest.mark.exhaustive

@@ -62,6 +62,13 @@ def test_tokens_one_by_one_get_the_outputs_of_the_causal_sequence(name, lead):
     assert cache["cache_index"] == 5
 
 
+def test_a_token_that_attends_to_a_cache_has_no_segments():
+    x, layer = inputs(2), dcmha.DCMHA(4, decode=True)
+    variables = jax.eval_shape(layer.init, jax.random.key(1), x)
+    with pytest.raises(ValueError, match="one token that attends to a cache has no segments: give a mask"):
+        jax.eval_shape(lambda v: decode(layer, v, x, segments=jnp.zeros((2, 1), jnp.int32)), variables)
+
+
 @pytest.mark.slow
 def test_plain_cache_is_that_of_flax():
     """Names, shapes and values of its variables, the outputs, and masks, also of each head."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -305,6 +306,16 @@ class TestDocuments:
             expected = expected[: part.stop - part.start]
             np.testing.assert_allclose(packed[i, part], expected, rtol=0, atol=2e-5)
             assert part.start == 0 or np.abs(across[i, part] - expected).max() > 0.05
+
+    @pytest.mark.parametrize("compose", ["both", pytest.param(None, marks=pytest.mark.exhaustive)])
+    def test_no_array_of_a_training_step_is_as_large_as_a_mask_of_the_documents(self, compose):
+        length = 320
+        net, params = make_lm(context=length, compose=compose, end_of_text=0, depth=1)
+        gradient = jit(jax.grad(lambda p, tokens: jnp.sum(net.apply({"params": p}, tokens)[0])))
+        text = gradient.lower(params, make_tokens(1, length)).compile().as_text()
+        sizes = [[int(n) for n in sides.split(",")] for sides in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)]
+        assert sum(length in size for size in sizes) > 10
+        assert not [size for size in sizes if sum(n >= length for n in size) > 1]
 
 
 def checkpointed(jaxpr, inside=False):
