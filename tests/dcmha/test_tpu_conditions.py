@@ -23,6 +23,7 @@ def stated(monkeypatch, **options):
         return call(kernel, name=name, metadata=metadata, **others)
 
     monkeypatch.setattr(pl, "pallas_call", record)
+    jax.clear_caches()  # a kernel that was traced before would not be recorded
     q = jax.ShapeDtypeStruct((1, options.pop("queries"), 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, options.pop("keys"), 2, 64), jnp.bfloat16)
     post = ComposeWeights(qg=jax.ShapeDtypeStruct(q.shape[:3], jnp.bfloat16)) if options.pop("composed", True) else None

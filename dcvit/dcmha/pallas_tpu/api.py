@@ -83,6 +83,8 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     return _attention((config, interpret), inputs._replace(mask=mask))
 
 
+# Compiled functions are traced and lowered once for equal shapes: twelve layers would take twelve times as long.
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(static: Static, x: Inputs) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp of each row."""
 
@@ -103,6 +105,7 @@ def _packed(config: KernelConfig, x: Inputs) -> dict[str, Blocked]:
     return pack(config, x._replace(mask=None if x.mask is None else x.mask.astype(jnp.bfloat16)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward(static: Static, x: Inputs, results: tuple[Array, Array], cotangent: Array) -> Inputs:
     def differentiate(
         config: KernelConfig, arguments: tuple[Inputs, Array, Array, Array], interpret: Interpret
