@@ -4,7 +4,8 @@
 side. Here it is arranged for speed: TPUs store the last axis of an array in multiples of 128 numbers, so that arrays of
 a few heads waste memory, and joining them copies them. One product reads the inputs for all hidden layers and gates
 (`active_columns`), and the weights of a side are columns of one array in the order in which the TPU kernels read them
-(`columns_of`, `dcvit.dcmha.pallas_tpu.packing`). The compiler then moves neither weights nor their gradients.
+(`columns_of`, `dcvit.dcmha.pallas_tpu.packing`). If 128 columns hold both sides, they share the array. The compiler
+then moves neither weights nor their gradients.
 
 Letters are those of `dcvit.dcmha.compose`; in addition, C is the number of composes.
 """
@@ -21,6 +22,8 @@ import numpy as np
 from dcvit.dcmha.compose import RMS_EPSILON
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.shapes import Array, Float
+
+REGISTER = 128  # columns of a register of a TPU, in multiples of which it stores the last axis of an array
 
 
 class Columns(NamedTuple):
@@ -94,52 +97,61 @@ def dynamic_weights(
         return [some[side + end].astype(x.dtype) for side in sides for some in params.values() if side + end in some]
 
     hidden, gates = kernels("1", present), kernels("g", present)
-    first = x @ jnp.concatenate([w.reshape(w.shape[0], -1) for w in (*hidden, *gates)], axis=1)
+    first = x @ _padded(jnp.concatenate([w.reshape(w.shape[0], -1) for w in (*hidden, *gates)], axis=1))
     active = jnp.tanh(first)
     layout = active_columns(params, present, heads)
     if hidden:
         is_hidden = _column(first) < layout[-1].hidden.stop
         active = jnp.where(is_hidden, jax.nn.gelu(first, approximate=gelu == "tanh"), active)
-    for side, where in zip(present, layout, strict=True):
+    by_side = {side: columns_of(params, side, heads) for side in present}
+    fits = sum(c.width for columns in by_side.values() for c in columns) <= REGISTER
+    for sides_of_array in [present] if fits else [[side] for side in present]:
+        where = [some for side, some in zip(present, layout, strict=True) if side in sides_of_array]
         if hidden:
-            packed = _projections(active, kernels("2", side), where, heads)
+            packed = _projections(active, [kernels("2", side) for side in sides_of_array], where, heads)
         else:
-            packed = jax.lax.slice_in_dim(active, where.gates.start, where.gates.stop, axis=2)
-        columns = columns_of(params, side, heads)
-        pieces = jnp.split(packed, np.cumsum([c.width for c in columns])[:-1], axis=2)
+            packed = jax.lax.slice_in_dim(active, where[0].gates.start, where[-1].gates.stop, axis=2)
+        columns = [c for side in sides_of_array for c in by_side[side]]
+        pieces = jnp.split(packed, np.cumsum([c.width for c in columns]), axis=2)[:-1]
         for c, w in zip(columns, pieces, strict=True):
             found[c.compose_name][c.field] = w if c.is_gate else w.reshape(*x.shape[:2], -1, heads)
     return found
 
 
 def _projections(
-    active: Float[Array, "B N rows"], w_2: Sequence[Float[Array, "G I I"]], where: ActiveColumns, heads: int
+    active: Float[Array, "B N rows"],
+    w_2: Sequence[Sequence[Float[Array, "G I I"]]],
+    where: Sequence[ActiveColumns],
+    heads: int,
 ) -> Float[Array, "B N width"]:
-    """Apply the second layers of one side, normalize the down projections and keep the gates.
+    """Apply the second layers of some sides, normalize the down projections and keep the gates.
 
     Args:
       active: the hidden layers of all sides, then their gates.
-      w_2: the second layer of each compose.
-      where: the columns of the side in `active`.
+      w_2: for each of the sides, the second layer of each compose.
+      where: the columns of each of the sides in `active`.
       heads: the number of heads H.
     """
-    groups, inner = w_2[0].shape[:2]
+    groups, inner = w_2[0][0].shape[:2]
     per_group = heads // groups
-    layer = _second_layer(jnp.stack(w_2), inner // (2 * per_group))
-    columns, gates = layer.shape[1], where.gates.stop - where.gates.start
-    width = columns + gates
-    layer = jnp.pad(layer, ((where.hidden.start, active.shape[2] - where.hidden.stop), (0, gates)))
-    kept = np.zeros(layer.shape, np.float32)  # the gates pass through the product
-    kept[np.arange(where.gates.start, where.gates.stop), np.arange(columns, width)] = 1
-    both = active @ (layer + kept.astype(layer.dtype) if gates else layer)
+    layers, is_down = [], []
+    for some, own in zip(w_2, where, strict=True):
+        layer = _second_layer(jnp.stack(some), inner // (2 * per_group))
+        columns, gates = layer.shape[1], own.gates.stop - own.gates.start
+        layer = jnp.pad(layer, ((own.hidden.start, active.shape[2] - own.hidden.stop), (0, gates)))
+        kept = np.zeros(layer.shape, np.float32)  # the gates pass through the product
+        kept[np.arange(own.gates.start, own.gates.stop), np.arange(columns, columns + gates)] = 1
+        layers.append(layer + kept.astype(layer.dtype) if gates else layer)
+        is_down += [True] * (columns // 2) + [False] * (columns - columns // 2 + gates)
+    both = active @ _padded(jnp.concatenate(layers, axis=1))
     # The mean over the heads of a group, for each down projection of a head, as a product of all columns: a slice would
     # cost TPUs a relayout of its gradient. On TPUs, with 16 bits of the operands.
-    downs = columns // 2
-    mean = np.zeros((width, width))
-    mean[:downs, :downs] = np.kron(np.eye(downs // per_group), np.full((per_group, per_group), 1 / per_group))
+    mean = np.kron(np.eye(len(is_down) // per_group), np.full((per_group, per_group), 1 / per_group))
+    missing = both.shape[2] - len(is_down)
+    mean, is_down = np.pad(np.where(is_down, mean, 0), (0, missing)), [*is_down, *[False] * missing]
     square = jnp.square(both.astype(statistics_dtype(both.dtype)))
     scale = jax.lax.rsqrt(jnp.matmul(square, mean.astype(square.dtype), precision=jax.lax.Precision.HIGH) + RMS_EPSILON)
-    return both * jnp.where(_column(both) < downs, scale, 1).astype(both.dtype)
+    return both * jnp.where(np.array(is_down), scale, 1).astype(both.dtype)
 
 
 def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI CGI"]:
@@ -154,6 +166,15 @@ def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI 
     by_layer = (split * group).reshape(count, groups * inner, 2, 1, -1)
     layer = jnp.eye(count, dtype=w_2.dtype).reshape(count, 1, 1, count, 1)
     return (by_layer * layer).reshape(count * groups * inner, -1)
+
+
+def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I columns"]:
+    """Add columns of zeros to complete registers, if these are at most an eighth of the result.
+
+    TPUs then keep the last axis of a product along lanes, as the kernels read it, where it takes no more memory.
+    """
+    missing = -w.shape[1] % REGISTER
+    return jnp.pad(w, ((0, 0), (0, missing))) if 8 * missing <= w.shape[1] + missing else w
 
 
 def _column(x: Float[Array, "B N columns"]) -> Array:

@@ -47,10 +47,10 @@ from dcvit.dcmha.pallas_tpu.tile import (
     split,
     visible,
 )
-from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of
+from dcvit.dcmha.pallas_tpu.weights import packed_columns, rows_of, rows_scratch, used_key_rows
 from dcvit.dcmha.shapes import Array, Ref
 
-TOKENS = ("q", "k", "v", "do", "wq", "wk")  # inputs with an axis of tokens
+TOKENS = ("q", "k", "v", "do", "weights")  # inputs with an axis of tokens
 
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
@@ -59,7 +59,7 @@ def kernel(config: KernelConfig, refs: Refs) -> None:
     initialize(config, refs)
     run_all(prepare_next(config, refs, 0))
     jax.lax.fori_loop(0, config.examples, lambda e, _: differentiate(config, refs, e), None)
-    advance_weights(refs)
+    advance_weights(config, refs)
     run_all([*query_gradients(config, refs, last), *weight_gradients(config, refs, last)])
     run_all(key_gradients(config, refs, last))
 
@@ -70,9 +70,9 @@ def differentiate(config: KernelConfig, refs: Refs, e: Index) -> None:
     The first example has no previous one; what is computed for it is overwritten later.
     """
     previous, following = jnp.maximum(e - 1, 0), jnp.minimum(e + 1, config.examples - 1)
-    advance_weights(refs)
+    advance_weights(config, refs)
     broadcast_rows(refs["lse"].at[pl.ds(e, 1)], refs["m"], config.heads, config.block_q)
-    current = {**refs, "wq": refs["wq_rows"]} if "wq" in refs else refs
+    current = {**refs, "wq": refs["wq_rows"]} if "wq_rows" in refs else refs
     run_stage(
         config,
         refs["mixed"],
@@ -151,11 +151,12 @@ def initialize(config: KernelConfig, refs: Refs) -> None:
         mixing.write_diagonal(config, refs["diagonal"])
 
 
-def advance_weights(refs: Refs) -> None:
+def advance_weights(config: KernelConfig, refs: Refs) -> None:
     """Make the weights of the next example those of the current one, and these those of the previous one."""
     if "wk_cur" in refs:
-        refs["wk_prev"][...] = refs["wk_cur"][...]
-        refs["wk_cur"][...] = refs["wk_next"][...]
+        rows = used_key_rows(config)
+        refs["wk_prev"][rows] = refs["wk_cur"][rows]
+        refs["wk_cur"][rows] = refs["wk_next"][rows]
     if "wq_rows" in refs:
         refs["wq_rows"][...] = refs["wq_next"][...]
 
@@ -172,10 +173,9 @@ def prepare_next(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
         refs["x_next"][h] = score_product(config, k, q, h)
 
     def weights() -> None:
-        for name in ("wq", "wk"):
-            if name in refs:
-                interleaved.read(refs[name], e, refs[f"{name}_tile"])
-        rows_of(config, refs.get("wq_tile"), refs.get("wq_next"), refs.get("wk_tile"), refs.get("wk_next"))
+        if "weights" in refs:
+            interleaved.read(refs["weights"], e, refs["weights_tile"])
+            rows_of(config, refs["weights_tile"], refs.get("wq_next"), refs.get("wk_next"))
 
     first = [tokens, weights, *build(config, refs, "pre", refs.get("wk_next"))]
     return [*first, *(functools.partial(scores, h) for h in range(config.heads))]
@@ -241,33 +241,30 @@ def weight_gradients(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
     """Return the work of writing the gradients of the weights of example `e`."""
 
     def query_wise() -> None:
-        rows = refs["dwq_rows"]
         for c in range(refs["gq"].shape[0]):
-            rows[c : c + 1] = jnp.sum(refs["gq"][c], axis=0, keepdims=True)
-        interleaved.write(refs["dwq"], e, slice(0, rows.shape[0]), rows[...].T)
+            refs["dweights_rows"][c : c + 1, : config.block_q] = jnp.sum(refs["gq"][c], axis=0, keepdims=True)
 
-    def key_wise() -> None:
-        rows = refs["dwk_rows"]
-        interleaved.write(refs["dwk"], e, slice(0, rows.shape[0]), rows[...].T)
+    def write() -> None:
+        rows = refs["dweights_rows"]
+        interleaved.write(refs["dweights"], e, slice(0, rows.shape[0]), rows[...].T)
 
     work: list[Task] = []
-    if "dwq" in refs:
+    if "gq" in refs:
         work.append(query_wise)
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and f"dmix_{name}" in refs:
             static = refs[f"dstatic_{name}"].at[e] if f"dstatic_{name}" in refs else None
-            packed, wk, dwk = refs[f"dmix_{name}"], refs.get("wk_prev"), refs.get("dwk_rows")
+            packed, wk, dwk = refs[f"dmix_{name}"], refs.get("wk_prev"), refs.get("dweights_rows")
             tensors = mixing_gradients.MatrixTensors(layout, packed, wk, dwk, static)
             for tile in range(cdiv(config.block_k, LANES)):
                 task = functools.partial(mixing_gradients.matrix_gradients, config, tensors, tile, add_static=tile > 0)
                 work.append(task)
-    return [*work, key_wise] if "dwk" in refs else work
+    return [*work, write] if "dweights" in refs else work
 
 
 def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Interpret) -> dict[str, Array]:
     """Return all gradients by name, as `dcvit.dcmha.pallas_tpu.backward.backward`."""
-    weights: tuple[str, ...] = ("wq", "wk")
-    columns = {name: inputs[name].array.shape[2] * LANES for name in weights if name in inputs}
+    columns = inputs["weights"].array.shape[2] * LANES if "weights" in inputs else 0
     blocks = inputs["q"].array.shape[1]
     outputs = {f"d{name}": inputs[name].like(jnp.float32) for name in TOKENS if name in inputs and name != "do"}
     for name in ("static_pre", "static_post"):
@@ -290,10 +287,9 @@ def gradients(config: KernelConfig, inputs: dict[str, Blocked], interpret: Inter
 
 def vmem_bytes(config: KernelConfig) -> int:
     """Return the bytes of VMEM of two blocks of every array and of the buffers."""
-    numbers = {f"w{side}": round_up(packed_columns(config, side), LANES) for side in ("q", "k")}
-    columns: dict[str, int] = {name: number for name, number in numbers.items() if number}
+    columns = round_up(max(packed_columns(config, "q"), packed_columns(config, "k")), LANES)
     wide, narrow = config.heads * config.head_dim, config.key_heads * config.head_dim
-    words = config.queries * (3 * wide + 2 * numbers["wq"]) + config.keys * (4 * narrow + 2 * numbers["wk"])
+    words = config.queries * 3 * wide + config.keys * 4 * narrow + max(config.queries, config.keys) * 2 * columns
     rows = round_up(config.heads, SUBLANES) + round_up(config.block_k, interleaved.TILE_ROWS) // 2
     words += rows * config.block_q  # log-sum-exp and a mask of bfloat16
     mixed = [layout for layout in (config.pre, config.post) if layout is not None and layout.has_static]
@@ -306,8 +302,8 @@ def vmem_bytes(config: KernelConfig) -> int:
     return total
 
 
-def scratch(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.MemoryRef]:
-    """Return the VMEM buffers by name. `columns` are those of the weights in HBM, by name."""
+def scratch(config: KernelConfig, columns: int) -> dict[str, pl.MemoryRef]:
+    """Return the VMEM buffers by name. `columns` are those of the weights in HBM."""
     heads, keys, queries, operand = config.heads, config.block_k, config.block_q, config.operand_dtype
     wide, narrow = heads * config.head_dim, config.key_heads * config.head_dim
     plane, row = (pltpu.VMEM((heads, rows, queries), jnp.float32) for rows in (keys, SUBLANES))
@@ -326,19 +322,16 @@ def scratch(config: KernelConfig, columns: dict[str, int]) -> dict[str, pl.Memor
     }
     found |= {name: interleaved.tile(queries, wide, operand) for name in ("q_tile", "do_tile")}
     found |= {name: interleaved.tile(keys, narrow, operand) for name in ("k_tile", "v_tile")}
-    if "wq" in columns:
-        size = columns["wq"]
-        found["wq_tile"] = interleaved.tile(queries, size, jnp.float32)
-        found["wq_rows"] = pltpu.VMEM((1, queries // LANES, size, LANES), jnp.float32)  # of the current example
-        found["wq_next"] = found["wq_rows"]
-        found["dwq_rows"] = pltpu.VMEM((size, queries), jnp.float32)  # gradients of the previous example
+    if columns:
+        tokens = max(queries, round_up(keys, LANES))
+        found["weights_tile"] = interleaved.tile(tokens, columns, jnp.float32)
+        found["dweights_rows"] = pltpu.VMEM((columns, tokens), jnp.float32)  # gradients of the previous example
+    wq_rows, wk_rows = rows_scratch(config)
+    if wq_rows is not None:
+        found |= {"wq_rows": wq_rows, "wq_next": wq_rows}  # of the current example, and of the next one
         found["gq"] = pltpu.VMEM((packed_columns(config, "q"), SUBLANES, queries), jnp.float32)
-    if "wk" in columns:
-        size, tokens = columns["wk"], round_up(keys, LANES)
-        found["wk_tile"] = interleaved.tile(tokens, size, jnp.float32)
-        rows = pltpu.VMEM((size + SUBLANES, tokens), jnp.float32)
-        found |= dict.fromkeys(("wk_cur", "wk_next", "wk_prev"), rows)
-        found["dwk_rows"] = pltpu.VMEM((size, tokens), jnp.float32)
+    if wk_rows is not None:
+        found |= dict.fromkeys(("wk_cur", "wk_next", "wk_prev"), wk_rows)
     return found | compose_scratch(config)
 
 

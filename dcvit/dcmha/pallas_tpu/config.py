@@ -79,6 +79,12 @@ class ComposeLayout(NamedTuple):
             before += run.size
         raise ValueError(f"column {column} is not one of {self.key_runs}")
 
+    def with_keys_after(self, columns: int) -> ComposeLayout:
+        """Return the layout with the key-wise columns after the first `columns` of the same array."""
+        key = BranchOffsets(*(None if start is None else start + columns for start in self.key))
+        runs = tuple(run._replace(start=run.start + columns) for run in self.key_runs)
+        return self._replace(key=key, key_runs=runs)
+
     @property
     def mixes(self) -> bool:
         """True if a key-wise branch or a static projection mixes heads, see `dcvit.dcmha.pallas_tpu.mixing`."""

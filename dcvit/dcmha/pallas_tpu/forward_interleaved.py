@@ -32,10 +32,10 @@ from dcvit.dcmha.pallas_tpu.forward_stages import (
 from dcvit.dcmha.pallas_tpu.packing import with_columns
 from dcvit.dcmha.pallas_tpu.stages import Task, mask_of, ring, run_all, run_stage
 from dcvit.dcmha.pallas_tpu.tile import dot, operand_scratch, visible
-from dcvit.dcmha.pallas_tpu.weights import rows_of
+from dcvit.dcmha.pallas_tpu.weights import rows_of, rows_scratch
 from dcvit.dcmha.shapes import Array
 
-TOKENS = ("q", "k", "v", "wq", "wk")  # inputs with an axis of tokens
+TOKENS = ("q", "k", "v", "weights")  # inputs with an axis of tokens
 
 
 def kernel(config: KernelConfig, refs: Refs) -> None:
@@ -81,10 +81,9 @@ def score_tasks(config: KernelConfig, refs: Refs, e: Index) -> list[Task]:
         interleaved.read(refs["k"], e, refs["k_tile"])
 
     def weights() -> None:
-        for name in ("wq", "wk"):
-            if name in refs:
-                interleaved.read(refs[name], e, refs[f"{name}_tile"])
-        rows_of(config, refs.get("wq_tile"), refs.get("wq_rows"), refs.get("wk_tile"), refs.get("wk_cur"))
+        if "weights" in refs:
+            interleaved.read(refs["weights"], e, refs["weights_tile"])
+            rows_of(config, refs["weights_tile"], refs.get("wq_rows"), refs.get("wk_cur"))
         if "mix_pre" in refs:
             mixing.build(config, "pre", refs.get("wk_cur"), refs.get("static_pre"), refs["mix_pre"])
 
@@ -145,15 +144,14 @@ def scratch(config: KernelConfig, inputs: dict[str, Blocked]) -> dict[str, pl.Me
         "k_tile": interleaved.tile(keys, narrow, operand),
         "v_tile": interleaved.tile(keys, narrow, operand),
     }
-    if "wq" in inputs:
-        columns = inputs["wq"].array.shape[2] * LANES
-        found["wq_tile"] = interleaved.tile(queries, columns, jnp.float32)
-        found["wq_rows"] = pltpu.VMEM((1, queries // LANES, columns, LANES), jnp.float32)  # for the pre-compose
-        found["wq_late"] = found["wq_rows"]  # for the post-compose
-    if "wk" in inputs:
-        columns, tokens = inputs["wk"].array.shape[2] * LANES, round_up(keys, LANES)
-        found["wk_tile"] = interleaved.tile(tokens, columns, jnp.float32)
-        found["wk_cur"] = pltpu.VMEM((columns + SUBLANES, tokens), jnp.float32)
+    if "weights" in inputs:
+        columns = inputs["weights"].array.shape[2] * LANES
+        found["weights_tile"] = interleaved.tile(max(queries, round_up(keys, LANES)), columns, jnp.float32)
+    wq_rows, wk_rows = rows_scratch(config)
+    if wq_rows is not None:
+        found |= {"wq_rows": wq_rows, "wq_late": wq_rows}  # for the pre-compose, and for the post-compose
+    if wk_rows is not None:
+        found["wk_cur"] = wk_rows
     for name, layout in (("pre", config.pre), ("post", config.post)):
         if layout is not None and layout.mixes:
             found[f"mix_{name}"], found["diagonal"] = mixing.scratch(config), mixing.diagonal_scratch()

@@ -145,8 +145,13 @@ def pack(config: KernelConfig, inputs: Inputs) -> dict[str, Blocked]:
     padded_q, padded_k = config.blocks_q * config.block_q, config.blocks_k * config.block_k
     packed = {"q": query_array(config, q)}
     packed |= {name: key_array(config, x) for name, x in (("k", k), ("v", v))}
-    wq, wk = _pack_side(config, pre, post, "q", padded_q), _pack_side(config, pre, post, "k", padded_k)
-    packed |= {name: x for name, x in (("wq", wq), ("wk", wk)) if x is not None}
+    if config.family == "interleaved":
+        weights: dict[str, Blocked | None] = {"weights": _pack_both_sides(config, pre, post)}
+    else:
+        weights = {
+            "wq": _pack_side(config, pre, post, "q", padded_q), "wk": _pack_side(config, pre, post, "k", padded_k)
+        }  # fmt: skip
+    packed |= {name: x for name, x in weights.items() if x is not None}
     for name, w in (("pre", pre), ("post", post)):
         if w is not None and w.static is not None:
             x = w.static.astype(jnp.float32).reshape(config.heads, -1)
@@ -167,28 +172,45 @@ def _pack_side(
 ) -> Blocked | None:
     """Return the weights of one side of both composes, or None if there are none.
 
-    Kernels convert the weights of interleaved examples, and key-wise weights that become matrices; see
-    `dcvit.dcmha.pallas_tpu.weights`.
+    Kernels convert key-wise weights that become matrices, see `dcvit.dcmha.pallas_tpu.weights`.
     """
     columns = [x.reshape(*x.shape[:2], -1) for *_, x in packed_order(pre, post, side)]
     if not columns:
         return None
-    dtype = common_dtype(columns)
-    missing = -sum(x.shape[2] for x in columns) % LANES
-    if config.family == "interleaved":
-        columns.append(jnp.zeros((*columns[-1].shape[:2], missing), dtype))
-    # Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
-    x = jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
-    if config.family == "interleaved":
-        return interleave(x)
+    x = _joined(columns)
     if side == "k" and config.family == "matrix":
-        return with_rows(config, jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, missing))))
+        return with_rows(config, jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, -x.shape[2] % LANES))))
     x = scaled(config, x, side)
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
     if side == "q":
         x = x.reshape(x.shape[0], -1, LANES, x.shape[2]).swapaxes(2, 3)
         return Blocked(x, (1, config.block_q // LANES, *x.shape[2:]), "BT..")
     return with_rows(config, words(config, x) if config.rounded else x)
+
+
+def _pack_both_sides(config: KernelConfig, pre: ComposeWeights | None, post: ComposeWeights | None) -> Blocked | None:
+    """Return the weights of both sides of interleaved examples in one array, or None if there are none.
+
+    Arrays of tokens have complete registers of 128 columns: two sides of 6 heads take as much memory as one. The kernel
+    converts the weights.
+    """
+    sides: tuple[Side, ...] = ("q", "k")
+    columns = [x.reshape(*x.shape[:2], -1) for side in sides for *_, x in packed_order(pre, post, side)]
+    if not columns:
+        return None
+    tokens = max(config.queries, config.keys)
+    columns = [jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0))) if x.shape[1] < tokens else x for x in columns]
+    missing = -sum(x.shape[2] for x in columns) % LANES
+    return interleave(_joined([*columns, jnp.zeros((*columns[-1].shape[:2], missing), common_dtype(columns))]))
+
+
+def _joined(columns: Sequence[Array]) -> Array:
+    """Return weights as columns of one float32 array.
+
+    Columns of one array (`dcvit.dcmha.packed_weights`) are joined without a copy, unless they are converted before.
+    """
+    dtype = common_dtype(columns)
+    return jnp.concatenate([x.astype(dtype) for x in columns], axis=-1).astype(jnp.float32)
 
 
 def common_dtype(some: Sequence[Array]) -> DTypeLike:
@@ -206,19 +228,12 @@ def unpack(
     gradients of the pre-compose are corrected for both.
     """
     fields: list[dict[str, Array]] = [{}, {}]
-    sides: tuple[Side, ...] = ("q", "k")
-    for side in sides:
-        column = 0
-        if f"dw{side}" not in grads:
-            continue
-        by_token = grads[f"dw{side}"]
-        if config.family == "interleaved":
-            by_token = deinterleave(by_token)
-        elif side == "q":
-            by_token = by_token.swapaxes(1, 2)
-        dtype = common_dtype([x for *_, x in packed_order(pre, post, side)])
-        by_token = corrected(config, by_token, side).astype(dtype)
-        for c, _, name, x in packed_order(pre, post, side):
+    for by_token, sides in _packed_gradients(config, grads):
+        for side in sides:
+            by_token = corrected(config, by_token, side)
+        order = [one for side in sides for one in packed_order(pre, post, side)]
+        by_token, column = by_token.astype(common_dtype([x for *_, x in order])), 0
+        for c, _, name, x in order:
             size = math.prod(x.shape[2:])
             grad = by_token[:, : x.shape[1], column : column + size]
             fields[c][name] = grad.reshape(x.shape).astype(x.dtype)
@@ -229,3 +244,13 @@ def unpack(
             fields[c]["static"] = (grad * config.scale if c == 0 else grad).astype(w.static.dtype)
     dpre, dpost = (None if w is None else ComposeWeights(**fields[c]) for c, w in enumerate((pre, post)))
     return dpre, dpost
+
+
+def _packed_gradients(config: KernelConfig, grads: dict[str, Array]) -> Iterator[tuple[Array, tuple[Side, ...]]]:
+    """Yield the gradients of packed weights, (B, tokens, columns), and the sides whose columns they have in turn."""
+    if "dweights" in grads:
+        yield deinterleave(grads["dweights"]), ("q", "k")
+    if "dwq" in grads:
+        yield grads["dwq"].swapaxes(1, 2), ("q",)
+    if "dwk" in grads:
+        yield grads["dwk"], ("k",)

@@ -18,7 +18,7 @@ from dcvit.dcmha.pallas_tpu import backward_interleaved, mixing
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, KernelConfig, hidden_planes
 from dcvit.dcmha.pallas_tpu.packing import compose_layouts
 from dcvit.dcmha.pallas_tpu.strips import mixed_scratch
-from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch
+from dcvit.dcmha.pallas_tpu.weights import key_rows_scratch, packed_columns
 from dcvit.dcmha.shapes import Array
 
 STRIP = SUBLANES  # keys of a strip: the rows of one register
@@ -176,7 +176,9 @@ def interleaved(sizes: KernelConfig, batch: int) -> KernelConfig | None:
     else:
         return None
     block_q, block_k = round_up(sizes.queries, LANES), round_up(sizes.keys, strip)
-    return sizes._replace(family="interleaved", strip=strip, block_q=block_q, block_k=block_k)
+    query_columns = packed_columns(sizes, "q")
+    pre, post = (layout and layout.with_keys_after(query_columns) for layout in (sizes.pre, sizes.post))
+    return sizes._replace(family="interleaved", strip=strip, block_q=block_q, block_k=block_k, pre=pre, post=post)
 
 
 def is_one_tile(sizes: KernelConfig) -> bool:

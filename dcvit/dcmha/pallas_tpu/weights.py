@@ -1,9 +1,9 @@
 """Dynamic weights in the form in which the TPU kernels read them: query-wise rows, and key-wise words.
 
 The packed weights of a side are (tokens, columns); `dcvit.dcmha.pallas_tpu.packing.compose_layouts` says which column
-is which weight. A kernel that reads interleaved examples reads them like tokens and converts them in VMEM, where a
-transposition costs little. For other kernels XLA converts them, except for key-wise weights of which the kernel of
-`dcvit.dcmha.pallas_tpu.matrices` makes matrices.
+is which weight. A kernel that reads interleaved examples reads them like tokens, those of both sides from one array
+with the query-wise columns first, and converts them in VMEM, where a transposition costs little. For other kernels XLA
+converts them, except for key-wise weights of which the kernel of `dcvit.dcmha.pallas_tpu.matrices` makes matrices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dcvit.dcmha.numerics import LOG2_E
+from dcvit.dcmha.numerics import LOG2_E, round_up
 from dcvit.dcmha.pallas_tpu.config import LANES, SUBLANES, ComposeLayout, KernelConfig
 from dcvit.dcmha.shapes import Array, Ref
 
@@ -99,24 +99,42 @@ def _column(x: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, (*[1] * (x.ndim - 1), x.shape[-1]), x.ndim - 1)
 
 
-def rows_of(config: KernelConfig, wq: Ref | None, wq_rows: Ref | None, wk: Ref | None, wk_cur: Ref | None) -> None:
+def rows_of(config: KernelConfig, weights: Ref, wq_rows: Ref | None, wk_rows: Ref | None) -> None:
     """Transpose the weights of an example: query-wise ones for loads of rows, key-wise ones for `mixing.build`.
 
     Args:
       config: the layout of the columns.
-      wq: query-wise weights, (columns/128, Bq, 128).
-      wq_rows: the result for `wq`, scaled, (1, Bq/128, columns, 128).
-      wk: key-wise weights, (columns/128, keys, 128).
-      wk_cur: the result for `wk`, (columns + 8, keys).
+      weights: all weights of the example, (columns/128, tokens, 128).
+      wq_rows: the result for query-wise weights, scaled, (1, Bq/128, rows, 128).
+      wk_rows: the result for key-wise weights, (columns + 8, keys); only the rows `used_key_rows` are written.
     """
-    if wq is not None and wq_rows is not None:
-        for start in range(0, packed_columns(config, "q"), LANES):
-            x = scaled(config, wq[start // LANES], "q", start)
-            for n in range(wq_rows.shape[1]):
-                wq_rows[0, n, start : start + LANES] = x[n * LANES : (n + 1) * LANES].T
-    if wk is not None and wk_cur is not None:
-        for start in range(0, packed_columns(config, "k"), LANES):
-            wk_cur[start : start + LANES] = wk[start // LANES].T
+    for n in range(weights.shape[0]):
+        start = n * LANES
+        rows = scaled(config, weights[n], "q", start).T
+        if wq_rows is not None and start < wq_rows.shape[2]:
+            stop = min(wq_rows.shape[2], start + LANES)
+            for register in range(wq_rows.shape[1]):
+                lanes = slice(register * LANES, (register + 1) * LANES)
+                wq_rows[0, register, start:stop] = rows[: stop - start, lanes]
+        if wk_rows is not None:
+            first = max(used_key_rows(config).start - start, 0)
+            if first < LANES:
+                wk_rows[start + first : start + LANES] = rows[first:, : wk_rows.shape[1]]
+
+
+def used_key_rows(config: KernelConfig) -> slice:
+    """Return the rows of a transposed array of both sides from the register with the first key-wise weight on."""
+    first = min((start for _, _, start, _ in _parts(config, "k")), default=0)
+    return slice(first // SUBLANES * SUBLANES, None)
+
+
+def rows_scratch(config: KernelConfig) -> tuple[pl.MemoryRef | None, pl.MemoryRef | None]:
+    """Return buffers for the results of `rows_of`, None for a side without weights."""
+    queries, keys = packed_columns(config, "q"), packed_columns(config, "k")
+    shape = (1, config.block_q // LANES, round_up(queries, SUBLANES), LANES)
+    wq_rows = pltpu.VMEM(shape, jnp.float32) if queries else None
+    size = round_up(keys, LANES) + SUBLANES, round_up(config.block_k, LANES)
+    return wq_rows, pltpu.VMEM(size, jnp.float32) if keys else None
 
 
 def transpose_key_weights(wk: Ref, out: Ref) -> None:
