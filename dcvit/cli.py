@@ -164,13 +164,27 @@ def folder(text: str) -> files.Folder:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
+def model(text: str) -> files.Folder:
+    """Convert an option's value to a folder: that of the package's model of this name, or else as in `folder`."""
+    from dcvit.weights import pretrained
+
+    return folder(pretrained.resolve(text))
+
+
+def local_model(text: str) -> Path:
+    """Convert an option's value as in `model`, to a path as in `utf8_path`."""
+    from dcvit.weights import pretrained
+
+    return utf8_path(pretrained.resolve(text))
+
+
 def add_model_options(parser: Parser, *, weights: bool = True) -> None:
     """Add the options that select a trained model, and `--format`; `weights` says that `--workdir` may be weights."""
-    places = "folder of a training run" + (", or weights that `dcvit.load` opens" if weights else "")
-    parser.add_argument("--workdir", type=folder, help=places)
+    places = "folder of a training run" + (", weights that `dcvit.load` opens" if weights else "")
+    parser.add_argument("--workdir", "--model", type=model, help=f"{places}, or the name of a model of the package")
     parser.add_argument("--config", help="config file or bare name, instead of the workdir's config")
     parser.add_argument(
-        "--checkpoint", type=folder, help="checkpoint, workdir or weights, instead of the workdir's latest checkpoint"
+        "--checkpoint", type=model, help="checkpoint, workdir or weights, instead of the workdir's latest checkpoint"
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 

@@ -27,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     parser.add_argument(
-        "source", type=cli.utf8_path, help="a workdir, one of its checkpoints, or weights: a file or folder"
-    )
+        "source", type=cli.local_model,
+        help="a workdir, one of its checkpoints, weights (a file or folder), or the name of a model of the package",
+    )  # fmt: skip
     parser.add_argument("target", type=cli.utf8_path, help="a new folder")
     parser.add_argument(
         "--to", required=True,

@@ -27,9 +27,12 @@ def make_parser() -> cli.Parser:
         ],
     )
     parser.add_argument("files", nargs="*", type=cli.path, help="image files and folders of them, or text files")
-    parser.add_argument("--workdir", type=cli.folder, help="folder of a run, a checkpoint, or other libraries' weights")
+    parser.add_argument(
+        "--workdir", "--model", type=cli.model,
+        help="folder of a run, a checkpoint, other libraries' weights, or the name of a model of the package",
+    )  # fmt: skip
     parser.add_argument("--config", help="config of a checkpoint that is in no workdir")
-    parser.add_argument("--compare", type=cli.folder, help="a second model, as --workdir")
+    parser.add_argument("--compare", type=cli.model, help="a second model, as --workdir")
     parser.add_argument("--prompt", action="append", default=[], help="text for a language model; may be repeated")
     parser.add_argument("--out", type=cli.path, default=Path("explore.html"), help="HTML file, replaced if it exists")
     parser.add_argument("--layers", help="layers to show, such as 0,5,-1, if not all")

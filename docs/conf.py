@@ -1,5 +1,6 @@
 """Sphinx configuration. `bash scripts/docs.sh` builds the site with warnings as errors."""
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -30,6 +31,13 @@ autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_custom_sections = [("Fields", "params_style")]
+
+# Model of the package -> the images and the texts that its explorer page shows.
+EXPLORERS = {
+    "digits": (["seven.png", "four.png"], []),
+    "tasks": ([], ["wolf . wolf . cello . odd the", "goat . wolf . cello . unlike initial animal"]),
+    "text": ([], ["def main(argv):\n    return ", "import os\nimport sys\n"]),
+}
 
 SECTION = re.compile(r"(\s*)(Args|Fields|Raises|Returns|Yields)(, .*)?:$")
 
@@ -78,9 +86,29 @@ def skip_fields(app, what, name, obj, skip, options):
     return True if callable(obj) and origin not in ("dcvit", "input_pipeline") else None
 
 
+def write_explorers(app, exception):
+    """Write the explorer pages of the package's models into the folder `explorer` of a complete HTML site."""
+    if exception is not None or app.builder.format != "html":
+        return
+    from dcvit.pages.exploration import Options, explore
+
+    logging.getLogger("dcvit").setLevel(logging.WARNING)  # not the choice of an implementation for each pass
+
+    def fail(line):
+        raise RuntimeError(line)
+
+    folder = Path(app.outdir) / "explorer"
+    folder.mkdir(exist_ok=True)
+    for name, (images, texts) in EXPLORERS.items():
+        files = [HERE.parent / "tests" / "data" / image for image in images]
+        page = explore([dcvit.load(name)], files, texts, Options(), fail)
+        (folder / f"{name}.html").write_text(page)
+
+
 def setup(app):
     """Generate the reference pages before Sphinx looks for pages, and register the changes to the Python API."""
     reference_pages.write(HERE / "reference" / "generated")
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=100)
     app.connect("autodoc-process-signature", short_annotations)
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("build-finished", write_explorers)

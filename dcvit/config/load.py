@@ -202,10 +202,10 @@ def init_config(checkpoint: str) -> Json:
     if not checkpoint:
         return {}
     from dcvit.runs.steps import ABOUT  # late: a config without `init` needs none of these
-    from dcvit.weights import preprocessing
+    from dcvit.weights import preprocessing, pretrained
     from dcvit.weights.families import open_weights
 
-    found, path = run_config(checkpoint), expand(checkpoint)
+    found, path = run_config(checkpoint), expand(pretrained.resolve(checkpoint))
     try:
         if not found and path.exists() and not (path / ABOUT).is_dir():
             found = open_weights(path).config()

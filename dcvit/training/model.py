@@ -18,6 +18,7 @@ from dcvit.models import Params
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
+from dcvit.weights import pretrained
 from dcvit.weights.families import Weights
 from dcvit.weights.loading import open_described
 from dcvit.weights.modules import build, errors_name_file
@@ -72,8 +73,9 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
     check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
 
     def load_initial(shapes: Params) -> Params:
-        check_checkpoint(expand(config.model_init))
-        weights = open_described(expand(config.model_init))
+        start = expand(pretrained.resolve(config.model_init))
+        check_checkpoint(start)
+        weights = open_described(start)
         source = _source_model(config, weights) if weights or upcycles(config) else None
         _check_same_function(config, source, model)
         try:

@@ -17,6 +17,7 @@ from dcvit.models.trees import check_tree
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import find
 from dcvit.training.trained import TrainedModel, open_trained
+from dcvit.weights import pretrained
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.modules import checked, param_shapes
@@ -25,11 +26,14 @@ from dcvit.weights.tensors import Tensor
 
 
 def open_saved(path: Path) -> Weights:
-    """Open a workdir, one of its checkpoints, or weights of another library.
+    """Open a workdir, one of its checkpoints, a model of the package, or weights of another library.
 
     Raises:
       CheckpointError, ConfigError: there is no such model, or it is damaged or unsupported.
     """
+    if pretrained.is_pretrained(path):
+        record = configs.read_json(path / pretrained.RUN).to_dict()
+        return checked(open_weights(path))._replace(record=record)
     workdir = find(path)
     if not isinstance(workdir, Path):
         return checked(open_weights(path))

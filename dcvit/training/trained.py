@@ -32,6 +32,7 @@ from dcvit.training.inputs import stored_tokenizer, trains_tokenizer, with_token
 from dcvit.training.model import make_model, warn_of_other_function
 from dcvit.training.setup import Params, evaluation_mesh, make_evaluators, predictor
 from dcvit.training.tasks import task_class
+from dcvit.weights import pretrained
 from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.loading import holds_weights, load_params, open_described
@@ -170,7 +171,7 @@ def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder
     if workdir is None and (config is None or checkpoint is None):
         raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
     if workdir is not None and not workdir.exists():
-        raise ConfigError(f"no workdir {workdir}")
+        raise ConfigError(f"no workdir {workdir}{pretrained.hint(workdir)}")
 
 
 def open_trained(
@@ -179,7 +180,8 @@ def open_trained(
     """Open the model that the options `--workdir`, `--config` and `--checkpoint` name together.
 
     Args:
-      workdir: the folder of a training run; its config and its latest checkpoint are the defaults.
+      workdir: the folder of a training run; its config and its latest checkpoint are the defaults. Or the folder of a
+        model of the package.
       config: "NAME[:key=value,…]", instead of the workdir's config.
       checkpoint: a checkpoint, a workdir or weights of any format, instead of the workdir's.
       overrides: "a.b=value" for `config`.
@@ -188,9 +190,12 @@ def open_trained(
       ConfigError: too few options, or a config that is invalid or incomplete.
     """
     check_options(workdir, config, checkpoint)
-    if workdir is not None and config is None and holds_weights(workdir):
+    if pretrained.is_pretrained(workdir):
+        run = configs.read_json(workdir / pretrained.RUN)
+    elif workdir is not None and config is None and holds_weights(workdir):
         raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
-    run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
+    else:
+        run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
     if config:
         found = configs.load(config, overrides)
     elif overrides:
@@ -221,7 +226,8 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
     """Load a trained model.
 
     Args:
-      source: a workdir, one of its checkpoints, or weights of another library; see `dcvit.weights.families.FAMILIES`.
+      source: a workdir, one of its checkpoints, weights of another library (see `dcvit.weights.families.FAMILIES`), or
+        the name of a model of the package: "digits", "tasks" or "text".
       config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
       sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
         whole model on each device). By default the model is on the first device.
@@ -233,10 +239,12 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
     try:
-        path = folder(str(source))
+        path = folder(pretrained.resolve(str(source)))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    workdir = workdirs.find(path) if config is None else None
+    workdir: Folder | None = None
+    if config is None:
+        workdir = path if pretrained.is_pretrained(path) else workdirs.find(path)
     if config is None and workdir is None:
         if not isinstance(path, Path):
             raise CheckpointError(

@@ -13,7 +13,7 @@ from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder
-from dcvit.weights import big_vision_files
+from dcvit.weights import big_vision_files, pretrained
 from dcvit.weights.families import Weights, is_weights, open_weights
 from dcvit.weights.placement import in_layout, place_params
 from input_pipeline.files import expand
@@ -94,7 +94,8 @@ def load_params_into(
 
     Args:
       init_params: parameters of the model, or their shapes.
-      init_file: a checkpoint of this project or of big_vision, or weights of another library.
+      init_file: a checkpoint of this project or of big_vision, weights of another library, or the name of a model of
+        the package.
       dont_load: regexes; parameters whose name matches one keep their initial value.
       convert: function from the tensors of the checkpoint to those of the model.
       upcycle: compositions that the checkpoint lacks start as the identity.
@@ -103,7 +104,7 @@ def load_params_into(
       dcvit.errors.CheckpointError: the file is unreadable, names or shapes differ (both sides are listed), or the model
         cannot be upcycled.
     """
-    tensors = convert(open_parameters(expand(init_file)))
+    tensors = convert(open_parameters(expand(pretrained.resolve(init_file))))
     names = in_layout(tensors, shapes_of(init_params))
     if upcycle:
         gained = "|".join(map(re.escape, gained_compositions(names, init_params, init_file)))

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
 from dcvit.models.trees import Tensor, Tensors
-from dcvit.weights import big_vision_files
+from dcvit.weights import big_vision_files, pretrained
 from input_pipeline.files import read_regular
 
 MAX_JSON = 1 << 26  # bytes of config.json or of an index
@@ -128,7 +128,7 @@ def _open_one(path: Path) -> Tensors:
     """Open a file; its first bytes determine the format."""
     try:
         if not path.is_file():  # opening a named pipe would block
-            raise CheckpointError(f"no file {path}")
+            raise CheckpointError(f"no file {path}{pretrained.hint(path)}")
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except OSError as e:

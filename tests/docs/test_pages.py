@@ -6,17 +6,20 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_pages
+from explorer_pages import facts_of
 from markdown_pages import PAGES, ROOT, blocks, commands
 from ml_collections import ConfigDict
 
 from dcvit import __main__ as entry
 from dcvit import cli, dcmha
 from dcvit.config import load as configs
+from dcvit.weights import pretrained
 
 LIBRARY = "<!-- run by tests/docs/test_pages.py -->"  # before blocks that open workdirs
 RUN_ELSEWHERE = "<!-- run by .* -->"  # a line before blocks that need workdirs
@@ -146,10 +149,23 @@ def test_blocks_of_the_library_run(digits_workdir, lm_workdir, tmp_path, monkeyp
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for page in ("explore.md", "library.md"):
+    for page in ("explore.md", "library.md", "pretrained.md"):
         for block in blocks(ROOT / "docs" / page, "python", LIBRARY):
             exec(compile(block, page, "exec"), names)
     assert names["logits"].shape[:2] == (1, 9)
+
+
+@pytest.mark.slow
+def test_the_site_has_an_explorer_page_of_every_model_of_the_package(tmp_path, library_promotion):
+    import conf
+
+    site = SimpleNamespace(outdir=str(tmp_path), builder=SimpleNamespace(format="html"))
+    conf.write_explorers(site, None)
+    assert {path.stem for path in (tmp_path / "explorer").iterdir()} == {*pretrained.names()}
+    text = (ROOT / "docs" / "pretrained.md").read_text()
+    for path in (tmp_path / "explorer").iterdir():
+        assert f'<a href="explorer/{path.name}">' in text
+        assert len(facts_of(path.read_text())["samples"]) == 2
 
 
 def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():

@@ -1,0 +1,45 @@
+"""Models of the package: the folders of `dcvit/pretrained`, each found by its name.
+
+A folder holds the weights as `dcvit convert --to safetensors` writes them, the config of their run in run.json, and a
+card, README.md with its figures in card.json. `scripts/pretrain.py` makes all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TypeGuard
+
+LOG = logging.getLogger(__name__)
+FOLDER = Path(__file__).parents[1] / "pretrained"
+RUN = "run.json"  # the config of the run, complete
+
+
+def names() -> list[str]:
+    """Return the names of the models."""
+    return sorted(path.parent.name for path in FOLDER.glob(f"*/{RUN}"))
+
+
+def resolve(source: str) -> str:
+    """Return the folder of the model of this name; any other source unchanged.
+
+    A path with a separator, such as `./digits`, is never a name. A local file or folder of the same name is opened
+    instead of the model, with a warning.
+    """
+    if os.sep in source or source not in names():
+        return source
+    if Path(source).exists():
+        LOG.warning("%s: the local path is opened, not the model of the package with this name", source)
+        return source
+    return str(FOLDER / source)
+
+
+def is_pretrained(path: object) -> TypeGuard[Path]:
+    """Return True for the folder of a model of the package."""
+    return isinstance(path, Path) and path.absolute().parent == FOLDER and (path / RUN).is_file()
+
+
+def hint(path: object) -> str:
+    """Return the end of a message about a path that does not exist: the names of models, if it may be meant as one."""
+    return "" if os.sep in str(path) else f"; the models of the package are {', '.join(names())}"

@@ -1,0 +1,83 @@
+"""The built site in a real browser: no errors, alternative texts, nothing cut at the width of a telephone, search."""
+
+import functools
+import http.server
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from browser import CHROMIUM
+from markdown_pages import ROOT
+
+SPHINX = all(importlib.util.find_spec(name) for name in ("sphinx", "myst_parser", "furo"))
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.skipif(not SPHINX, reason="the extra docs is not installed"),
+]
+PAGES = ("index", "pretrained", "explore", "performance", "reproduction", "tutorials/own_model", "reference/api/index")
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of the built site: over http, because search reads pages, which a browser forbids for files."""
+    folder = tmp_path_factory.mktemp("site")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
+    with http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Handler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+def show(browser, address, width):
+    browser.open(SimpleNamespace(as_uri=lambda: address), width=width)
+
+
+def errors(browser):
+    """Messages of the console, without the icon that browsers request by themselves."""
+    return [message for message in browser.messages() if "favicon.ico" not in str(message)]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_have_no_error_no_picture_without_text_and_fit(browser, site, width):
+    for page in PAGES:
+        show(browser, f"{site}/{page}.html", width)
+        assert errors(browser) == [], page
+        missing = "[...document.images].filter(i => !i.alt || !i.naturalWidth).map(i => i.src)"
+        assert browser.value(missing) == [], page
+        assert browser.value("document.documentElement.scrollWidth") <= width, page
+        assert browser.value("document.querySelectorAll('.sidebar-tree a').length") > 20
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_search_finds_implementation(browser, site, width):
+    show(browser, f"{site}/search.html?q=implementation", width)
+    for _ in range(100):
+        found = browser.value("[...document.querySelectorAll('#search-results li a')].map(a => a.textContent)")
+        if "Performance" in found:
+            break
+        time.sleep(0.1)
+    assert "Performance" in found
+    assert errors(browser) == []
+
+
+def test_explorer_pages_of_the_models_open_from_the_site(browser, site):
+    show(browser, f"{site}/pretrained.html", 1280)
+    pages = browser.value("[...document.querySelectorAll('a[href^=\"explorer/\"]')].map(a => a.href)")
+    assert len(pages) == 3
+    for page in pages:
+        show(browser, page, 1280)
+        assert browser.value("document.querySelectorAll('#heads canvas').length") > 0
+        assert errors(browser) == []

@@ -1,0 +1,124 @@
+"""Models of the package: names, cards, and the commands that use them."""
+
+import json
+import platform
+
+import numpy as np
+import pretrain
+import pytest
+from explorer_pages import facts_of
+from markdown_pages import ROOT
+
+import dcvit
+from dcvit import cli, convert, evaluate, explore, generate, predict
+from dcvit.config import load as configs
+from dcvit.errors import CheckpointError
+from dcvit.weights import pretrained
+
+NAMES = ("digits", "tasks", "text")
+FOLDER = ROOT / "dcvit" / "pretrained"
+SEVEN = str(ROOT / "tests" / "data" / "seven.png")
+SENTENCE = "wolf . wolf . cello . odd the"
+
+
+def figures(name):
+    return json.loads((FOLDER / name / pretrain.FIGURES).read_text())
+
+
+def test_the_package_has_the_models_that_the_script_makes():
+    assert tuple(pretrained.names()) == NAMES == tuple(sorted(pretrain.CONFIGS))
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*")) < 6_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_have_the_metrics_of_their_card(name):
+    """Exactly the data of the card; the text is that of the Python that runs, so another one has other figures."""
+    card = figures(name)
+    same_text = name != "text" or f"Python {platform.python_version()}," in card["software"]
+    found = pretrain.evaluations(FOLDER / name)
+    assert found.keys() == card["evaluations"].keys()
+    for evaluator, expected in card["evaluations"].items():
+        assert found[evaluator].keys() == expected.keys()
+        for key, value in expected.items():
+            tolerance = {"top1": 0.003, "accuracy": 0.001}.get(key, 1e-3) if same_text else 0.25
+            assert found[evaluator][key] == pytest.approx(value, abs=tolerance), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_names_config_seed_commit_data_license_and_how_to_make_the_model_again(name):
+    card, text = figures(name), (FOLDER / name / "README.md").read_text()
+    assert pretrain.section(card) in text
+    assert "license: apache-2.0" in text
+    assert len(card["commit"]) == 40
+    assert "license of the data" in card["data"]
+    assert card["again"] == f"python scripts/pretrain.py {name}"
+    run = json.loads((FOLDER / name / pretrained.RUN).read_text())
+    shipped = json.loads(configs.load(card["config"]).to_json())
+    for key in ("seed", "input", "model_name", "loss", "lr", "optax", "schedule", "evals"):
+        assert run[key] == shipped[key], key
+    assert shipped["model"].items() <= run["model"].items()
+
+
+def test_the_page_about_the_models_has_the_figures_of_their_cards():
+    assert pretrain.table() in (ROOT / "docs" / "pretrained.md").read_text()
+
+
+@pytest.mark.slow
+def test_names_load_with_classes_tokenizers_and_evaluators(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digits, tasks, text = map(dcvit.load, NAMES)
+    assert digits.predict(SEVEN)[0][0].label == "7"
+    assert tasks.generate(SENTENCE, 1, temperature=0).strip() == "cello"
+    assert text.tokenizer.encode("é") == list("é".encode())
+    assert [*digits.open_evaluators()] == ["test"]
+    assert digits.source == "digits"
+
+
+def test_an_unknown_name_lists_the_models(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no file digit; the models of the package are digits, tasks, text"):
+        dcvit.load("digit")
+    assert cli.run(predict.main, ["--model", "digit", SEVEN]) == 2
+    assert capsys.readouterr().err == "error: no workdir digit; the models of the package are digits, tasks, text\n"
+    with pytest.raises(CheckpointError, match=r"no file folder/digits$"):
+        dcvit.load("folder/digits")
+
+
+def test_a_local_path_of_the_same_name_is_opened_with_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert pretrained.resolve("text") == str(FOLDER / "text")
+    assert pretrained.resolve("./text") == "./text"
+    (tmp_path / "text").mkdir()
+    assert pretrained.resolve("text") == "text"
+    assert cli.run(generate.main, ["--model", "text", "--prompt", "a"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "text: the local path is opened, not the model of the package with this name"
+    assert error.startswith("error: cannot read text/config.json")
+
+
+@pytest.mark.slow
+def test_commands_take_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(predict.main, ["--model", "digits", SEVEN, "--topk", "1", "--format", "csv"]) == 0
+    assert ",7," in capsys.readouterr().out
+    assert cli.run(generate.main, ["--model", "text", "--prompt", "def main(", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("def main(")
+    assert cli.run(explore.main, ["--model", "tasks", "--prompt", SENTENCE, "--no_ablations"]) == 0
+    (sample,) = facts_of((tmp_path / "explore.html").read_text())["samples"]
+    assert len(sample["text"]) == len(SENTENCE.split())
+    capsys.readouterr()
+    assert cli.run(evaluate.main, ["--model", "digits", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["top1"] == pytest.approx(0.97, abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_name_is_converted_and_starts_a_run(tmp_path, monkeypatch, library_promotion):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(convert.main, ["text", "run", "--to", "dcvit"]) == 0
+    assert dcvit.load("run").tokenizer.encode("a") == [97]
+    assert configs.init_config("digits")["model"]["patch_size"] == [2, 2]
+    run = dcvit.train("vit_digits", "tuned", total_steps=1, model_init="digits", lr=1e-9)
+    loaded, start = run.load(), dcvit.load("digits")
+    kernel = loaded.params["head"]["kernel"]
+    np.testing.assert_allclose(kernel, start.params["head"]["kernel"], atol=1e-6)
