@@ -118,6 +118,16 @@ def interpret_gpu() -> object:
     return InterpretGPUParams()
 
 
+def interprets_gpu_layouts() -> bool:
+    """Return True if JAX interprets the layouts, register counts and transposed operands of GPU kernels.
+
+    Then the interpreter and the GPU run the same operations. Delete with JAX 0.11.
+    """
+    import jax
+
+    return jax.__version_info__ >= (0, 12)
+
+
 def load_any(ref: Value) -> Array:
     """Load an array of global memory into the register layout of a matrix product's result, with any access pattern.
 

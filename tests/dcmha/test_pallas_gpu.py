@@ -1,7 +1,8 @@
 """The GPU kernels: interpreted and compared with the reference, and lowered for the models of the presets.
 
-The interpreter executes the ring of shared-memory slots and its barriers, but not the tensor cores' layouts. Lowering,
-which needs no GPU, checks the layouts. `dcvit check-kernels` compares the kernels with the reference on a GPU.
+The interpreter executes the ring of shared-memory slots and its barriers; from JAX 0.12 on, it evaluates all operations
+of a GPU. Lowering, which needs no GPU, checks the layouts of registers. `dcvit check-kernels` compares the kernels with
+the reference on a GPU.
 """
 
 import jax

@@ -87,15 +87,15 @@ class Block:
             found = jnp.logical_and(found, first_key + c.warpgroups * c.tile_keys - 1 > first_query - c.window)
         return found
 
-    # Layouts annotate registers; the interpreter does not support them.
+    # Layouts annotate registers.
 
     def as_tile(self, x: Array) -> Array:
         """Give a matrix of a tile's shape the register layout of a matrix product's result."""
-        return x if self.config.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+        return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
     def as_vector(self, x: Array, axis: int) -> Array:
         """Give a vector the register layout of one axis of a tile: 0 for queries, 1 for keys."""
-        return x if self.config.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
+        return x if self.config.without_layouts else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1 - axis))
 
     def broadcast(self, x: Array, axis: int) -> Array:
         """Broadcast a vector of the tile's queries (axis 0) or keys (axis 1) to a tile."""
@@ -108,11 +108,11 @@ class Block:
     def load(self, ref: Ref, *index: Array | int) -> Array:
         """Load this tile of a float32 array in global memory whose last axes are queries and keys."""
         where = ref.at[(*index, self.query_span, self.key_span)]
-        return where[...] if self.config.interpret else load_any(where)
+        return where[...] if self.config.without_layouts else load_any(where)
 
     def store(self, where: Ref, x: Array) -> None:
         """Store to global memory."""
-        if self.config.interpret:
+        if self.config.without_layouts:
             where[...] = x
         else:
             store_any(where, x)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from dcvit.versions import interprets_gpu_layouts
+
 QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
 MIN_ROW_MAX = -1e20  # lower bound of row maxima, so that the sum of a fully masked row is 0
 PRODUCER_REGISTERS = 24  # of each thread of the warpgroup that only copies
@@ -57,6 +59,11 @@ class KernelConfig:
     stages: int  # slots of the ring in shared memory
     dtype: DTypeLike  # of W and dS
     interpret: bool
+
+    @property
+    def without_layouts(self) -> bool:
+        """True if an interpreter without layouts of registers and transposed operands runs the kernels."""
+        return self.interpret and not interprets_gpu_layouts()
 
     @property
     def heads(self) -> int:

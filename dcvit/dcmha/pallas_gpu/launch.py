@@ -129,7 +129,7 @@ def run_block(config: KernelConfig, kind: Kind, operands: Operands, out: Outputs
     attended = block.is_attended()
 
     def compute() -> None:
-        if not c.interpret:
+        if not c.without_layouts:
             plgpu.set_max_registers(c.registers, action="increase")
         bias = operands.bias
         tile = Tile(block, block.load(bias, lax.rem(block.example, jnp.int32(bias.shape[0]))))

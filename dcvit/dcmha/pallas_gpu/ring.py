@@ -54,7 +54,7 @@ class Ring:
     def produce(self) -> None:
         """Run the last warpgroup, which fills each slot as soon as the other warpgroups have finished reading it."""
         c = self.config
-        if not c.interpret:
+        if not c.without_layouts:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         def step(now: Array, carry: tuple[()]) -> tuple[()]:

@@ -44,7 +44,7 @@ class Staging:
     def stage_products(self, head: Array, tiles: Sequence[Array]) -> None:
         """Write products to be summed over queries, and the one-hot matrix of a head."""
         c, w = self.config, self.block.warpgroup
-        if c.interpret:
+        if c.without_layouts:
             rows = lax.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0)
         else:
             rows = plgpu.broadcasted_iota(jnp.int32, (QUERIES, QUERIES), 0, layout=plgpu.Layout.WGMMA)

@@ -33,7 +33,7 @@ class Tile:
         left, right = (side.at[slot] for side in self.scratch.scores[pair])
         # The product of both low parts is below the rounding error of float32.
         terms = [(0, 0), (0, 1), (1, 0)][: 1 if self.config.parts == 1 else 3]
-        if self.config.interpret:  # the interpreter cannot transpose a reference
+        if self.config.without_layouts:
             warpgroup = self.block.warpgroup
             own = [(left[a].astype(jnp.float32), right[b, warpgroup].astype(jnp.float32)) for a, b in terms]
             return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
