@@ -69,14 +69,6 @@ CASES = {
     "plain": {"queries": 8, "branches": None, "family": "vector"},
     "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "vector"},
 }  # fmt: skip
-# The configurations that are compiled for models: of each family, all that is not the number of tiles or examples.
-MODELS = {
-    "DCViT-S/16": {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8, "family": "interleaved"},
-    "DCViT-Ti/16": {"queries": 196, "heads": 3, "head_dim": 64, "family": "vector"},
-    "DCFormer-405M": {
-        "queries": 264, "heads": 16, "head_dim": 64, "causal": True, "window": 256, "family": "matrix",
-    },
-}  # fmt: skip
 # By default, one case of each family of kernels, and one with segments.
 DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static", "blocks, segments, passes"}
 INTERPRETER = pltpu.InterpretParams()
@@ -146,12 +138,6 @@ def test_kernels_have_no_races_on_two_cores_and_equal_the_reference(monkeypatch,
 def test_kernels_of_bfloat16_have_no_races_and_are_close_to_float32(monkeypatch, name):
     """All operations that are compiled for the models, among them those of two weights in a word."""
     check(monkeypatch, name, CASES[name], 2e-2, jnp.bfloat16)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("name", MODELS)
-def test_configurations_of_models_have_no_races_and_are_close_to_float32(monkeypatch, name):
-    check(monkeypatch, name, MODELS[name], 2e-2, jnp.bfloat16)
 
 
 @pytest.mark.slow
