@@ -6,6 +6,7 @@
     python scripts/bench_dcmha.py --shapes 64x16_4x16        a small model: 64 examples of 16 tokens, 4 heads of 16
     python scripts/bench_dcmha.py --tpu v5e:2x2 v6e:2x2      schedule of the fused kernels by the real TPU compiler
     python scripts/bench_dcmha.py --lengths 512 1024 2048 --plot docs/attention.png
+    python scripts/bench_dcmha.py --shapes --packed 8192     rows of documents, by segment ids and by their mask
 
 The rounds of a shape are interleaved: each round calls every row twice and times the second call, so that other load on
 the machine affects all rows equally. Ratios divide medians by the median of plain attention by XLA in the same run.
@@ -15,7 +16,10 @@ on a GPU with bfloat16.
 """
 
 import argparse
+import functools
+import itertools
 import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +27,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tpu_bundles import AttentionShape, bundles
 
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import platform as backend
-from dcvit.parallel import runtime
+from dcvit.parallel import hlo, runtime
 from dcvit.reproduction.speeds import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
@@ -75,6 +80,7 @@ TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backen
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16
+DOCUMENT = 500  # mean number of tokens of a document in packed rows
 FIRST = "plain, XLA"  # the row that ratios refer to
 
 
@@ -221,6 +227,51 @@ def scaling(lengths: Sequence[int], rounds: int) -> list[Row]:
     return rows
 
 
+def documents(tokens: int) -> jax.Array:
+    """Return the ids (1 T) of documents in a packed row; their lengths have a geometric distribution."""
+    ends = np.cumsum(np.random.default_rng(0).geometric(1 / DOCUMENT, tokens))
+    return jnp.asarray(np.searchsorted(ends, np.arange(tokens), side="right")[None], jnp.int32)
+
+
+def largest_array(text: str) -> str:
+    """Return the largest array that a compiled program holds, outside of its fused loops, with its size in MiB."""
+    program, _ = hlo.computations(text)
+    fused = {name for lines in program.values() for x in lines if x.op == "fusion" for _, name in hlo.called(x.rest)}
+    shapes = [x.shape for name, lines in program.items() if name not in fused for x in lines]
+    found = max((array for x in shapes for array in re.findall(r"[a-z]\w*\[[\d,]+\]", x)), key=hlo.size_in_bytes)
+    return f"{found}, {hlo.size_in_bytes(found) / 2**20:.1f} MiB"
+
+
+def packed(tokens: int, rounds: int) -> list[Row]:
+    """Measure forward and backward of a packed causal row with 4 heads and D = 64, with segments and with a mask."""
+    shape, ids = Shape(1, tokens, 4, 64, True), documents(tokens)
+    attend = functools.partial(attention, causal=True, implementation=TILED[-1])
+
+    def by_segments(*args: jax.Array, ids: jax.Array) -> jax.Array:
+        return attend(*args, segments=ids)
+
+    def by_mask(*args: jax.Array, ids: jax.Array) -> jax.Array:
+        return attend(*args, mask=(ids[:, :, None] == ids[:, None])[:, None])
+
+    def with_gradients(f: Attention, args: Arguments, ids: jax.Array) -> tuple[jax.Array, object]:
+        out, pull = jax.vjp(functools.partial(f, ids=ids), *args)
+        return out, pull(out)
+
+    rows: dict[str, Row] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    for composed, f in itertools.product((False, True), (by_segments, by_mask)):
+        given = arguments(shape, composed), ids
+        program = jax.jit(functools.partial(with_gradients, f)).lower(*given).compile()
+        row = f"{'DC' if composed else 'plain'}, {'segments' if f is by_segments else 'mask'}"
+        calls[row] = lambda program=program, given=given: jax.block_until_ready(program(*given))
+        temporary = program.memory_analysis().temp_size_in_bytes / 2**20
+        rows[row] = {"T": tokens, "row": row, "temporary_mib": temporary, "largest": largest_array(program.as_text())}
+    for row, seconds in interleaved(calls, rounds).items():
+        rows[row]["ms"] = 1e3 * statistics.median(seconds)
+        print("  T={T:6d} {row:16} {ms:10.1f} ms {temporary_mib:8.1f} MiB, largest array {largest}".format(**rows[row]))
+    return [*rows.values()]
+
+
 def plot(rows: list[Row], path: Path, title: str) -> None:
     """Plot time and memory by length on logarithmic axes."""
     import matplotlib
@@ -252,6 +303,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row")
     parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="compile for these, such as v5e:2x2")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T", help="measure these lengths")
+    parser.add_argument(
+        "--packed", nargs="*", type=int, default=[], metavar="T", help="measure packed rows of T tokens"
+    )
     parser.add_argument("--plot", type=Path, help="write a plot of --lengths to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
@@ -261,6 +315,7 @@ def main() -> None:
     result["attention"] = [row for name in args.shapes for row in table(name, SHAPES[name], args.rounds)]
     result["tpu"] = schedules(args.tpu)
     result["scaling"] = scaling(args.lengths, min(args.rounds, 3))
+    result["packed"] = [row for length in args.packed for row in packed(length, min(args.rounds, 5))]
     if args.plot:
         plot(result["scaling"], args.plot, machine)
     if args.json:
