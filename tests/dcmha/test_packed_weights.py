@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from dcvit.dcmha import dispatch
 from dcvit.dcmha.compose import dynamic_gate, dynamic_gates, dynamic_projection, dynamic_projections
 from dcvit.dcmha.packed_weights import dynamic_weights
 
@@ -46,6 +47,12 @@ def expected(x, params, side, gelu):
     return found
 
 
+@pytest.fixture(params=["cpu", "tpu"])
+def platform(request, monkeypatch):
+    """The platform whose arrangement is computed."""
+    monkeypatch.setattr(dispatch, "platform", lambda: request.param)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("branches", "groups", "rank", "gelu"),
@@ -55,7 +62,7 @@ def expected(x, params, side, gelu):
         for j, sizes in enumerate(SIZES)
     ],
 )
-def test_packed_weights_equal_those_of_each_compose_and_side(x64, branches, groups, rank, gelu):
+def test_packed_weights_equal_those_of_each_compose_and_side(x64, platform, branches, groups, rank, gelu):
     params = parameters(branches, groups, rank)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, WIDTH)))
     all_sides = ("q", "k", "qk")
@@ -77,7 +84,7 @@ def test_packed_weights_equal_those_of_each_compose_and_side(x64, branches, grou
                     np.testing.assert_allclose(found[where][name], w, rtol=0, atol=1e-11)
 
 
-def test_weights_of_one_token_depend_on_no_other(x64):
+def test_weights_of_one_token_depend_on_no_other(x64, platform):
     params = parameters("all", 2, 2)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, WIDTH)))
 
@@ -94,7 +101,7 @@ def test_weights_of_one_token_depend_on_no_other(x64):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("branches", "groups"), [("all", 1), ("query-wise", 1), ("projections", 2)])
-def test_packed_weights_have_no_sums_of_seven_axes(branches, groups):
+def test_packed_weights_have_no_sums_of_seven_axes(platform, branches, groups):
     """jaxlib 0.10.2 and 0.11 crash on CPUs in fused products and sums of arrays with seven axes or more."""
     x, params = jnp.ones((2, 16, WIDTH)), parameters(branches, groups, 2, np.float32)
 
