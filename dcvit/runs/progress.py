@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -19,6 +20,7 @@ from rich.progress import (
 )
 
 from dcvit.errors import escaped
+from dcvit.parallel import multihost
 
 LIVE_SECONDS = 0.2  # between updates of a live bar
 LINE_SECONDS = 10.0  # between lines without a terminal
@@ -227,9 +229,12 @@ class _LogLines(logging.Handler):
         self.logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record."""
+        """Print a record: warnings of other processes than the first, whose stdout is discarded, on stderr."""
         line = record.getMessage()
         if self.distinct and line in self.printed:
             return
         self.printed.add(line)
-        self.progress.line(line)
+        if record.levelno > logging.INFO and not multihost.is_first():
+            print(escaped(line), file=sys.stderr, flush=True)
+        else:
+            self.progress.line(line)

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from dcvit.parallel import multihost
 from dcvit.runs import progress
 from dcvit.runs.progress import ByteProgress, ProgressBar, RunProgress
 
@@ -140,3 +141,14 @@ def test_live_display_shows_steps_and_log_records_and_restores_the_handlers(term
     out, err = capsys.readouterr()
     assert out.count("step 5: the loss is nan; skipped") == 1
     assert not err
+
+
+def test_warnings_of_another_process_are_on_stderr(monkeypatch, capsys):
+    """Its stdout is discarded."""
+    monkeypatch.setattr(multihost, "is_first", lambda: False)
+    with RunProgress("run", 1):
+        logging.getLogger("dcvit.dcmha").info("a choice")
+        logging.getLogger("dcvit.dcmha").warning("a warning")
+    printed = capsys.readouterr()
+    assert printed.err == "a warning\n"
+    assert "a warning" not in printed.out
