@@ -45,6 +45,15 @@ def show(browser, address, width):
     browser.open(SimpleNamespace(as_uri=lambda: address), width=width)
 
 
+def wait(browser, condition):
+    """Wait until a condition in JavaScript is true, which takes a script or a request of the page."""
+    for _ in range(300):
+        if browser.value(condition):
+            return
+        time.sleep(0.1)
+    raise AssertionError(condition)
+
+
 def errors(browser):
     """Messages of the console, without the icon that browsers request by themselves."""
     return [message for message in browser.messages() if "favicon.ico" not in str(message)]
@@ -64,12 +73,7 @@ def test_pages_have_no_error_no_picture_without_text_and_fit(browser, site, widt
 @pytest.mark.parametrize("width", [390, 1280])
 def test_search_finds_implementation(browser, site, width):
     show(browser, f"{site}/search.html?q=implementation", width)
-    for _ in range(100):
-        found = browser.value("[...document.querySelectorAll('#search-results li a')].map(a => a.textContent)")
-        if "Performance" in found:
-            break
-        time.sleep(0.1)
-    assert "Performance" in found
+    wait(browser, "[...document.querySelectorAll('#search-results li a')].some(a => a.textContent == 'Performance')")
     assert errors(browser) == []
 
 
@@ -79,5 +83,5 @@ def test_explorer_pages_of_the_models_open_from_the_site(browser, site):
     assert len(pages) == 3
     for page in pages:
         show(browser, page, 1280)
-        assert browser.value("document.querySelectorAll('#heads canvas').length") > 0
+        wait(browser, "document.querySelectorAll('#heads canvas').length > 0")
         assert errors(browser) == []
