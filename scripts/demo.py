@@ -1,4 +1,4 @@
-"""Demos of scripts/demo.sh: a composed and a plain model with a table, a plot, and predictions or generated text."""
+"""Demos of scripts/demo.sh: composed and plain models with tables, plots, and predictions or generated text."""
 
 import argparse
 import json
@@ -9,15 +9,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TASK_MODELS = {"DCFormer": "dcmha", "Transformer": "mha"}
 IMAGE_MODELS = {"DCViT": "dcmha", "ViT": "mha"}
-LANGUAGE_MODELS = {"DCFormer++": "dcmha", "Transformer++": "mha"}
+TEXT_MODELS = {"DCFormer++": "dcmha", "Transformer++": "mha"}
 MARK = ".demo"  # file that marks the workdirs of a demo, which the next demo may remove
 NUM_IMAGES = 5  # test images that are written and predicted
-PROMPT, NUM_BYTES = "def main(", 118  # of each sample
+SENTENCE = "wolf . wolf . cello . odd the"  # of the explorer page
+PROMPT, NUM_BYTES = "def main(", 118  # of each sample of text
 
 
 def run(*command: object) -> None:
@@ -65,32 +67,28 @@ def step_times(workdir: Path) -> float:
     return 1e3 * statistics.median(row["step_seconds"] for row in metrics.read(workdir / "timing.jsonl"))
 
 
-def image_row(name: str, workdir: Path) -> dict[str, object]:
-    """Return the row of the table for a model of images, from the files of its run."""
+def rows_of(out: Path, models: Iterable[str], metric: str, unit: str, form: str) -> list[dict[str, object]]:
+    """Return the rows of the table for some models, from the files of their runs with all seeds.
+
+    Args:
+      out: the folder of all results.
+      models: the names of the models, which are also their folders.
+      metric: the metric whose final value is shown, as a percentage if the unit is one, in the format `form`.
+      unit: the unit of the metric.
+    """
     from dcvit.runs import metrics
 
-    rows = metrics.read(workdir / "metrics.jsonl")
-    return {
-        "model": name,
-        "top-1": f"{rows[-1]['test/top1']:.2%}",
-        "top-5": f"{rows[-1]['test/top5']:.2%}",
-        "loss": f"{rows[-1]['test/loss']:.4f}",
-        "parameters": f"{rows[0]['num_params']:,}",
-        "step time": f"{step_times(workdir):.1f} ms",
-    }
-
-
-def language_row(name: str, workdirs: Sequence[Path]) -> dict[str, object]:
-    """Return the row of the table for a language model, from the files of its runs."""
-    from dcvit.runs import metrics
-
-    rows = [metrics.read(workdir / "metrics.jsonl") for workdir in workdirs]
-    return {
-        "model": name,
-        "parameters": f"{rows[0][0]['num_params']:,}",
-        "bits per byte": spread([run[-1]["validation/bits_per_byte"] for run in rows], ".3f"),
-        "step time (ms)": spread([step_times(workdir) for workdir in workdirs], ".0f"),
-    }
+    rows: list[dict[str, object]] = []
+    for name in models:
+        found = [metrics.read(workdir / "metrics.jsonl") for workdir in seeds_of(out, name)]
+        scale = 100 if unit.startswith("%") else 1
+        rows.append({
+            "model": name,
+            "result": f"{spread([scale * run[-1][metric] for run in found], form)} {unit}",
+            "parameters": f"{found[0][0]['num_params']:,}",
+            "step time (ms)": spread([step_times(workdir) for workdir in seeds_of(out, name)], ".1f"),
+        })  # fmt: skip
+    return rows
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -112,35 +110,45 @@ def write_images(folder: Path) -> None:
         Image.fromarray(example["image"][..., 0]).save(folder / f"test{i}_is_{example['label']}.png")
 
 
-def images(out: Path, epochs: int) -> None:
-    """Train the models of images, and predict a few test images."""
-    train(out, IMAGE_MODELS, f"configs/vit_digits.py:attention={{}},epochs={epochs}")
-    workdirs = [out / name for name in IMAGE_MODELS]
-    report(out, f"{epochs} epochs, 360 test images", [image_row(path.name, path) for path in workdirs], workdirs)
+def seeds_of(out: Path, model: str) -> list[Path]:
+    """Return the workdirs of all seeds of a model."""
+    return sorted((out / model).glob("seed*/"))
+
+
+def tasks_and_images(out: Path, steps: int, epochs: int, seeds: str) -> None:
+    """Train the models of tasks with every seed and those of images with one, explain one and predict with another."""
+    train(out, TASK_MODELS, f"configs/lm_synthetic.py:attention={{}},steps={steps}", "--seeds", seeds)
+    train(out, IMAGE_MODELS, f"configs/vit_digits.py:attention={{}},epochs={epochs}", "--seeds", "1")
+    rows = rows_of(out, TASK_MODELS, "validation/accuracy", "% of answers", ".1f")
+    rows += rows_of(out, IMAGE_MODELS, "test/top1", "% top-1", ".2f")
+    title = f"in-context tasks, {steps} steps, 2,320 new questions; digits, {epochs} epochs, 360 test images"
+    report(out, title, rows, [workdir for name in TASK_MODELS for workdir in seeds_of(out, name)])
+    run("dcvit.explore", "--workdir", seeds_of(out, "DCFormer")[0], "--prompt", SENTENCE, "--out", out / "explore.html")
     write_images(out / "images")
     print("\npredictions of DCViT for test images")
-    run("dcvit.predict", "--workdir", out / "DCViT", out / "images", "--topk", 3)
+    run("dcvit.predict", "--workdir", out / "DCViT/seed0", out / "images", "--topk", 3)
     print(f"\nall results are in {out.resolve()}:")
-    print("  DCViT/ ViT/     config.json, metrics.jsonl, timing.jsonl, checkpoints/")
-    print("  curves.png      training loss and test accuracy; table.json, the table above")
+    print("  MODEL/seedN/    config.json, metrics.jsonl, timing.jsonl, checkpoints/")
+    print("  curves.png      training and validation loss on the tasks; table.json, the table above")
+    print("  explore.html    how the heads of DCFormer compose: open it in a browser")
     print(f"  images/         {NUM_IMAGES} test images; predict your own with")
-    print(f"                  python -m dcvit.predict --workdir {out / 'DCViT'} IMAGE …")
+    print(f"                  python -m dcvit.predict --workdir {out / 'DCViT' / 'seed0'} IMAGE …")
 
 
 def text(out: Path, steps: int, seeds: str) -> None:
     """Train the language models with every seed, and generate text with those of the first seed."""
-    train(out, LANGUAGE_MODELS, f"configs/lm_stdlib.py:attention={{}},steps={steps}", "--seeds", seeds)
-    workdirs = {name: sorted((out / name).glob("seed*/")) for name in LANGUAGE_MODELS}
-    rows = [language_row(name, each) for name, each in workdirs.items()]
-    report(out, f"{steps} steps of 16×128 bytes", rows, [each[0] for each in workdirs.values()])
-    for name, each in workdirs.items():
+    train(out, TEXT_MODELS, f"configs/lm_stdlib.py:attention={{}},steps={steps}", "--seeds", seeds)
+    workdirs = {name: seeds_of(out, name)[0] for name in TEXT_MODELS}
+    rows = rows_of(out, TEXT_MODELS, "validation/bits_per_byte", "bits per byte", ".3f")
+    report(out, f"{steps} steps of 16×128 bytes", rows, [*workdirs.values()])
+    for name, workdir in workdirs.items():
         print(f"\ntext generated by {name}:")
-        run("dcvit.generate", "--workdir", each[0], "--prompt", PROMPT, "--tokens", NUM_BYTES,
+        run("dcvit.generate", "--workdir", workdir, "--prompt", PROMPT, "--tokens", NUM_BYTES,
             "--temperature", 0.7, "--top_p", 0.95)  # fmt: skip
     print(f"\nall results are in {out.resolve()}:")
     print("  MODEL/seedN/    config.json, metrics.jsonl, timing.jsonl, checkpoints/")
     print("  curves.png      training loss and validation bits per byte; table.json, the table above")
-    print(f"generate more with   python -m dcvit.generate --workdir {workdirs['DCFormer++'][0]} --prompt TEXT")
+    print(f"generate more with   python -m dcvit.generate --workdir {workdirs['DCFormer++']} --prompt TEXT")
 
 
 def main() -> None:
@@ -149,10 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="demo.sh lm" if is_text else "demo.sh", description=__doc__)
     default = ROOT / ("runs/demo_lm" if is_text else "runs/demo")
     parser.add_argument("--out", type=Path, default=default, help="folder for all results")
-    if is_text:
-        parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
-        parser.add_argument("--seeds", default="1", help="seeds, such as 0,1,2, or their number (default 1)")
-    else:
+    steps = 600 if is_text else 2000
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of the language models (default {steps})")
+    seeds = "1" if is_text else "3"
+    help_of_seeds = f"seeds of the language models, such as 0,1,2, or their number (default {seeds})"
+    parser.add_argument("--seeds", default=seeds, help=help_of_seeds)
+    if not is_text:
         parser.add_argument("--epochs", type=int, default=120, help="passes over the training images (default 120)")
     args = parser.parse_args(words[is_text:])
     started = time.monotonic()
@@ -161,7 +171,7 @@ def main() -> None:
     if is_text:
         text(out, args.steps, args.seeds)
     else:
-        images(out, args.epochs)
+        tasks_and_images(out, args.steps, args.epochs, args.seeds)
     print(f"took {time.monotonic() - started:.0f} s")
 
 

@@ -158,7 +158,7 @@ def demo(folder):
     import demo as script
 
     script.run = lambda module, *words: call(module.removeprefix("dcvit."), *words)
-    sys.argv = ["demo.py", "--epochs", "1", "--out", str(folder / "demo")]
+    sys.argv = ["demo.py", "--steps", "2", "--seeds", "1", "--epochs", "1", "--out", str(folder / "demo")]
     script.main()
 
 
