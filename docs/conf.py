@@ -20,7 +20,8 @@ version = release = dcvit.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "dcvit"
+html_title = f"dcvit {version}"
+html_last_updated_fmt = "%Y-%m-%d"
 html_show_copyright = False
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]
