@@ -2,6 +2,7 @@
 
 import pytest
 from fake_training import FakeTraining
+from markdown_pages import ROOT
 
 from dcvit.config.load import load
 from dcvit.errors import ConfigError
@@ -55,3 +56,13 @@ def test_a_table_pairs_seeds_and_needs_all_of_them(tmp_path):
 )
 def test_a_gain_is_outside_of_the_interval_and_large_enough(difference, expected):
     assert images.verdict(difference) == expected
+
+
+def test_the_results_on_the_page_are_those_that_the_commands_wrote():
+    results = (ROOT / "docs" / "images.md").read_text().split("\n## Results\n")[1]
+    written = "".join(path.read_text() for path in (ROOT / "docs" / "reproduction").glob("*.md")).splitlines()
+    rows = [line for line in results.splitlines() if line.startswith("|")]
+    assert {*rows} <= {*written}
+    for experiment in EXPERIMENTS:
+        published = (ROOT / "docs" / "reproduction" / f"{experiment.name}.md").exists()
+        assert published != (f"`{experiment.name}`: not measured" in results), experiment.name
