@@ -46,6 +46,11 @@ KEYS = {
     "model": Key(dict, {}, "Arguments of that file's `Model`: a variant or preset, and fields that override it."),
     "model_init": Key(str | None, None, "Checkpoint to start from: a workdir, a checkpoint folder, a .npz or a .bv."),
     "model_load": Key(dict, {}, "Further arguments of the model's `load`: `dont_load` and `upcycle`."),
+    "lora": Key(
+        dict, {},
+        "Train low-rank adapters of `model_init` and save nothing else: `rank`, `targets` (regex of the names of "
+        "adapted matrices) and `alpha`. Parameters of `model_load.dont_load` are trained as a whole.",
+    ),
     "loss": Key(str, "softmax_xent", 'Loss of an image model: "softmax_xent" or "sigmoid_xent".'),
     "loss_chunk": Key(
         int | None, None, "Language models: positions of a row whose logits exist at a time. None: all."

@@ -5,6 +5,7 @@ A scan stacks the parameters of its layers along a new first axis.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +20,14 @@ from dcvit.models import Params
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of arrays by their path in a tree
 MAX_NAMED = 6  # parameters in a message
+# The matrices of hidden layers, by a regex on the end of their name, with the numbers of their last axes that are
+# inputs and outputs: all heads are one side of a matrix.
+MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
+    (r"(query|key|value)/kernel", (1, 2)),
+    (r"MultiHeadDotProductAttention_0/out/kernel", (2, 1)),
+    (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", (1, 1)),
+    (r"(pre_logits|gated_elementwise/gate)/kernel", (1, 1)),
+)
 
 
 class Tensor(NamedTuple):
@@ -47,6 +56,14 @@ def check_tree(found: Shapes, expected: Shapes, what: str) -> None:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
+
+
+def matrix_axes(name: str) -> tuple[int, int] | None:
+    """Return the numbers of the last axes of a hidden matrix that are inputs and outputs; None for other parameters.
+
+    Axes before them are those of a stack of matrices.
+    """
+    return next((axes for end, axes in MATRICES if re.fullmatch(f"(.*/)?{end}", name)), None)
 
 
 def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:

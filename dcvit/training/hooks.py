@@ -19,7 +19,7 @@ from dcvit.runs.tracking import WandbRun
 from dcvit.runs.workdir import write_overview
 from dcvit.training.progress import Progress, StepResult
 from dcvit.training.resume import Run
-from dcvit.training.step import TrainState, non_finite_arrays
+from dcvit.training.step import TrainState, evaluated_params, non_finite_arrays
 
 
 class Hook:
@@ -119,9 +119,10 @@ class MetricsHook(Hook):
     def _evaluate(self, step: int, state: TrainState, evaluators: Iterable[str]) -> dict[str, float]:
         """Return the metrics of some evaluators, with the names of a row."""
         found: dict[str, float] = {}
+        params = evaluated_params(self.run.setup, state) if evaluators else {}
         for name in evaluators:
             self.run.watchdog(f"evaluating {name} after step {step}")
-            found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(state.best).items()}
+            found |= {f"{name}/{k}": v for k, v in self.run.setup.evaluators[name].run(params).items()}
         return found
 
 

@@ -12,9 +12,11 @@ import flax.linen as nn
 import jax
 from ml_collections import ConfigDict
 
+from dcvit.config.keys import is_rate
 from dcvit.config.load import defaults, run_config
-from dcvit.errors import CheckpointError, ConfigError, check_call
+from dcvit.errors import CheckpointError, ConfigError, check_call, check_regex, first_line
 from dcvit.models import Params
+from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import fields_that_change_the_function
 from dcvit.runs.workdir import check_checkpoint
 from dcvit.training.tasks import task_class
@@ -91,6 +93,33 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
         return params
 
     return load_initial
+
+
+def make_adaptation(config: ConfigDict, shapes: Params) -> tuple[Adaptation | None, Params]:
+    """Return the adaptation of `config.lora`, if there is one, and the shapes of the parameters that are trained.
+
+    Raises:
+      ConfigError: an option is invalid, or there is nothing that could be adapted.
+    """
+    options = config.lora.to_dict()
+    if not options:
+        return None, shapes
+    whole = tuple(config.model_load.get("dont_load", ()))
+    if "whole" in options:
+        raise ConfigError(
+            "config.lora has no option 'whole': parameters of model_load.dont_load are trained as a whole"
+        )
+    check_call(Adaptation, options, "config.lora")
+    check_regex(options["targets"], "config.lora.targets")
+    if not is_rate(options.get("alpha") or 0.0):
+        raise ConfigError(f"config.lora.alpha={options['alpha']!r} should be finite and not negative")
+    if not config.model_init or upcycles(config):
+        raise ConfigError("config.lora adapts the parameters of config.model_init: set it, without model_load.upcycle")
+    found = Adaptation(**options, whole=whole)
+    try:
+        return found, jax.eval_shape(lambda params: found.trained(params, jax.random.key(0)), shapes)
+    except ValueError as e:
+        raise ConfigError(f"config.lora: {first_line(e)}") from None
 
 
 def upcycles(config: ConfigDict) -> bool:

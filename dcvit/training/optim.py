@@ -20,6 +20,8 @@ import optax
 import optax.contrib
 from optax.contrib import MuonDimensionNumbers
 
+from dcvit.models.trees import matrix_axes
+
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
 Rules = Sequence[Any]  # pairs (regex, value), which are lists in a config that was JSON
 Schedule = Callable[[jax.Array | int], jax.Array]
@@ -141,14 +143,6 @@ def scale_by_adafactor(
     return optax.chain(scale, clip, average)
 
 
-# The matrices that Muon updates, by a regex on the end of their name, with the axes of their inputs and outputs counted
-# from the last: a scan stacks the matrices of its layers along the first axis.
-MUON_MATRICES: tuple[tuple[str, MuonDimensionNumbers], ...] = (
-    (r"(query|key|value)/kernel", MuonDimensionNumbers(-3, (-2, -1))),
-    (r"MultiHeadDotProductAttention_0/out/kernel", MuonDimensionNumbers((-3, -2), -1)),
-    (r"MlpBlock_0/(in|gate|out|Dense_0|Dense_1)/kernel", MuonDimensionNumbers(-2, -1)),
-    (r"(pre_logits|gated_elementwise/gate)/kernel", MuonDimensionNumbers(-2, -1)),
-)
 MAX_NS_STEPS = 20  # the iterations are unrolled
 
 
@@ -168,8 +162,9 @@ def muon(
     Muon orthogonalizes the momentum of a matrix M×N, approximately U·V^T of its singular value decomposition, and
     scales it by consistent_rms·√max(M, N), which makes the RMS of its entries about `consistent_rms`, that of Adam's
     updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW fit. The matrices are
-    those of `MUON_MATRICES`: the projections of attention, with all heads as one axis, and the layers of the MLPs. Adam
-    updates embeddings, heads, norms, biases, and the small projections of compositions and of other head variants.
+    those of `dcvit.models.trees.MATRICES`: the projections of attention, with all heads as one axis, and the layers of
+    the MLPs. Adam updates embeddings, heads, norms, biases, and the small projections of compositions and of other head
+    variants.
 
     Args:
       beta: decay of the momentum.
@@ -199,7 +194,11 @@ def muon_matrices(params: PyTree) -> PyTree:
     """Return for each parameter the axes of its inputs and outputs if Muon updates it, or None."""
 
     def axes(name: str) -> MuonDimensionNumbers | None:
-        return next((axes for end, axes in MUON_MATRICES if re.fullmatch(f"(.*/)?{end}", name)), None)
+        found = matrix_axes(name)
+        if found is None:
+            return None
+        inputs, outputs = found
+        return MuonDimensionNumbers(tuple(range(-inputs - outputs, -outputs)), tuple(range(-outputs, 0)))
 
     return jax.tree.map(axes, names_of(params))
 

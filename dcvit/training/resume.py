@@ -16,6 +16,7 @@ import numpy as np
 
 from dcvit.dcmha.selection import Selection
 from dcvit.errors import CheckpointError, ConfigError
+from dcvit.models.trees import shapes_of
 from dcvit.parallel import multihost
 from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
@@ -27,6 +28,9 @@ from dcvit.training import kernels
 from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
+from dcvit.weights import adapters
+from dcvit.weights.loading import open_parameters
+from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
 
@@ -39,8 +43,8 @@ class Start:
       step: the step to resume from, 0 for a new run.
       about: the `about` of its checkpoint; empty for a new run.
       shapes: shapes and shardings of the state.
-      loaded: the parameters that a new run has loaded, with None for each parameter to initialize. `start_state`
-        donates their memory to the state.
+      loaded: the parameters that a new run, or one of adapters, has loaded, with None for each parameter to
+        initialize. `start_state` donates their memory to the state.
     """
 
     step: int
@@ -106,8 +110,11 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
+    about |= _base_of_adapters(setup)
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
+        if changed := adapters.changed(start.about.get("base", {}), about.get("base", {})) if start.step else ():
+            raise CheckpointError(f"config.model_init has another {changed[0]} than when the run started")
         writer = None
         if multihost.is_first():
             writer = metrics.MetricWriter(folder, resumed=start.about, tensorboard=setup.options.tensorboard)
@@ -127,12 +134,8 @@ def start_state(run: Run) -> TrainState:
       CheckpointError: the checkpoint cannot be restored, or is of another step.
     """
     start, setup = run.start, run.setup
-    if start.step:
-        checkpoint = run.checkpointer.folder / str(start.step)
-        items = restoring.restore(checkpoint, start.shapes.items())
-        if (step := int(items["rest"]["step"])) != start.step:
-            raise CheckpointError(f"{checkpoint} holds the state of step {step}")
-        return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
+    if start.step and setup.model.lora is None:
+        return _restored(run)
 
     def fresh(loaded: Params, seed_words: jax.Array) -> TrainState:
         params = init_params(setup, jax.random.wrap_key_data(seed_words))
@@ -142,7 +145,17 @@ def start_state(run: Run) -> TrainState:
     places = jax.tree.map(lambda s: s.sharding, start.shapes)
     words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
     state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
-    return state
+    return _restored(run).replace(base=state.base) if start.step else state
+
+
+def _restored(run: Run) -> TrainState:
+    """Return the state of the checkpoint that a run resumes from, without the parameters that adapters adapt."""
+    start = run.start
+    checkpoint = run.checkpointer.folder / str(start.step)
+    items = restoring.restore(checkpoint, start.shapes.items())
+    if (step := int(items["rest"]["step"])) != start.step:
+        raise CheckpointError(f"{checkpoint} holds the state of step {step}")
+    return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"])
 
 
 def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
@@ -154,10 +167,20 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
-    loaded = jax.tree.map(lambda _: None, shapes.params)
-    if setup.model.load_initial and not saved:
-        loaded = setup.model.load_initial(shapes.params)
+    whole = shapes.params if shapes.base is None else shapes.base
+    loaded = jax.tree.map(lambda _: None, whole)
+    if setup.model.load_initial and (shapes.base is not None or not saved):
+        loaded = setup.model.load_initial(whole)
     return Start(0, {}, shapes, loaded)
+
+
+def _base_of_adapters(setup: Setup) -> dict[str, dict[str, int]]:
+    """Return the checksums of the parameters that a run adapts, as an entry of `about`; {} without adapters."""
+    if setup.model.lora is None:
+        return {}
+    source = setup.record["model_init"]
+    shapes = shapes_of(setup.model.shapes)
+    return {"base": adapters.checksums(open_parameters(expand(source)), shapes, setup.model.lora, source)}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import ConfigError, InputError
 from dcvit.inference.images import read_class_names
 from dcvit.models import lm, vit
+from dcvit.models.lora import is_adapter
 from dcvit.models.trees import check_tree
 from dcvit.runs.restoring import as_tensor, open_params
 from dcvit.runs.workdir import find
@@ -20,6 +21,7 @@ from dcvit.training.trained import TrainedModel, open_trained
 from dcvit.weights import pretrained
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.family import Description
+from dcvit.weights.loading import open_parameters
 from dcvit.weights.modules import checked, param_shapes
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Tensor
@@ -56,7 +58,8 @@ def _from_run(path: Path, workdir: Path, trained: TrainedModel) -> Weights:
     names = read_class_names(workdir, outputs) if has_names and outputs else ()
     ends = _end_tokens(trained, net.end_of_text) if isinstance(net, lm.LM) else ()
     description = Description(name, outputs, fields, pp, tuple(names), ends)
-    params = _unrolled(open_params(trained.checkpoint))
+    arrays = open_params(trained.checkpoint)
+    params = open_parameters(trained.checkpoint) if is_adapter(arrays) else _unrolled(arrays)
     shapes = param_shapes(description, params)
     check_tree({at: tensor.shape for at, tensor in params.items()}, shapes, str(trained.checkpoint))
     record = configs.read_json(workdir / "config.json").to_dict()

@@ -27,6 +27,7 @@ from dcvit.config.keys import UNITS
 from dcvit.config.load import load
 from dcvit.dcmha import dispatch
 from dcvit.errors import ConfigError, check_call, nearest
+from dcvit.models.lora import Adaptation
 from dcvit.models.trees import param_shapes
 from dcvit.parallel import multihost
 from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
@@ -42,7 +43,7 @@ from dcvit.training.inputs import (
     with_hints,
     with_tokenizer,
 )
-from dcvit.training.model import make_loader, make_model, upcycles
+from dcvit.training.model import make_adaptation, make_loader, make_model, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, check_loss, task_class
 
@@ -81,6 +82,8 @@ class ModelSetup:
     shapes: Params
     load_initial: Callable[[Params], Params] | None  # from parameter shapes to the parameters of `config.model_init`
     upcycle: bool  # `load_initial` upcycles: compositions that it does not load start as the identity
+    lora: Adaptation | None  # of the parameters that `load_initial` loads
+    trained: Params  # shapes of the parameters that are trained: all of `shapes` without `lora`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,7 @@ def make_setup(
         found = open_data(parsed, source)
         model = build_model(parsed, found)
         evaluators = _evaluators_of_training(found, model) if evaluate else {}
-        plan = make_plan(found.config, found.data, model.shapes, evaluators)
+        plan = make_plan(found.config, found.data, model.trained, evaluators)
         options = make_options(found.config, evaluators, plan.total_steps, model.module)
     record = json.loads(found.config.to_json())
     if tokenizer is not None:  # without the path of a temporary file
@@ -171,7 +174,9 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     with jax.set_mesh(parsed.mesh), fused:
         shapes = param_shapes(module, found.task.example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
-    return ModelSetup(module, parsed.mesh, config.sharding_strategy, shapes, load_initial, upcycles(config))
+    lora, trained = make_adaptation(config, shapes)
+    strategy = config.sharding_strategy
+    return ModelSetup(module, parsed.mesh, strategy, shapes, load_initial, upcycles(config), lora, trained)
 
 
 def load_setup(

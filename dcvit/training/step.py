@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -11,14 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from dcvit.dcmha import dispatch
 from dcvit.dcmha.selection import Selection, selecting
 from dcvit.errors import ConfigError
+from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
 from dcvit.training.setup import Params, Setup
+from dcvit.training.tasks import Batch
 
+LORA = 1 << 30  # distinguishes the random key of adapters from those of the steps
 Metrics = dict[str, jax.Array]
 Update = Callable[["TrainState", dict[str, jax.Array]], tuple["TrainState", Metrics]]
 ValueAndGrad = Callable[..., tuple[jax.Array, Params]]
@@ -36,6 +41,7 @@ class TrainState(flax.struct.PyTreeNode):
     ema: Any  # averaged parameters; None if weights are not averaged
     skipped: Any  # number of damaged examples skipped so far, int32
     nonfinite: Any  # number of steps skipped because their loss or gradient was not finite, int32
+    base: PyTree = None  # all parameters, which adapters in `params` adapt; neither trained nor saved; else None
 
     def items(self) -> dict[str, Any]:
         """Return the items of a checkpoint: `params`, `ema` if present, and `rest`."""
@@ -51,10 +57,23 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def initial_state(setup: Setup, params: Params) -> TrainState:
-    """Return the state before the first step."""
+    """Return the state before the first step, given all parameters of the model."""
+    base, lora = None, setup.model.lora
+    if lora is not None:
+        base, params = params, lora.trained(params, jax.random.fold_in(jax.random.key(setup.seed), LORA))
     ema = jax.tree.map(jnp.copy, params) if setup.plan.ema_decay else None
     counts = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "nonfinite")}
-    return TrainState(params=params, opt_state=setup.plan.optimizer.init(params), ema=ema, **counts)
+    return TrainState(params=params, opt_state=setup.plan.optimizer.init(params), ema=ema, base=base, **counts)
+
+
+def evaluated_params(setup: Setup, state: TrainState) -> Params:
+    """Return the parameters of the whole model to evaluate: the averaged ones if present."""
+    return state.best if state.base is None else _merged(setup.model.lora, state.base, state.best)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merged(lora: Adaptation, base: Params, trained: Params) -> Params:
+    return lora.merged(base, trained)
 
 
 def init_params(setup: Setup, key: jax.Array) -> Params:
@@ -93,13 +112,16 @@ def make_update(setup: Setup, places: Any = None) -> Update:
       setup: the run.
       places: the shardings of the gradients, if given.
     """
-    plan = setup.plan
+    plan, lora = setup.plan, setup.model.lora
     loss_of = setup.task.loss(setup.model.module)
 
-    def value_and_grad(params: Params, batch: Mapping[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Params]:
+    def adapted_loss(params: Params, base: Params | None, batch: Batch, key: jax.Array) -> jax.Array:
+        return loss_of(params if lora is None or base is None else lora.merged(base, params), batch, key)
+
+    def value_and_grad(base: Params | None, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         try:
             with dispatch.fused_only() if setup.options.require_fused else contextlib.nullcontext():
-                loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+                loss, grads = jax.value_and_grad(adapted_loss)(params, base, batch, key)
         except dispatch.NotFusedError as e:
             raise ConfigError(f"config.require_fused: {e}") from None
         return loss, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
@@ -108,7 +130,8 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
         prepare_key, dropout_key = jax.random.split(key)
         prepared = setup.task.prepare(batch, prepare_key)
-        loss, grads = accumulate(value_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
+        loss_and_grad = functools.partial(value_and_grad, state.base)
+        loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
         updates, opt_state = plan.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -125,7 +148,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         if setup.data.corrupt.action == "skip":
             metrics["skipped"] = skipped
         counts = {"step": state.step + 1, "skipped": skipped, "nonfinite": metrics["nonfinite"]}
-        return TrainState(params=params, opt_state=opt_state, ema=ema, **counts), metrics
+        return TrainState(params=params, opt_state=opt_state, ema=ema, base=state.base, **counts), metrics
 
     return update
 

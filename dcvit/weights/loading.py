@@ -9,11 +9,12 @@ from typing import Any
 
 from dcvit.errors import CheckpointError
 from dcvit.models import Params
+from dcvit.models.lora import is_adapter
 from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder
-from dcvit.weights import big_vision_files, pretrained
+from dcvit.weights import adapters, big_vision_files, pretrained
 from dcvit.weights.families import Weights, is_weights, open_weights
 from dcvit.weights.placement import in_layout, place_params
 from input_pipeline.files import expand
@@ -58,7 +59,16 @@ def open_parameters(source: Folder | Weights) -> Tensors:
         if not source.exists():
             big_vision_files.check_named(str(source))
     arrays = restoring.open_params(source)
-    return {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
+    tensors = {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
+    if not is_adapter(tensors):
+        return tensors
+    about = steps.about(steps.step_folder(source))
+    init = about["config"]["model_init"]
+    try:
+        base = open_parameters(expand(init))
+    except CheckpointError as e:
+        raise CheckpointError(f"{source} adapts config.model_init={init!r}: {e}") from None
+    return adapters.merged(base, tensors, about, str(source))
 
 
 def load_params(source: Folder | Weights, make_like: Callable[[Tensors], Params]) -> Params:
@@ -78,7 +88,7 @@ def load_params(source: Folder | Weights, make_like: Callable[[Tensors], Params]
     tensors = open_parameters(source)
     like = make_like(tensors)
     same_layout = {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
-    if same_layout and checkpoint is not None:
+    if same_layout and checkpoint is not None and not steps.about(checkpoint).get("base"):
         return restoring.restore_params(checkpoint, like)  # each process reads its part only
     return place_params(tensors, like, str(source.path if isinstance(source, Weights) else source))
 

@@ -1,0 +1,123 @@
+"""Low-rank adaptation (LoRA; Hu et al., 2021, arXiv 2106.09685), as a transform of parameters.
+
+A matrix W is replaced by W + (alpha/rank)·A·B, with A: inputs×rank and B: rank×outputs. Only A and B are trained, and
+the parameters that are trained as a whole. These form a tree with the names of the model's parameters, in which an
+adapted matrix has the two leaves `lora_a` and `lora_b`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dcvit.dcmha.shapes import Array
+from dcvit.models import Params
+from dcvit.models.trees import matrix_axes
+
+A, B = "lora_a", "lora_b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """The parameters of a model that are adapted, and those that are trained as a whole.
+
+    Fields:
+      rank: number of columns of A.
+      targets: regex of the whole names of adapted matrices: kernels of attention's projections and of MLPs.
+      alpha: factor of A·B, which is also divided by `rank`; None means `rank`.
+      whole: regexes of the names of parameters that are trained as a whole.
+    """
+
+    rank: int
+    targets: str
+    alpha: float | None = None
+    whole: tuple[str, ...] = ()
+
+    def trained(self, params: Params, key: jax.Array) -> Params:
+        """Return the initial values of the parameters that are trained.
+
+        A is uniform in ±1/√inputs, and B is zero, so that the model starts as it is.
+
+        Args:
+          params: all parameters of the model.
+          key: random key of A.
+
+        Raises:
+          ValueError: `targets` matches nothing or a parameter that is no such matrix, or `rank` is out of range.
+        """
+        found: dict[str, Array] = {}
+        adapted = 0
+        for number, (name, leaf) in enumerate(_flat(params).items()):
+            if self.is_whole(name):
+                found[name] = leaf
+            elif re.fullmatch(self.targets, name):
+                lead, inputs, outputs = self._sides(name, leaf.shape)
+                low = jax.random.uniform(jax.random.fold_in(key, number), (*lead, inputs, self.rank), minval=-1)
+                found[f"{name}/{A}"] = low / math.sqrt(inputs)
+                found[f"{name}/{B}"] = jnp.zeros((*lead, self.rank, outputs))
+                adapted += 1
+        if not adapted:
+            raise ValueError(f"targets={self.targets!r} matches no parameter")
+        return _nested(found)
+
+    def is_whole(self, name: str) -> bool:
+        """Return True for the name of a parameter that is trained as a whole."""
+        return any(re.fullmatch(pattern, name) for pattern in self.whole)
+
+    def merged(self, base: Params, trained: Params) -> Params:
+        """Return all parameters of the adapted model."""
+        changed = _flat(trained)
+
+        def value(name: str, leaf: Array) -> Array:
+            if f"{name}/{A}" not in changed:
+                return changed.get(name, leaf)
+            update: Array = changed[f"{name}/{A}"] @ changed[f"{name}/{B}"]
+            return leaf + self.factor * update.reshape(leaf.shape)
+
+        return _nested({name: value(name, leaf) for name, leaf in _flat(base).items()})
+
+    @property
+    def factor(self) -> float:
+        """The factor alpha/rank of A·B."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def _sides(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
+        """Return the leading axes of a stack of matrices, and the numbers of inputs and outputs of a matrix."""
+        axes = matrix_axes(name)
+        if axes is None:
+            raise ValueError(f"targets={self.targets!r} matches {name}, which is no projection of attention or an MLP")
+        last = shape[-sum(axes) :]
+        inputs, outputs = math.prod(last[: axes[0]]), math.prod(last[axes[0] :])
+        if not 1 <= self.rank <= min(inputs, outputs):
+            raise ValueError(f"rank={self.rank} should be in 1 … {min(inputs, outputs)}, a side of {name}")
+        return tuple(shape[: -sum(axes)]), inputs, outputs
+
+
+def _flat(params: Params) -> dict[str, Array]:
+    """Return parameters by their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _nested(flat: Mapping[str, Array]) -> Params:
+    """Return a tree of parameters from their names."""
+    tree: dict[str, object] = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split("/")
+        part = tree
+        for parent in parents:
+            inner = part.setdefault(parent, {})
+            assert isinstance(inner, dict)
+            part = inner
+        part[last] = leaf
+    return tree
+
+
+def is_adapter(names: Mapping[str, object]) -> bool:
+    """Return True if names of parameters include those of an adapted matrix."""
+    return any(name.endswith(f"/{A}") for name in names)

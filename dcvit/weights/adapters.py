@@ -1,0 +1,102 @@
+"""Checkpoints of adapters (`dcvit.models.lora`) as parameters of whole models, merged where a tensor is read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dcvit.errors import CheckpointError
+from dcvit.models.lora import A, Adaptation, B
+from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree
+from dcvit.weights.placement import unrolled
+from dcvit.weights.tensors import Json
+
+
+def adaptation(config: Json) -> Adaptation | None:
+    """Return the adaptation of the config of a run, None if it trains all parameters."""
+    if not config.get("lora"):
+        return None
+    return Adaptation(**config["lora"], whole=tuple(config.get("model_load", {}).get("dont_load", ())))
+
+
+def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
+    """Return the parameters of an adapted model, of unrolled layers.
+
+    Args:
+      base: the parameters that the run started from.
+      adapters: the parameters of its checkpoint.
+      about: the description of the checkpoint.
+      what: the name of the checkpoint in messages.
+
+    Raises:
+      CheckpointError: `base` lacks an adapted matrix; or, when a tensor is read, it is not the one of the training.
+    """
+    found = adaptation(about["config"])
+    if found is None:
+        raise CheckpointError(f"{what} holds adapters, but its config has no lora")
+    whole, changed = _layers(base), _layers(adapters)
+    names = {name.removesuffix(f"/{A}") for name in changed if name.endswith(f"/{A}")}
+    if missing := sorted(names - whole.keys()):
+        raise CheckpointError(f"{what} adapts {missing[0]}, which {about['config']['model_init']} does not have")
+    known = about.get("base", {})
+    tensors = {name: _checked(tensor, name, known, what) for name, tensor in whole.items()}
+    for name, tensor in changed.items():
+        if not name.endswith((f"/{A}", f"/{B}")):
+            tensors[name] = tensor
+    for name in names:
+        tensors[name] = _adapted(tensors[name], changed[f"{name}/{A}"], changed[f"{name}/{B}"], found)
+    return tensors
+
+
+def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dict[str, int]:
+    """Return the CRC-32 of each parameter that a run adapts or keeps, of unrolled layers.
+
+    Raises:
+      CheckpointError: the parameters of the base are not those of the model, as they are not if they are resized.
+    """
+    layers = {name: tensor for name, tensor in _layers(base).items() if not found.is_whole(name)}
+    wanted = _layers({name: Tensor(shape, lambda: np.zeros(0)) for name, shape in model.items()})
+    expected = {name: tensor.shape for name, tensor in wanted.items() if not found.is_whole(name)}
+    check_tree({name: tensor.shape for name, tensor in layers.items()}, expected, what)
+    return {name: _crc(tensor.read()) for name, tensor in layers.items()}
+
+
+def _layers(tensors: Tensors) -> dict[str, Tensor]:
+    """Return tensors of unrolled layers."""
+    parts = unrolled({name: tensor.shape for name, tensor in tensors.items()})
+    return {name: _part(tensors[path], layer) for name, (path, layer) in parts.items()}
+
+
+def _part(tensor: Tensor, layer: int | None) -> Tensor:
+    if layer is None:
+        return tensor
+    return Tensor(tensor.shape[1:], lambda: tensor.read()[layer])
+
+
+def _adapted(base: Tensor, a: Tensor, b: Tensor, found: Adaptation) -> Tensor:
+    def read() -> np.ndarray:
+        update = np.asarray(a.read(), np.float32) @ np.asarray(b.read(), np.float32)
+        return np.asarray(base.read(), np.float32) + np.float32(found.factor) * update.reshape(base.shape)
+
+    return Tensor(base.shape, read)
+
+
+def _checked(tensor: Tensor, name: str, known: Mapping[str, int], what: str) -> Tensor:
+    def read() -> np.ndarray:
+        array = tensor.read()
+        if name in known and _crc(array) != known[name]:
+            raise CheckpointError(f"{what} adapts another {name} than config.model_init has now")
+        return array
+
+    return Tensor(tensor.shape, read)
+
+
+def _crc(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array, np.float32).tobytes())
+
+
+def changed(saved: Mapping[str, int], current: Mapping[str, int]) -> Sequence[str]:
+    """Return the names of the parameters whose checksums differ."""
+    return sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
