@@ -7,18 +7,28 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, ConfigError, check_call
 from dcvit.models.lora import A, Adaptation, B
 from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Json
 
 
-def adaptation(config: Json) -> Adaptation | None:
-    """Return the adaptation of the config of a run, None if it trains all parameters."""
-    if not config.get("lora"):
-        return None
-    return Adaptation(**config["lora"], whole=tuple(config.get("model_load", {}).get("dont_load", ())))
+def described(about: Json, what: str) -> tuple[Adaptation, str]:
+    """Return the adaptation of a checkpoint of adapters, and the `model_init` that it adapts, from its description.
+
+    Raises:
+      CheckpointError: the description has no valid ones.
+    """
+    config = about.get("config", {})
+    options, init = config.get("lora"), config.get("model_init")
+    if not isinstance(options, dict) or not options or not isinstance(init, str):
+        raise CheckpointError(f"{what} holds adapters, but its config has no lora and model_init")
+    try:
+        check_call(Adaptation, options, "config.lora")
+    except ConfigError as e:
+        raise CheckpointError(f"{what}: {e}") from None
+    return Adaptation(**options), init
 
 
 def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
@@ -33,13 +43,11 @@ def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
     Raises:
       CheckpointError: `base` lacks an adapted matrix; or, when a tensor is read, it is not the one of the training.
     """
-    found = adaptation(about["config"])
-    if found is None:
-        raise CheckpointError(f"{what} holds adapters, but its config has no lora")
+    found, init = described(about, what)
     whole, changed = _layers(base), _layers(adapters)
     names = {name.removesuffix(f"/{A}") for name in changed if name.endswith(f"/{A}")}
-    if missing := sorted(names - whole.keys()):
-        raise CheckpointError(f"{what} adapts {missing[0]}, which {about['config']['model_init']} does not have")
+    if missing := sorted(name for name in names if name not in whole or f"{name}/{B}" not in changed):
+        raise CheckpointError(f"{what} adapts {missing[0]}, but it or {init} lacks a part of it")
     known = about.get("base", {})
     tensors = {name: _checked(tensor, name, known, what) for name, tensor in whole.items()}
     for name, tensor in changed.items():

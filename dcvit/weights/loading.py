@@ -63,7 +63,7 @@ def open_parameters(source: Folder | Weights) -> Tensors:
     if not is_adapter(tensors):
         return tensors
     about = steps.about(steps.step_folder(source))
-    init = about["config"]["model_init"]
+    _, init = adapters.described(about, str(source))
     try:
         base = open_parameters(expand(init))
     except CheckpointError as e:

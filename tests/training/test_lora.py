@@ -14,10 +14,12 @@ import dcvit
 from dcvit import cli, evaluate, train
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models.lora import Adaptation
+from dcvit.models.trees import Tensor
 from dcvit.parallel import sharding
 from dcvit.runs import metrics, restoring
 from dcvit.training import step
 from dcvit.training.saved import open_saved
+from dcvit.weights import adapters
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
@@ -80,11 +82,11 @@ def test_run_starts_as_its_base_and_saves_the_adapters_only(adapted, digits_work
 
 def test_loaded_evaluated_and_converted_model_is_the_merged_one(adapted, digits_workdir, capsys):
     base, found = (flatten_dict(load_params(workdir), sep="/") for workdir in (digits_workdir, adapted))
-    adapters = {name: array.read().result() for name, array in restoring.open_params(adapted).items()}
+    saved = {name: array.read().result() for name, array in restoring.open_params(adapted).items()}
     assert base.keys() == found.keys()
     for name, w in base.items():
-        if f"{name}/lora_a" in adapters:
-            w = w + (adapters[f"{name}/lora_a"] @ adapters[f"{name}/lora_b"]).reshape(w.shape)
+        if f"{name}/lora_a" in saved:
+            w = w + (saved[f"{name}/lora_a"] @ saved[f"{name}/lora_b"]).reshape(w.shape)
             assert np.abs(found[name] - base[name]).max() > 0
         np.testing.assert_allclose(found[name], w, atol=1e-6)
     loaded = flatten_dict(jax.device_get(dcvit.load(adapted).params), sep="/")
@@ -105,6 +107,28 @@ def test_interrupted_run_resumes_to_the_same_bits(adapted, digits_workdir, tmp_p
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (adapted / "metrics.jsonl").read_bytes()
     for one, other in zip(*(jax.tree.leaves(load_params(w)) for w in (adapted, tmp_path / "run")), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "its config has no lora and model_init"),
+        ({"lora": {"rank": 2, "targets": ".*"}}, "its config has no lora and model_init"),
+        ({"lora": [], "model_init": "x"}, "its config has no lora and model_init"),
+        ({"lora": {"rank": "2", "targets": ".*"}, "model_init": "x"}, "rank='2' should be of type int"),
+        ({"lora": {"rank": 2, "target": ".*"}, "model_init": "x"}, "did you mean 'targets'"),
+    ],
+)
+def test_a_damaged_description_of_adapters_is_refused(config, message):
+    with pytest.raises(CheckpointError, match=message):
+        adapters.described({"config": config}, "run")
+
+
+def test_adapters_of_a_matrix_that_the_base_lacks_are_refused():
+    one = Tensor((2, 2), lambda: np.ones((2, 2)))
+    about = {"config": {"lora": {"rank": 2, "targets": ".*"}, "model_init": "x"}}
+    with pytest.raises(CheckpointError, match="run adapts query/kernel, but it or x lacks a part of it"):
+        adapters.merged({"key/kernel": one}, {"query/kernel/lora_a": one, "query/kernel/lora_b": one}, about, "run")
 
 
 def test_a_scanned_model_with_a_new_head_adapts_an_unrolled_one(digits_workdir, tmp_path):
