@@ -108,7 +108,9 @@ def order(case: Case) -> tuple[str, ...]:
 def _choose_together(case: Case, selection: Selection) -> str:
     """Return the same name as all other processes of the run; "" if no kernel is to be used."""
     if selection.share is not None:
-        return selection.share(case.key, lambda: _choose(case, selection))
+        name = selection.share(case.key, lambda: _choose(case, selection))
+        _warn_of_disagreement(case, name)
+        return name
     if jax.process_count() > 1:
         _warn_once("several processes could select different kernels: none is used; see dcvit.dcmha.selection")
         return ""
@@ -135,6 +137,17 @@ def _choose(case: Case, selection: Selection) -> str:
     if not found.keys() >= case.candidates.keys():  # plain implementations were not timed: no kernel has passed
         return ""
     return fastest({name: found[name] for name in case.candidates})
+
+
+def _warn_of_disagreement(case: Case, name: str) -> None:
+    """Warn if this process, by an earlier verdict on its device, would not use the kernel that all processes use."""
+    device = _device()
+    verdict = None if device is None else Verdicts(verdicts.environment(device)).read(case.key).get(name)
+    if name in case.kernels and verdict is not None and verdict.status not in (verdicts.PASSED, verdicts.STARTED):
+        _warn_once(
+            f"{name} is used for {case.label}, as process 0 selected it, although an earlier verdict on a device of "
+            f"process {jax.process_index()} is: {verdict.status}: {verdict.reason}"
+        )
 
 
 @functools.cache

@@ -193,6 +193,18 @@ def test_processes_agree_by_the_function_that_shares_choices():
     assert asked == ["matmul"]
 
 
+def test_one_line_says_that_process_0_selected_what_was_wrong_here(caplog):
+    one = case(lambda x: right(x) * 2)
+    verified(one)
+    selection._warn_once.cache_clear()
+    caplog.clear()
+    for _ in range(2):
+        with selecting(Selection("verify", share=lambda key, choose: "<lambda>")):
+            assert order(one) == ("<lambda>", "plain")
+    (message,) = caplog.messages
+    assert "as process 0 selected it, although an earlier verdict on a device of process 0 is: wrong" in message
+
+
 def test_a_verdict_without_those_of_the_other_implementations_selects_nothing():
     """As after a process that ended between them."""
     store = Verdicts(verdicts.environment(jax.local_devices()[0]))

@@ -2,26 +2,57 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 from trained_workdirs import load_params
 
+from dcvit import cli
+from dcvit.__main__ import dispatch
 from dcvit.dcmha.selection import Selection
+from dcvit.errors import ConfigError
+from dcvit.parallel import multihost
 from dcvit.runs import steps
 from dcvit.training import kernels
 
 TRAIN = ["train", "--config", "vit_digits:attention=dcmha", "--config.total_steps=3", "--config.total_epochs=None"]
 
 
-def train(kernel, workdir, cache, *words):
-    """Run the command; return its exit status and what it wrote."""
+def start(kernel, workdir, cache, *words):
+    """Start the command."""
     env = {**os.environ, "DCVIT_CACHE": str(cache), "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, "tests/simulated_chip.py", kernel, *TRAIN, "--workdir", str(workdir), *words]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=280)
-    return run.returncode, run.stdout + run.stderr
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(*processes):
+    """Return the exit status of each process and what it wrote."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        try:
+            texts = list(pool.map(lambda process: process.communicate(timeout=560)[0], processes))
+        finally:
+            for process in processes:
+                process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+def train(kernel, workdir, cache, *words):
+    """Run the command; return its exit status and what it wrote."""
+    return finish(start(kernel, workdir, cache, *words))[0]
+
+
+def train_in_two_processes(kernels, workdir, caches):
+    """Run the command in two processes with a simulated chip each, whose kernels and verdicts may differ."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    words = [("--coordinator", address, "--num_processes", "2", "--process_id", str(i)) for i in range(2)]
+    each = zip(kernels, caches, words, strict=True)
+    return finish(*(start(kernel, workdir, cache, *some) for kernel, cache, some in each))
 
 
 def chosen(workdir):
@@ -42,6 +73,48 @@ def test_a_run_completes_without_a_kernel_that_misbehaves(kernel, tmp_path):
     both = [jax.tree.leaves(load_params(tmp_path / name)) for name in ("run", "plain")]
     for x, y in zip(*both, strict=True):
         assert abs(x - y).max() < 1e-3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("both", "is_selected", "line"),
+    [
+        (("wrong", "fast"), False, "pallas_tpu is not used for float32[32, 16, 4, 16]"),
+        (("fast", "wrong"), True, "pallas_tpu is used for float32[32, 16, 4, 16]"),
+    ],
+)
+def test_two_processes_that_disagree_run_what_process_0_selects(both, is_selected, line, tmp_path):
+    """The kernel is right on one of two chips. Process 1 has a verdict on its own chip."""
+    caches = [tmp_path / "0", tmp_path / "1"]
+    status, text = train(both[1], tmp_path / "alone", caches[1], "--config.input.batch_size=32")
+    assert status == 0, text
+    runs = train_in_two_processes(both, tmp_path / "run", caches)
+    text = "".join(text for _, text in runs)
+    assert [status for status, _ in runs] == [0, 0], text
+    of_step = [words for words in text.splitlines() if "wrong: " in words and "float32[32" in words]
+    assert [line in words for words in of_step] == [True], text
+    assert {name == "pallas_tpu" for name in chosen(tmp_path / "run")} == {is_selected}
+
+
+def test_processes_with_different_policies_do_not_start(monkeypatch):
+    monkeypatch.setenv("DCVIT_KERNELS", "trust")
+    monkeypatch.setattr(multihost, "gather", lambda name, value: [value, {**value, "policy": "off"}])
+    with pytest.raises(ConfigError, match="processes differ in DCVIT_KERNELS: off and trust"):
+        kernels.select(None, {})
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(None, "trust"), ("verify", "verify"), ("off", "off")])
+def test_the_config_takes_precedence_over_the_environment(policy, expected, monkeypatch):
+    monkeypatch.setenv("DCVIT_KERNELS", "trust")
+    assert kernels.select(policy, {}).policy == expected
+
+
+@pytest.mark.parametrize("command", ["predict", "train"])
+def test_an_unknown_policy_in_the_environment_ends_a_command_in_one_line(command, monkeypatch, capsys):
+    monkeypatch.setenv("DCVIT_KERNELS", "on")
+    words = ["image.png"] if command == "predict" else ["--config", "vit_digits"]
+    assert cli.run(dispatch, [command, *words, "--workdir", "absent"]) == 2
+    assert capsys.readouterr().err == "error: DCVIT_KERNELS='on': expected 'verify', 'trust' or 'off'\n"
 
 
 def test_a_resumed_run_takes_over_the_choice_on_the_same_devices_and_software():
