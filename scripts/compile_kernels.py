@@ -23,7 +23,7 @@ from dcvit.models.lm import Model, layer_windows
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
 
-TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 IMAGE, TEXT = 196, 2048  # tokens: 224×224 in patches of 16×16, and the paper's context
 BATCHES, LANES = (4, 64), 128  # one example in a block, and eight, whose tokens fill complete registers
 

@@ -19,10 +19,11 @@ from dcvit.parallel.hlo import Instruction
 
 # FLOPs of the matrix units per cycle, and bytes of HBM per second, of one device of a chip in
 # `dcvit.parallel.topologies`. v4, v5e and v5p have 8, 4 and 8 units of 128×128; the compiler's estimate of a product of
-# 8192×8192 bfloat16 matrices reaches 93, 88 and 90 % of them, and 70 % of the figure for v6e. The clock is the chip's
-# peak over the FLOPs per cycle. Bandwidths: cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e.
-MXU = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19}
-HBM = {"v4": 1228e9, "v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
+# 8192×8192 bfloat16 matrices reaches 93, 88 and 90 % of them, 70 % of the figure for v6e and 80 % of that for TPU7x
+# (libtpu 0.0.52). The clock is the chip's peak over the FLOPs per cycle. Bandwidths:
+# cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; TPU7x: half of the chip's in JAX 0.12's table of TPUs.
+MXU = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "TPU7x": 2**19}
+HBM = {"v4": 1228e9, "v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "TPU7x": 3700e9}
 
 KINDS = ("matmul", "relayout", "elementwise", "kernel")
 MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse"}

@@ -186,6 +186,21 @@ def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64
     assert ("64-bit" if x64 else "found a TPU v4") in message
 
 
+def test_on_tpu7x_kernels_compute_interleaved_examples_only(monkeypatch, log):
+    """Mosaic does not compile the other families for its tiles of 16 rows."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")
+    trace(256)
+    (message,) = log.messages
+    assert message.startswith("attention: blockwise on tpu")
+    assert "; not pallas_tpu: on a TPU7x, the TPU kernels support blocks of eight interleaved examples only" in message
+    log.clear()
+    q = jax.ShapeDtypeStruct((8, 196, 2, 64), jnp.bfloat16)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])):
+        jax.eval_shape(dcmha.attention, q, q, q)
+    assert [message.split(" ")[1] for message in log.messages] == ["interleaved", "pallas_tpu"]
+
+
 def test_the_plan_of_a_kernel_is_made_once_for_each_trace(monkeypatch):
     calls, make_config = [], tiling.make_config
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")

@@ -28,6 +28,8 @@ VMEM_BYTES = {
     "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
     "TPU7x": 60 * 2**20,
 }  # fmt: skip
+# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows, and Mosaic refuses to store strips of 8 keys there.
+TILES_OF_16_ROWS = ("TPU7x",)
 
 COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
 
@@ -134,6 +136,11 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
             return config
+    if device_kind().startswith(TILES_OF_16_ROWS):
+        raise UnsupportedError(
+            f"on a {device_kind()}, the TPU kernels support blocks of eight interleaved examples only, found {batch}"
+            f" examples with {queries} queries, {keys} keys and {heads} heads of {head_dim} dimensions"
+        )
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
 
 
@@ -149,10 +156,13 @@ def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]
 
     Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
     first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
-    passes. Vector units mix heads if no configuration with matrices fits.
+    passes. Vector units mix heads if no configuration with matrices fits. On TPU7x only interleaved examples are
+    possible.
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
+    if device_kind().startswith(TILES_OF_16_ROWS):
+        return
     tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
     for config in tiled:
         yield mixed_by_matrices(config) or config
