@@ -137,7 +137,8 @@ def draw(table: Table, chart: Chart, path: Path) -> None:
         known = [value for value, row in zip(values, table.rows, strict=True) if row[column] is not None]
         if min(known) > 0.5 * max(known):  # the differences would not show from 0
             span = max(known) - min(known)
-            axis.set_xlim(min(known) - 0.5 * span - 1e-9, max(known) + 0.2 * span + max(errors or [0]))
+            widest = max(errors or [0])
+            axis.set_xlim(min(known) - 0.5 * span - widest - 1e-9, max(known) + 0.2 * span + widest)
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].set_yticks(range(len(table.rows)), [f"{row[chart.label]}" for row in table.rows])
     axes[0][0].invert_yaxis()
