@@ -187,7 +187,7 @@ def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64
 
 
 def test_on_tpu7x_kernels_compute_interleaved_examples_only(monkeypatch, log):
-    """Mosaic does not compile the other families for its tiles of 16 rows."""
+    """Mosaic compiles few sizes of the other families for its tiles of 16 rows."""
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")
     trace(256)

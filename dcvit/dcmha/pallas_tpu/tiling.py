@@ -28,7 +28,8 @@ VMEM_BYTES = {
     "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
     "TPU7x": 60 * 2**20,
 }  # fmt: skip
-# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows, and Mosaic refuses to store strips of 8 keys there.
+# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows. Mosaic refuses to store strips of 8 keys there, for
+# many sizes of blocks of one example.
 TILES_OF_16_ROWS = ("TPU7x",)
 
 COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
