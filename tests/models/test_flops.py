@@ -56,18 +56,15 @@ def gradient_of(net, example):
 def counted(of, net, example, tokens):
     """Count the operations of a program's products, in the equations on which its results depend.
 
-    The second layers of the dynamic projections of both composes and all groups are one matrix for each side, in which
-    products with zeros do not count, nor those that keep the gates. Products of a higher precision are means of a norm.
+    On CPUs, the second layers of a dynamic projection of all groups are one matrix, in which products with zeros do not
+    count. Products of a higher precision are means of a norm.
     """
     function, arguments = of(net, example)
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     folded = {(tokens, groups, net.num_heads // groups) for groups in (net.groups, net.num_heads)}
-    composes, per_group = 2 if net.compose == "both" else 1, net.num_heads // net.groups
-    gates = composes * net.num_heads * net.gate
-    block = (2 * len(net.branches) * composes * net.rank * net.num_heads, 2 * composes * net.rank * net.num_heads)
-    used = composes * net.groups * (2 * net.rank * per_group) ** 2  # without zeros
-    block = (block[0] + len(net.branches) * gates, block[1] + gates)
+    block = (2 * net.rank * net.num_heads,) * 2
+    used = math.prod(block) // net.groups  # without zeros
     assert net.width not in block  # otherwise other matrices have the shape of the block matrix
 
     def walk(jaxpr):
@@ -77,7 +74,7 @@ def counted(of, net, example, tokens):
             if name == "dot_general":
                 contracted = equation.params["dimension_numbers"][0][0]
                 count = 2 * math.prod(out) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-                is_block = {block, block[::-1]} & {equation.invars[1].aval.shape, out}
+                is_block = equation.invars[1].aval.shape == block
                 is_mean = jax.lax.Precision.HIGH in (equation.params["precision"] or ())
                 total += 0 if is_mean else count * used // math.prod(block) if is_block else count
             elif name == "conv_general_dilated":
