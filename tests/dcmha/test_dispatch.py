@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from small_models import param_shapes, random_params
 
 from dcvit import dcmha
-from dcvit.dcmha import dispatch, pallas_gpu
-from dcvit.dcmha.inputs import Inputs, checked
+from dcvit.dcmha import ComposeWeights, dispatch, pallas_gpu
+from dcvit.dcmha.inputs import Inputs, Options, checked
 from dcvit.dcmha.pallas_tpu import tiling
 from dcvit.models import sharded_attention
 from dcvit.models.attention import Attention
@@ -186,19 +186,19 @@ def test_kernels_are_not_used_on_a_tpu_that_they_were_not_compiled_for(kind, x64
     assert ("64-bit" if x64 else "found a TPU v4") in message
 
 
-def test_on_tpu7x_kernels_compute_interleaved_examples_only(monkeypatch, log):
-    """Mosaic compiles few sizes of the other families for its tiles of 16 rows."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+@pytest.mark.parametrize("composed", [True, False])
+@pytest.mark.parametrize(("heads", "tokens"), [(2, 50), (3, 196), (8, 196), (16, 2048), (32, 2048), (52, 2048)])
+def test_on_tpu7x_operands_are_stored_in_complete_tiles_of_16_rows(monkeypatch, heads, tokens, composed):
     monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")
-    trace(256)
-    (message,) = log.messages
-    assert message.startswith("attention: blockwise on tpu")
-    assert "; not pallas_tpu: on a TPU7x, the TPU kernels support blocks of eight interleaved examples only" in message
-    log.clear()
-    q = jax.ShapeDtypeStruct((8, 196, 2, 64), jnp.bfloat16)
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])):
-        jax.eval_shape(dcmha.attention, q, q, q)
-    assert [message.split(" ")[1] for message in log.messages] == ["interleaved", "pallas_tpu"]
+    q = jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, tokens, 2, heads), jnp.bfloat16)
+    weights = ComposeWeights(k1=key, k2=key) if composed else None
+    options = Options(causal=True, scale=0.125)
+    config = tiling.make_config(Inputs(q, q, q, weights, weights), options, tiling.vmem_limit())
+    step = config.strip * config.strips_per_step
+    assert config.block_k % step == 0
+    assert (step if config.family == "matrix" else config.strip) % 16 == 0
+    assert config.family == ("matrix" if composed and heads in (16, 32) else "vector")
 
 
 def test_the_plan_of_a_kernel_is_made_once_for_each_trace(monkeypatch):

@@ -133,6 +133,21 @@ def test_kernels_have_no_races_on_two_cores_and_equal_the_reference(monkeypatch,
         assert np.asarray(out[:, 4]).any()
 
 
+# Of TPU7x, where vector operations take 16 keys at once.
+WIDE_STRIPS = {
+    "vector": {"queries": 12, "keys": 70, "batch": 2, "mask": (2, 1, 12, 70), "branches": "qkps", "rank": 1},
+    "matrix": {"queries": 12, "keys": 70, "branches": "kpg", "post": "qkp", "rank": 1, "mask": (1, 1, 12, 70)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", params(WIDE_STRIPS, {"vector"}))
+def test_kernels_with_strips_of_sixteen_keys_equal_the_reference(monkeypatch, family):
+    monkeypatch.setattr(tiling, "device_kind", lambda: "TPU7x")
+    heads = 3 if family == "vector" else 4  # only an even number is mixed by matrices
+    check(monkeypatch, family, {**WIDE_STRIPS[family], "heads": heads, "block": (128, 64), "family": family}, 2e-5)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_of_bfloat16_have_no_races_and_are_close_to_float32(monkeypatch, name):

@@ -28,8 +28,8 @@ VMEM_BYTES = {
     "TPU v5 lite": 120 * 2**20, "TPU v5e": 120 * 2**20, "TPU v6": 120 * 2**20, "TPU v5": 60 * 2**20,
     "TPU7x": 60 * 2**20,
 }  # fmt: skip
-# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows. Mosaic refuses to store strips of 8 keys there, for
-# many sizes of blocks of one example.
+# From generation 7, tiles of 16-bit numbers in VMEM have 16 rows. Vector operations, which store operands of products,
+# take 16 keys at once there.
 TILES_OF_16_ROWS = ("TPU7x",)
 
 COMPILER_BYTES = 4 * 2**20  # reserved for what the compiler adds to a kernel that mixes heads on the matrix unit
@@ -72,14 +72,14 @@ def vmem_limit() -> int:
     return next((size for known, size in VMEM_BYTES.items() if kind.startswith(known)), min(VMEM_BYTES.values()))
 
 
-def strips_per_step(heads: int, keys: int) -> int:
+def strips_per_step(sizes: KernelConfig) -> int:
     """Return the number of strips that one step of a loop processes.
 
     A strip of few heads has too little work to hide its latency, so that one step takes several strips with about 30
-    heads in all. Of the largest such numbers, the one that pads the keys least is chosen.
+    registers in all. Of the largest such numbers, the one that pads the keys least is chosen.
     """
-    counts = [n for n in (5, 4, 3, 2, 1) if n * heads <= 32] or [1]
-    return min(counts[:3], key=lambda n: (round_up(keys, STRIP * n), -n))
+    counts = [n for n in (5, 4, 3, 2, 1) if n * sizes.heads * sizes.strip <= 32 * STRIP] or [1]
+    return min(counts[:3], key=lambda n: (round_up(sizes.keys, sizes.strip * n), -n))
 
 
 def declared_bytes(buffers: Iterable[pl.MemoryRef]) -> int:
@@ -137,11 +137,6 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
             return config
-    if device_kind().startswith(TILES_OF_16_ROWS):
-        raise UnsupportedError(
-            f"on a {device_kind()}, the TPU kernels support blocks of eight interleaved examples only, found {batch}"
-            f" examples with {queries} queries, {keys} keys and {heads} heads of {head_dim} dimensions"
-        )
     raise UnsupportedError(f"{heads} heads of {head_dim} dimensions do not fit into a TPU's VMEM")
 
 
@@ -157,13 +152,12 @@ def candidates(sizes: KernelConfig, batch: int | None) -> Iterator[KernelConfig]
 
     Those of one example have its scores in one tile, or in tiles of at most 256 queries by 128 keys; the largest come
     first. If the gradients of all queries do not fit into VMEM, the backward pass processes the queries in several
-    passes. Vector units mix heads if no configuration with matrices fits. On TPU7x only interleaved examples are
-    possible.
+    passes. Vector units mix heads if no configuration with matrices fits.
     """
     if batch is not None and (config := interleaved(sizes, batch)) is not None:
         yield config
     if device_kind().startswith(TILES_OF_16_ROWS):
-        return
+        sizes = sizes._replace(strip=2 * STRIP)
     tiled = [config for block in block_sizes(sizes) for config in passes(sizes, *block)]
     for config in tiled:
         yield mixed_by_matrices(config) or config
@@ -201,16 +195,16 @@ def block_sizes(sizes: KernelConfig) -> list[tuple[int, int]]:
     """Return the numbers of queries and keys of a tile, the largest first."""
     blocks = [(256, 128), (128, 128), (128, 64)]
     if is_one_tile(sizes):
-        unroll = strips_per_step(sizes.heads, sizes.keys)
-        blocks.insert(0, (round_up(sizes.queries, LANES), round_up(sizes.keys, STRIP * unroll)))
+        strips = sizes.strip * strips_per_step(sizes)
+        blocks.insert(0, (round_up(sizes.queries, LANES), round_up(sizes.keys, strips)))
     most = round_up(sizes.queries, LANES), round_up(sizes.keys, 4 * STRIP)
     return [(min(block_q, most[0]), min(block_k, most[1])) for block_q, block_k in blocks]
 
 
 def passes(sizes: KernelConfig, block_q: int, block_k: int) -> list[KernelConfig]:
     """Return the configurations with these blocks, in which the backward pass has ever fewer queries at once."""
-    unroll = strips_per_step(sizes.heads, sizes.keys)
-    per_step = unroll if block_k % (STRIP * unroll) == 0 else min(unroll, 2)
+    unroll = strips_per_step(sizes)
+    per_step = unroll if block_k % (sizes.strip * unroll) == 0 else min(unroll, 2)
     config = sizes._replace(block_q=block_q, block_k=block_k, strips_per_step=per_step)
     fewer = [n for n in (4096, 2048, 1024, 512) if n <= sizes.queries]
     return [config._replace(queries_per_pass=n) for n in (sizes.queries, *fewer)]
@@ -221,8 +215,9 @@ def mixed_by_matrices(config: KernelConfig) -> KernelConfig | None:
 
     One iteration of the loops over a tile computes two steps. The matrix of a strip has at most 256 columns.
     """
-    found = config._replace(family="matrix", strips_per_step=max(config.strips_per_step, 2))
+    per_step = config.strips_per_step * (config.strip // STRIP)
+    found = config._replace(family="matrix", strip=STRIP, strips_per_step=max(per_step, 2))
     mixes = any(layout is not None and layout.mixes for layout in (config.pre, config.post))
     pairs = config.block_k % (2 * found.strip * found.strips_per_step) == 0
-    small = config.heads % 2 == 0 and config.heads * config.strip <= 2 * LANES
+    small = config.heads % 2 == 0 and config.heads * found.strip <= 2 * LANES
     return found if mixes and pairs and small and not config.is_single_tile else None
