@@ -49,7 +49,7 @@ def resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarra
     out = np.empty((height, width, 3), np.uint8)
     left, right, across = _interpolation(image.shape[1], width)
     upper, lower, down = _interpolation(image.shape[0], height)
-    _loops().resize(image, 3 * left, 3 * right, across, upper, lower, down, out)
+    _loops().resize(image, (3 * left, 3 * right, across), (upper, lower, down), out)
     return out
 
 

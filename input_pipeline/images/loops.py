@@ -16,6 +16,8 @@ TABLES = types.Array(types.uint8, 2, "C", readonly=True)
 INDICES = types.Array(types.uint32, 1, "C", readonly=True)
 SOURCES = types.Array(types.uint32, 2, "C", readonly=True)
 WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+# The neighbors of each pixel of an output, and the weight of the second one.
+AXIS = types.Tuple((INDICES, INDICES, WEIGHTS))  # type: ignore[no-untyped-call]
 OUT = types.Array(types.uint8, 3, "C")
 COUNTS = types.Array(types.int64, 2, "C")
 
@@ -36,13 +38,15 @@ def _compiled(*arguments: types.Type) -> Callable[[Callable[..., None]], Callabl
     return compile_
 
 
-@_compiled(IMAGE, INDICES, INDICES, WEIGHTS, INDICES, INDICES, WEIGHTS, OUT)
+@_compiled(IMAGE, AXIS, AXIS, OUT)
 @no_type_check  # numba does not compile a function that checks its arguments
-def resize(image, left, right, across, upper, lower, down, out):
+def resize(image, columns, rows, out):
     """Interpolate each row along x once, and then between the rows above and below each row of the output.
 
-    `left` and `right` are three times the index of a pixel, and index a channel of a row.
+    The neighbors of `columns` are three times the index of a pixel, and index a channel of a row.
     """
+    left, right, across = columns
+    upper, lower, down = rows
     height, width = out.shape[:2]
     row = np.empty(image.shape[1] * 3, np.float32)
     above, below = np.empty(width * 3, np.float32), np.empty(width * 3, np.float32)
