@@ -230,7 +230,7 @@ def _second_layer(w_2: Float[Array, "C G I I"], rank: int) -> Float[Array, "CGI 
     return (by_layer * layer).reshape(count * groups * inner, -1)
 
 
-def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I columns"]:
+def _padded(w: Float[Array, "I columns"]) -> Float[Array, "I padded"]:
     """Add columns of zeros to complete registers, if these are at most an eighth of the result.
 
     TPUs then keep the last axis of a product along lanes, as the kernels read it, where it takes no more memory.
