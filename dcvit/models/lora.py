@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.shapes import Array
 from dcvit.models import Params
-from dcvit.models.trees import matrix_axes
+from dcvit.models.trees import matrix_axes, nested
 
 A, B = "lora_a", "lora_b"
 
@@ -63,7 +63,7 @@ class Adaptation:
                 adapted += 1
         if not adapted:
             raise ValueError(f"targets={self.targets!r} matches no parameter")
-        return _nested(found)
+        return nested(found)
 
     def is_whole(self, name: str) -> bool:
         """Return True for the name of a parameter that is trained as a whole."""
@@ -79,7 +79,7 @@ class Adaptation:
             update: Array = changed[f"{name}/{A}"] @ changed[f"{name}/{B}"]
             return leaf + self.factor * update.reshape(leaf.shape)
 
-        return _nested({name: value(name, leaf) for name, leaf in _flat(base).items()})
+        return nested({name: value(name, leaf) for name, leaf in _flat(base).items()})
 
     @property
     def factor(self) -> float:
@@ -102,20 +102,6 @@ def _flat(params: Params) -> dict[str, Array]:
     """Return parameters by their names."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _nested(flat: Mapping[str, Array]) -> Params:
-    """Return a tree of parameters from their names."""
-    tree: dict[str, object] = {}
-    for name, leaf in flat.items():
-        *parents, last = name.split("/")
-        part = tree
-        for parent in parents:
-            inner = part.setdefault(parent, {})
-            assert isinstance(inner, dict)
-            part = inner
-        part[last] = leaf
-    return tree
 
 
 def is_adapter(names: Mapping[str, object]) -> bool:

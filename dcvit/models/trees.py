@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,12 @@ class Tensor(NamedTuple):
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+def nested(flat: Mapping[str, Any]) -> Params:
+    """Return arrays by path as a tree."""
+    tree: Params = flax.traverse_util.unflatten_dict(dict(flat), sep="/")  # type: ignore[no-untyped-call]
+    return tree
 
 
 def check_tree(found: Shapes, expected: Shapes, what: str) -> None:

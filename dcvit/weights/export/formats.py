@@ -20,11 +20,11 @@ import tensorstore as ts
 from dcvit.config import load as configs
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
+from dcvit.models.trees import nested
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import dcvit_hf, dinov2, gpt2, gpt_neox, hf_processor, hf_vit, llama, names, own, siglip, timm_vit
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
-from dcvit.weights.export.logits import nested
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, WrittenFamily
 from dcvit.weights.modules import build, example

@@ -6,10 +6,9 @@ A language model is applied layer by layer, with the parameters of one layer in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,9 @@ from jaxtyping import PyTree
 from PIL import Image
 
 import input_pipeline
-from dcvit.models import Params, lm, vit
+from dcvit.models import lm, vit
 from dcvit.models.decoder import token_context
+from dcvit.models.trees import nested
 from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
 from dcvit.weights.placement import place_params
@@ -91,12 +91,6 @@ def _read(weights: Weights, path: str) -> PyTree:
 @functools.lru_cache(maxsize=1)  # of the source and of the result
 def _compiled(net: vit.ViT) -> Callable[..., jax.Array]:
     return jax.jit(lambda params, x: net.apply({"params": params}, x)[0])
-
-
-def nested(flat: Mapping[str, Any]) -> Params:
-    """Return arrays by path as a tree."""
-    tree: Params = flax.traverse_util.unflatten_dict(dict(flat), sep="/")
-    return tree
 
 
 def _language_logits(net: lm.LM, read: Callable[[str], PyTree], tokens: np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
+from dcvit.models.trees import nested
 from dcvit.weights.export import formats
-from dcvit.weights.export.logits import nested
 from dcvit.weights.families import Weights
 from dcvit.weights.modules import build, example
 
