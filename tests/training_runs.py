@@ -6,11 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from small_models import jit
 from trained_workdirs import TINY
 
 from dcvit import cli, train
 from dcvit.config import load as configs
+from dcvit.errors import ConfigError
 from dcvit.training import hooks, step
 from dcvit.training.setup import make_setup
 
@@ -37,6 +39,14 @@ def small_lm_setup(**overrides):
     """Return the setup of a small language model with plain attention."""
     options = LM_TINY | {"model.depth": 1, "model.compose": None} | overrides
     return make_setup(configs.load("lm_stdlib", [f"{k}={v}" for k, v in options.items()]), evaluate=False)
+
+
+def refusal(make, **overrides):
+    """Return the message of the ConfigError of a setup with these overrides, which is one line."""
+    with pytest.raises(ConfigError) as error:
+        make(**overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def perturbed_params(setup):

@@ -7,9 +7,8 @@ import optax
 import pytest
 from small_models import jit
 from trained_workdirs import load_params
-from training_runs import interrupted_before, same, small_lm_setup, small_setup
+from training_runs import interrupted_before, refusal, same, small_lm_setup, small_setup
 
-from dcvit.errors import ConfigError
 from dcvit.models import lm, vit
 from dcvit.parallel import sharding
 from dcvit.training import optim, step
@@ -165,7 +164,4 @@ BAD = {
 @pytest.mark.parametrize("override", BAD)
 def test_bad_options_are_one_line(override):
     key, value = override.split("=")
-    with pytest.raises(ConfigError) as error:
-        small_lm_setup(**{"optax_name": "muon", "optax": {}, key: value})
-    assert BAD[override] in str(error.value)
-    assert "\n" not in str(error.value)
+    assert BAD[override] in refusal(small_lm_setup, **{"optax_name": "muon", "optax": {}, key: value})
