@@ -23,10 +23,14 @@ from dcvit.reproduction.seeded import Run, folder_of
 from dcvit.reproduction.tables import Cell, Chart, Table
 
 # Two heads share a key head, so that all names are possible.
-ARMS = {name: {"heads": name, "num_key_heads": 4} for name in head_settings.NAMES}
+ARMS: dict[str, dict[str, object]] = {
+    **{name: {"heads": name, "num_key_heads": 4} for name in head_settings.NAMES},
+    "dcmha, rank 1": {"heads": "dcmha", "rank": 1, "num_key_heads": 4},
+}
 ACCURACY = "validation/accuracy"
 TASK_STEPS = 2000  # of runs on generated tasks, for `arms.STEPS` steps of those on text
-TASK_FIELDS = {"model.num_key_heads": 2, "lr": 3e-3}  # of four heads; the learning rate of scripts/bench_runs.py
+TASK_KEY_HEADS = 2  # of four heads
+TASK_LR = 3e-3  # the learning rate of scripts/bench_runs.py
 ESTIMATES = Path(__file__).parents[2] / "docs" / "tpu_heads.json"  # of scripts/tpu_step.py; not in a package
 
 
@@ -38,10 +42,11 @@ def plan(folder: Path, steps: int) -> list[Run]:
 def task_runs(folder: Path, steps: int) -> dict[str, Run]:
     """Return the runs on generated tasks, with steps in proportion to those of runs on text."""
     spec = f"lm_synthetic:steps={task_steps(steps)}"
-    return {
-        name: Run(folder_of(folder, f"{name}=synthetic"), spec, {"model.heads": name, **TASK_FIELDS}, ACCURACY)
-        for name in ARMS
-    }
+    found = {}
+    for name, fields in ARMS.items():
+        own = {f"model.{key}": value for key, value in {**fields, "num_key_heads": TASK_KEY_HEADS}.items()}
+        found[name] = Run(folder_of(folder, f"{name}=synthetic"), spec, {**own, "lr": TASK_LR}, ACCURACY)
+    return found
 
 
 def task_steps(steps: int) -> int:
@@ -72,7 +77,7 @@ def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
     tasks = (
         f"The accuracy on tasks is that of other models, trained by configs/lm_synthetic.py for {task_steps(steps)} "
         "steps on the generated tasks of docs/composed_tasks.md, and evaluated on their validation split. They have "
-        f"four heads and two key heads, and the learning rate is {TASK_FIELDS['lr']} for all."
+        f"four heads and two key heads, and the learning rate is {TASK_LR} for all."
     )
     tpu = (
         "The column of the TPU is the compiler's estimate of a training step of a model of 405M parameters, with 16 "
@@ -91,8 +96,10 @@ def tpu_seconds(path: Path) -> dict[str, float]:
     estimates: Sequence[Mapping[str, object]] = json.loads(path.read_text())
     found = {}
     for each in estimates:
-        if name := re.search(r"model[.]heads=(\w+)", str(each["config"])):
-            found[name[1]] = float(str(each["seconds"]))
+        fields = dict(re.findall(r"model[.](\w+)=(\w+)", str(each["config"])))
+        if "heads" in fields:
+            rank = f", rank {fields['rank']}" if "rank" in fields else ""
+            found[f"{fields['heads']}{rank}"] = float(str(each["seconds"]))
     return found
 
 

@@ -238,13 +238,14 @@ def test_table_8_has_paired_differences_beside_the_paper(tmp_path):
 
 
 def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them():
-    assert tuple(heads.ARMS) == head_settings.NAMES
+    assert tuple(heads.ARMS) == (*head_settings.NAMES, "dcmha, rank 1")
+    assert (heads.model_of("dcmha").rank, heads.model_of("dcmha, rank 1").rank) == (2, 1)
     text, tasks = arms.language_models(Path(), heads.ARMS).at_equal_steps(7), heads.task_runs(Path(), 7)
     for name in heads.ARMS:
         expected = heads.model_of(name)
         for run, steps, fields in (
-            (text[name], 7, ("heads", "compose", "groups", "static")),
-            (tasks[name], 23, ("heads", "compose", "branches", "static")),
+            (text[name], 7, ("heads", "compose", "groups", "static", "rank")),
+            (tasks[name], 23, ("heads", "compose", "branches", "static", "rank")),
         ):
             config = load(run.spec, run.words(3))
             assert (config.total_steps, config.seed) == (steps, 3)
@@ -271,10 +272,11 @@ def test_the_leaderboard_trains_on_generated_tasks_and_has_their_accuracy_over_s
 def test_estimates_of_heads_are_those_of_the_file(tmp_path):
     assert heads.tpu_seconds(tmp_path / "none.json") == {}
     estimates = [
-        {"config": f"lm_pile:preset=A model.heads={name}", "seconds": s} for name, s in (("mha", 1), ("moh_topk", 2))
+        {"config": f"lm_pile:preset=A model.heads={name}", "seconds": s}
+        for name, s in (("mha", 1), ("dcmha model.rank=1", 2))
     ]
     (tmp_path / "a.json").write_text(json.dumps([*estimates, {"config": "vit_i1k", "seconds": 3}]))
-    assert heads.tpu_seconds(tmp_path / "a.json") == {"mha": 1, "moh_topk": 2}
+    assert heads.tpu_seconds(tmp_path / "a.json") == {"mha": 1, "dcmha, rank 1": 2}
 
 
 GAIN = {"plain": 0.0, "DCFlash": 0.2, "query-wise": 0.2, "complete": 0.3}
