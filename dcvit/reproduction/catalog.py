@@ -18,6 +18,7 @@ from dcvit.reproduction import (
     heads,
     images,
     in_context,
+    optimizers,
     overhead,
     scaling,
     seeded,
@@ -133,13 +134,18 @@ ENTRIES = {
     ),
     "heads": Entry(
         "leaderboard of cross-head attention, not in the paper",
-        "11 small language models, trained twice per seed, and on generated tasks",
+        f"{len(heads.ARMS)} small language models, trained twice per seed, and on generated tasks",
         compute=Trained(heads.plan, heads.table, arms.STEPS, "heads"),
     ),
     "key_heads": Entry(
         "composition with grouped queries, not in the paper",
         "11 small language models, trained twice per seed, and 4 ViTs on digits",
         compute=Trained(heads.key_heads_plan, heads.key_heads_table, arms.STEPS, "key_heads"),
+    ),
+    "optimizers": Entry(
+        "AdamW and Muon with plain and composed attention, not in the paper",
+        "4 small language models at 3 learning rates",
+        compute=Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
     ),
     "image_digits": Entry(
         "composition in ViTs with grouped queries on digits, not in the paper",

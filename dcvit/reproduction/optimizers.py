@@ -1,0 +1,77 @@
+"""AdamW and Muon with plain and composed attention, at three learning rates: a comparison that is not in the paper.
+
+The models are those of `dcvit.reproduction.arms` on embedded text. Every learning rate is in the table, because the
+two optimizers need not agree on the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcvit.reproduction import arms, speeds
+from dcvit.reproduction.seeded import Run, folder_of
+from dcvit.reproduction.tables import Chart, Row, Table
+
+OPTIMIZERS: dict[str, dict[str, object]] = {"AdamW": {}, "Muon": {"optax_name": "muon", "optax": {}}}
+COMPOSE = {"plain": None, "composed": "both"}
+RATES = (1.5e-3, 3e-3, 6e-3)
+
+
+def runs(folder: Path, steps: int) -> dict[tuple[str, str, float], Run]:
+    """Return the runs by optimizer, attention and learning rate."""
+    found = {}
+    for optimizer, overrides in OPTIMIZERS.items():
+        for attention, compose in COMPOSE.items():
+            for lr in RATES:
+                path = folder_of(folder, f"{optimizer} {attention} {lr:g}")
+                run = arms.language_model_run(path, {**arms.MODEL, "compose": compose}, steps)
+                key = optimizer, attention, lr
+                found[key] = run._replace(overrides={**run.overrides, **overrides, "lr": lr})
+    return found
+
+
+def plan(folder: Path, steps: int) -> list[Run]:
+    """Return all runs, after the times of their steps are measured."""
+    _times(folder)
+    return [*runs(folder, steps).values()]
+
+
+def table(folder: Path, seeds: Sequence[int], steps: int) -> Table:
+    """Return the bits per byte of complete runs, with differences between attentions and between optimizers.
+
+    Raises:
+      ConfigError: a run is not complete, or the runs of a row differ in more than their seed.
+    """
+    found = runs(folder, steps)
+    times = _times(folder)
+    rows: list[Row] = []
+    for (optimizer, attention, lr), run in found.items():
+        plain, adamw = found[optimizer, "plain", lr], found["AdamW", attention, lr]
+        own = arms.measure({"run": run}, seeds).means["run"]
+        to_plain = arms.measure({"first": plain, "run": run}, seeds).differences["run"]
+        to_adamw = arms.measure({"first": adamw, "run": run}, seeds).differences["run"]
+        rows.append({
+            "run": f"{optimizer} {attention} {lr:g}", "bits per byte": own.mean, "± 95 %": own.interval,
+            "to plain": None if run is plain else to_plain.mean,
+            "to plain ± 95 %": None if run is plain else to_plain.interval,
+            "to AdamW": None if run is adamw else to_adamw.mean,
+            "to AdamW ± 95 %": None if run is adamw else to_adamw.interval,
+            "step ms": times.ms[f"{optimizer} {attention}"],
+        })  # fmt: skip
+    size = ", ".join(f"{key} {value}" for key, value in arms.MODEL.items())
+    note = (
+        f"Models of configs/lm_stdlib.py ({size}) after {steps} steps of 16×{arms.CONTEXT} bytes of Python's standard "
+        f"library, evaluated on its validation split; the number is the learning rate. Seeds "
+        f"{', '.join(map(str, seeds))}; intervals of Student's t distribution. Differences have the same seed and "
+        "learning rate: to plain attention with the same optimizer, and to AdamW with the same attention. Times of a "
+        f"step are medians of {speeds.ROUNDS} interleaved rounds, without compilation, data and evaluations, on "
+        f"{times.machine}; other processes on the machine change them."
+    )
+    return Table("optimizers", "AdamW and Muon with plain and composed attention", rows, (note,),
+                 Chart("run", "bits per byte", "± 95 %"))  # fmt: skip
+
+
+def _times(folder: Path) -> speeds.StepTimes:
+    timed = {f"{name} {attention}": run for (name, attention, lr), run in runs(folder, 1).items() if lr == RATES[0]}
+    return speeds.step_times({name: (run.spec, run.words(0)) for name, run in timed.items()}, folder)
