@@ -65,10 +65,10 @@ def on_arrays(implementation):
 
     def attention(
         q, k, v, pre=None, post=None, *, causal=False, window=None, mask=None, segments=None, groups=1, scale=1.0,
-        **more,
+        first_query=0, **more,
     ):  # fmt: skip
         inputs = Inputs(q, k, v, pre, post, mask, make_segments(segments))
-        return implementation(inputs, Options(causal, window, groups, scale), **more)
+        return implementation(inputs, Options(causal, window, groups, scale, first_query), **more)
 
     return attention
 

@@ -138,15 +138,16 @@ def runs(queries: int, keys: int, options: Options, group: int | None = None) ->
     if options.window is not None and options.window < keys:
         rows = _rows(queries, options.window, group)
         extent = min(keys, options.window + rows - 1)
-        return [Run(0, cdiv(queries, rows), rows, 1 - options.window, rows, extent)]
+        return [Run(0, cdiv(queries, rows), rows, options.first_query + 1 - options.window, rows, extent)]
     if not options.causal and options.window is None:
         rows = _rows(queries, keys, group)
         return [Run(0, cdiv(queries, rows), rows, 0, 0, keys)]
-    rows = _rows(queries, cdiv(keys, 2), group)  # on average, a causal mask removes half of the keys
+    # On average, a causal mask removes half of the keys after those that all queries attend to.
+    rows = _rows(queries, options.first_query + cdiv(max(1, keys - options.first_query), 2), group)
     blocks = cdiv(queries, rows)
     each = cdiv(blocks, RUNS)
     return [
-        Run(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, (first + each) * rows))
+        Run(first * rows, min(each, blocks - first), rows, 0, 0, min(keys, options.first_query + (first + each) * rows))
         for first in range(0, blocks, each)
     ]
 
@@ -351,7 +352,7 @@ def _needed_keys(options: Options, x: Inputs, group: int) -> tuple[Array, Array]
     queries, keys = x.q.shape[1], x.k.shape[1]
     first, last = first_and_last(blocks_in_common(not_none(x.segments), group, GRAIN))
     first, end = first * GRAIN, jnp.minimum((last + 1) * GRAIN, keys)
-    at = jnp.arange(0, queries, group, dtype=jnp.int32)
+    at = options.first_query + jnp.arange(0, queries, group, dtype=jnp.int32)
     if options.causal or options.window is not None:
         end = jnp.minimum(end, at + group)
     if options.window is not None:
@@ -376,7 +377,7 @@ def _cut(x: Inputs, run: Run, index: int | Array, options: Options) -> Block:
         mask = mask if mask.shape[0] == 1 else cut(Axis("q", 0), mask)
         mask = mask if mask.shape[1] == 1 else cut(Axis("k", 1), mask)
     if options.causal or options.window is not None:
-        query = start["q"] + jnp.arange(run.rows)[:, None]
+        query = options.first_query + start["q"] + jnp.arange(run.rows)[:, None]
         key = start["k"] + jnp.arange(run.keys)[None, :]
         local = key <= query
         if options.window is not None:

@@ -277,7 +277,8 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On GPUs and TPUs, `decode` and its
     kernel are preferred because they read less memory in fewer, larger products; this has not been measured. Nor has
     `elementwise` been on a GPU: it is preferred there because the compiled program reads and writes the fewest bytes.
-    `pallas_gpu` is a candidate on Hopper GPUs only. `cudnn` computes plain attention, also that inside `folded`, and
+    `pallas_gpu` is a candidate on Hopper GPUs only, and for all queries; a part of them (`Options.first_query`) takes
+    `blockwise`, which holds no scores either. `cudnn` computes plain attention, also that inside `folded`, and
     holds no scores in memory.
     """
     queries, keys, key_heads = inputs.q.shape[1], *inputs.k.shape[1:3]
@@ -291,6 +292,8 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     if queries > 1 and plain and here == "cpu" and queries * keys < MAX_SCORES_FOR_PLAIN_XLA:
         return ("reference",)
     names = (ONE_QUERY if queries == 1 else PLAIN if plain else BY_PLATFORM).get(here, ())
+    if here == "gpu" and options.first_query:
+        names = ("blockwise",)
     if here == "gpu" and pallas_gpu.compute_capability() != pallas_gpu.HOPPER:
         names = tuple(name for name in names if name != "pallas_gpu")
     return (*names, "reference")

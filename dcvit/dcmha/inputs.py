@@ -48,12 +48,14 @@ class Options:
       window: query i attends only to keys i-window+1 … i; implies `causal`.
       groups: number of equal groups of heads; each group is composed separately.
       scale: factor of q·k.
+      first_query: position of query 0 among the keys for `causal` and `window`, where the queries are a part of all.
     """
 
     causal: bool = False
     window: int | None = None
     groups: int = 1
     scale: float = 1.0
+    first_query: int = 0
 
 
 def checked(

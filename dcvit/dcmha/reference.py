@@ -39,9 +39,10 @@ def visible(
     window: int | None = None,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     segments: Segments | None = None,
+    first_query: int = 0,
 ) -> Bool[Array, "#B 1 T S"] | None:
     """Return which keys each query attends to, or None if every query attends to every key."""
-    query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+    query, key = first_query + jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
     conditions = []
     if causal or window is not None:
         conditions.append((key <= query)[None, None])
@@ -88,7 +89,8 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
     """
     q, k, _, pre, post, mask, segments = inputs
     mask = visible(
-        q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask, segments=segments
+        q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask, segments=segments,
+        first_query=options.first_query,
     )  # fmt: skip
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])

@@ -25,11 +25,17 @@ CASES = {
         "queries": 330, "causal": True, "segments": 6, "groups": 2, "key_heads": 2, "branches": "qkpgs",
     },
     "segments, window": {"queries": 210, "window": 100, "segments": 2, "branches": "qg"},
+    "last queries, causal": {"queries": 70, "keys": 330, "first_query": 260, "causal": True},
+    "last queries, window": {"queries": 70, "keys": 90, "first_query": 20, "window": 20, "branches": "qkpgs"},
+    "last queries, causal, segments, shared keys": {
+        "queries": 140, "keys": 400, "first_query": 260, "causal": True, "segments": 4, "key_heads": 2,
+    },
     "segments, more keys, mask": {"queries": 70, "keys": 333, "segments": 5, "mask": (2, 1, 1, 333), "branches": "kp"},
 }  # fmt: skip
 # Together, these contain every branch, a mask, more and fewer keys, and shared keys.
 DEFAULT = (
     "causal, more keys, groups, shared keys", "window, fewer keys, key padding", "segments, shared keys, groups",
+    "last queries, window", "last queries, causal, segments, shared keys",
 )  # fmt: skip
 
 

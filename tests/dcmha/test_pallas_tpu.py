@@ -63,6 +63,14 @@ CASES = {
         "queries": 132, "batch": 2, "causal": True, "segments": 4, "branches": "kpg", "post": "qkps", "rank": 1,
         "block": (128, 32), "family": "matrix",
     },
+    "blocks, mixed, causal, segments, last queries, passes": {
+        "queries": 140, "keys": 300, "first_query": 160, "causal": True, "segments": 3, "branches": "kpg",
+        "post": "qkp", "rank": 1, "block": (128, 32), "queries_per_pass": 128, "family": "matrix",
+    },
+    "blocks, window, last queries": {
+        "queries": 12, "keys": 60, "first_query": 48, "window": 20, "branches": "qk", "rank": 1, "block": (128, 16),
+        "family": "vector",
+    },
     "single tile, segments, mask": {
         "queries": 12, "batch": 8, "head_dim": 64, "mask": (1, 1, 12, 12), "segments": 3, "rank": 1, "family": "vector",
     },
@@ -70,7 +78,10 @@ CASES = {
     "query-wise, rank 3": {"queries": 8, "branches": "qp", "post": "qgs", "rank": 3, "family": "vector"},
 }  # fmt: skip
 # By default, one case of each family of kernels, and one with segments.
-DEFAULT = {"interleaved examples", "two mixed tiles", "blocks, masks, static", "blocks, segments, passes"}
+DEFAULT = {
+    "interleaved examples", "two mixed tiles", "blocks, masks, static", "blocks, segments, passes",
+    "blocks, window, last queries",
+}  # fmt: skip
 INTERPRETER = pltpu.InterpretParams()
 
 

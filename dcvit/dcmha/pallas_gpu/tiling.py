@@ -53,6 +53,8 @@ def check_supported(inputs: Inputs, options: Options) -> None:
     capability = compute_capability()
     if capability != HOPPER:
         raise UnsupportedError(f"the GPU kernels need a Hopper GPU (compute capability {HOPPER}), found {capability}")
+    if options.first_query:
+        raise UnsupportedError("the GPU kernels need all queries, found a part of them (mesh axis context)")
     if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
         raise UnsupportedError(
             "the GPU kernels support q, k and v that are all bfloat16 or all float32,"

@@ -142,7 +142,7 @@ def _delta(config: KernelConfig, out: Blocked, cotangent: Blocked) -> Array:
 
 def _forward_mode(static: Static, x: Inputs) -> Array:
     (config, _), (q, k, v, pre, post, mask, segments) = static, x
-    options = Options(config.causal, config.window, config.groups, config.scale)
+    options = Options(config.causal, config.window, config.groups, config.scale, config.first_query)
     by_query = None if mask is None else mask.swapaxes(1, 2)[:, None]
     return blockwise.forward_mode(Inputs(q, k, v, pre, post, by_query, segments), options)
 

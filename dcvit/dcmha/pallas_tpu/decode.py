@@ -108,8 +108,9 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     check_dtypes(q, k, v)
     config = make_config(inputs, options, vmem_limit())
     attended = visible(
-        1, k.shape[1], causal=options.causal, window=options.window, mask=inputs.mask, segments=inputs.segments
-    )
+        1, k.shape[1], causal=options.causal, window=options.window, mask=inputs.mask, segments=inputs.segments,
+        first_query=options.first_query,
+    )  # fmt: skip
     return _attention((config, interpret), inputs._replace(mask=attended, segments=None))
 
 

@@ -130,9 +130,9 @@ def make_config(inputs: Inputs, options: Options, vmem_bytes: int) -> KernelConf
     pre, post = compose_layouts(inputs.pre, inputs.post, scale)
     sizes = KernelConfig(
         family="vector", heads=heads, key_heads=key_heads, head_dim=head_dim, groups=options.groups,
-        first_query=0, queries=queries, keys=keys, block_q=LANES, block_k=STRIP, queries_per_pass=queries, strip=STRIP,
-        strips_per_step=1, causal=options.causal, window=options.window, scale=scale, pre=pre, post=post,
-        vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16,
+        first_query=options.first_query, queries=queries, keys=keys, block_q=LANES, block_k=STRIP,
+        queries_per_pass=queries, strip=STRIP, strips_per_step=1, causal=options.causal, window=options.window,
+        scale=scale, pre=pre, post=post, vmem_bytes=vmem_bytes, dtype=dtype, rounded=dtype == jnp.bfloat16,
     )  # fmt: skip
     for config in candidates(sizes, batch if inputs.segments is None else None):
         if fits(config):
