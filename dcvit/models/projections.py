@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import PrecisionLike
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
@@ -29,6 +30,8 @@ class Projections(AttentionFields):
       out_features: width of the output; None means M.
       rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
       rotary_base: base of the frequencies of that embedding.
+      rotary_grid: rows and columns of the patches, which are the last tokens, for a rotary embedding in two dimensions
+        (`rotate_patches`); None means one in the positions of the tokens.
       use_bias: the four projections have biases.
       kernel_init: initializer of the four projections.
       out_init: initializer of the output projection; None means `kernel_init`.
@@ -48,6 +51,7 @@ class Projections(AttentionFields):
     out_features: int | None = None
     rotary: int = 0
     rotary_base: float = 10_000.0
+    rotary_grid: tuple[int, int] | None = None
     use_bias: bool = True
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     out_init: Initializer | None = None
@@ -73,6 +77,8 @@ class Projections(AttentionFields):
         head_dim = inner // self.num_heads
         if self.rotary % 2 or not 0 <= self.rotary <= head_dim:
             raise ValueError(f"rotary={self.rotary} should be even and at most {head_dim}, a head's width")
+        if self.rotary_grid and (self.rotary % 4 or not self.rotary):
+            raise ValueError(f"rotary={self.rotary} in two dimensions should be a positive multiple of 4")
         if self.num_key_heads is not None and (self.num_key_heads < 1 or self.num_heads % self.num_key_heads):
             raise ValueError(f"num_key_heads={self.num_key_heads} does not divide num_heads={self.num_heads}")
         return head_dim
@@ -111,7 +117,11 @@ class Projections(AttentionFields):
                 in_float32(norm(epsilon=self.qk_norm_epsilon, param_dtype=self.param_dtype, name=name), x)
                 for name, x in zip(self.norm_names, (q, k), strict=True)
             )
-        if self.rotary:
+        if self.rotary_grid:
+            if positions is not None:
+                raise ValueError(f"rotary_grid={self.rotary_grid} gives the positions: pass none")
+            q, k = (rotate_patches(x, self.rotary_grid, width=self.rotary, base=self.rotary_base) for x in (q, k))
+        elif self.rotary:
             if positions is None:
                 positions = jnp.arange(x_q.shape[1])[None]
             q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
@@ -203,7 +213,31 @@ def rotate(
     position · base^(-2i/width): the layout of GPT-NeoX and LLaMA.
     """
     frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
+    return _rotate_by(x, positions.astype(jnp.float32)[..., None] * frequencies[None, None])
+
+
+def rotate_patches(x: Float[Array, "B T H D"], grid: tuple[int, int], *, width: int, base: float) -> Array:
+    """Apply a rotary embedding in two dimensions, as DINOv3 (Siméoni et al., 2025), to the patches.
+
+    The patches of a grid (rows, columns) are the last tokens; those before them are not rotated. The centers of the
+    patches have coordinates in [-1, 1] on both axes, so that the embedding fits any grid. The angles of the width/2
+    pairs, which are those of `rotate`, are 2π·y·base^(-4i/width) for the first half, and those of x for the second.
+
+    Raises:
+      ValueError: there are fewer tokens than patches.
+    """
+    before = x.shape[1] - grid[0] * grid[1]
+    if before < 0:
+        raise ValueError(f"rotary_grid={grid} has more patches than there are tokens, {x.shape[1]}")
+    y_x = np.meshgrid(*((2 * np.arange(n) + 1) / n - 1 for n in grid), indexing="ij")
+    frequencies = 2 * np.pi * base ** (-np.arange(0, width, 4) / width)
+    angles = np.concatenate([coordinates.reshape(-1, 1) * frequencies for coordinates in y_x], axis=1)
+    return _rotate_by(x, jnp.asarray(np.pad(angles, [(before, 0), (0, 0)])[None], jnp.float32))
+
+
+def _rotate_by(x: Float[Array, "B T H D"], angles: Float[Array, "#B T _"]) -> Float[Array, "B T H D"]:
+    """Rotate the pairs of the first numbers of each head by angles, one for each pair."""
+    width = 2 * angles.shape[-1]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     a, b = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

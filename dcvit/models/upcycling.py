@@ -29,7 +29,7 @@ FREE_FIELDS = {
     *(field.name for field in dataclasses.fields(AttentionFields) if field.name != "qk_norm"),
     *("num_classes", "vocab_size", "context"),  # follow from the data
     # These show in the names and shapes of parameters.
-    *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "posemb", "layer_scale"),
+    *("width", "depth", "mlp_dim", "num_heads", "num_key_heads", "patch_size", "rep_size", "layer_scale"),
     "compose_layers",
     *(*TRAINING_ONLY_FIELDS, "parent", "name"),
 }

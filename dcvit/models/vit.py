@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dcvit.dcmha.shapes import Array, Float
 from dcvit.errors import CheckpointError
@@ -52,7 +53,8 @@ VARIANTS = {
     "e": (1792, 56, 15360, 16),  # Chen et al., 2023 (arXiv 2209.06794)
 }
 POOLS = ("gap", "map", "tok", "tok+gap", "0", "none")
-POSEMBS = ("learn", "sincos2d")
+POSEMBS = ("learn", "sincos2d", "rotary2d")
+ROTARY_BASE = 100.0  # of DINOv3
 
 
 class ViT(TransformerFields):
@@ -63,7 +65,8 @@ class ViT(TransformerFields):
     Fields:
       num_classes: C; None or 0 omits the head.
       patch_size: height and width of a patch in pixels.
-      posemb: "learn" or "sincos2d" (MoCo v3's fixed embedding).
+      posemb: "learn", "sincos2d" (MoCo v3's fixed embedding), or "rotary2d" (DINOv3's rotation of queries and keys by
+        the place of their patch).
       pool_type: "gap" (mean of the patches), "map" (attention pooling), "tok" (class token), "tok+gap" (both, one after
         the other, as DINOv2's classifier), "0" (first patch), "none".
       registers: number of learned tokens that precede the patches and are not pooled (Darcet et al., 2024).
@@ -117,20 +120,14 @@ class ViT(TransformerFields):
         )(image.astype(dtype))  # fmt: skip
         batch, rows, columns, width = x.shape
         x = x.reshape(batch, rows * columns, width)
-        x = out["with_posemb"] = x + self._posemb(rows, columns).astype(dtype)
+        if self.posemb != "rotary2d":
+            x = x + self._posemb(rows, columns).astype(dtype)
+        out["with_posemb"] = x
         extra = self._extra_tokens(width)
         x = jnp.concatenate([*(jnp.tile(t.astype(dtype), (batch, 1, 1)) for t in extra), x], axis=1)
         x = constrain(nn.Dropout(self.dropout)(x, not train), BATCH, None, None)
 
-        attention = functools.partial(
-            Attention,
-            self.num_heads,
-            num_key_heads=self.num_key_heads,
-            dtype=dtype,
-            remat=self.remat == "attention",
-            heads=self.heads,
-            **values_of(self, AttentionFields),
-        )
+        attention = self._attention((rows, columns), dtype)
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
         x, out["encoder"] = Encoder(
@@ -175,6 +172,22 @@ class ViT(TransformerFields):
             x = out["logits"] = head(x)
         return x, out
 
+    def _attention(self, grid: tuple[int, int], dtype: DTypeLike) -> Callable[..., Attention]:
+        """Return a constructor of the attention of a layer, for rows and columns of patches."""
+        attention = functools.partial(
+            Attention,
+            self.num_heads,
+            num_key_heads=self.num_key_heads,
+            dtype=dtype,
+            remat=self.remat == "attention",
+            heads=self.heads,
+            **values_of(self, AttentionFields),
+        )
+        if self.posemb != "rotary2d":
+            return attention
+        head_dim = self.width // self.num_heads
+        return functools.partial(attention, rotary=head_dim, rotary_base=ROTARY_BASE, rotary_grid=grid)
+
     def _posemb(self, rows: int, columns: int) -> Array:
         if self.posemb == "sincos2d":
             return posemb_sincos_2d(rows, columns, self.width)
@@ -205,6 +218,10 @@ def check_fields(net: ViT, sides: Sequence[int]) -> None:
     check_transformer(net)
     if len(net.patch_size) != 2 or any(p < 1 or size % p for p, size in zip(net.patch_size, sides, strict=True)):
         raise ValueError(f"patch_size={tuple(net.patch_size)} does not divide the image, {sides[0]}x{sides[1]}")
+    if net.posemb == "rotary2d" and net.width // net.num_heads % 4:
+        raise ValueError(
+            f"posemb='rotary2d' needs heads whose width is a multiple of 4, found {net.width // net.num_heads}"
+        )
     if net.posemb == "sincos2d" and (net.width % 4 or net.width < 8):
         raise ValueError(f"posemb='sincos2d' needs a width of at least 8 that is a multiple of 4, found {net.width}")
 

@@ -31,6 +31,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 RMS_EPSILON = 1e-6  # of the dynamic projections
+ROTARY_BASE_2D = 100.0  # with posemb="rotary2d"
 WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}  # L: a layer with a window
 FIELDS = {  # of both models, with their defaults
     "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": "both",
@@ -179,9 +180,13 @@ def mean_loss(logits: Tensor, labels: Tensor | None, count: Tensor | int | None)
 
 
 def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
-    """Apply a rotary position embedding to the first `width` of the D numbers of x, B H N D; pairs are halves apart."""
-    frequencies = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angles = positions[:, None, :, None].float() * frequencies
+    """Apply a rotary position embedding to the first `width` of the D numbers of x, B H N D; pairs are halves apart.
+
+    Positions are numbers, B N, or places in two dimensions, B N 2, each of which rotates half of the pairs.
+    """
+    step = 2 if positions.dim() == 2 else 4
+    frequencies = base ** (-torch.arange(0, width, step, device=x.device, dtype=torch.float32) / width)
+    angles = (positions[..., None].float() * frequencies).flatten(2)[:, None]
     cos, sin = angles.cos(), angles.sin()
     a, b = x[..., :width].float().chunk(2, dim=-1)
     rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -217,7 +222,11 @@ class Attention(nn.Module):
         # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
         query_wise = config.branches == "q" or not (config.projection or config.gate)
         self.folded = query_wise and (config.groups % key_heads == 0 or not (config.projection or config.static))
-        self.rotary = round(config.rotary_fraction * head_dim) if getattr(config, "position", None) == "rotary" else 0
+        self.rotary, self.rotary_base = 0, 0.0
+        if getattr(config, "position", None) == "rotary":
+            self.rotary, self.rotary_base = round(config.rotary_fraction * head_dim), config.rotary_base
+        if getattr(config, "posemb", None) == "rotary2d":
+            self.rotary, self.rotary_base = head_dim, ROTARY_BASE_2D
 
     def forward(
         self,
@@ -242,7 +251,7 @@ class Attention(nn.Module):
         if hasattr(self, "query_norm"):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary and positions is not None:
-            q, k = (rotate(y, positions, self.rotary, self.config.rotary_base) for y in (q, k))
+            q, k = (rotate(y, positions, self.rotary, self.rotary_base) for y in (q, k))
         compositions = [c for c in (self.pre, self.post) if c is not None]
         queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
         if cache is not None:
@@ -414,12 +423,14 @@ class DCViTBody(DCModel):
         """Return the tokens after the last norm, and the features of an image, which a head takes."""
         attentions, hidden_states = self._wanted(output_attentions, output_hidden_states)
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
-        x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
+        if self.config.posemb != "rotary2d":
+            x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
         extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
         x = torch.cat([*extra, x], dim=1)
+        places = self._places(x) if self.config.posemb == "rotary2d" else None
         states, weights = [x], list[Tensor | None]()
         for layer in self.layers:
-            x, a = layer(x, return_weights=attentions)
+            x, a = layer(x, positions=places, return_weights=attentions)
             states, weights = [*states, x] if hidden_states else states, [*weights, a]
         x = self.norm(x)
         features = self._pooled(x)
@@ -439,6 +450,12 @@ class DCViTBody(DCModel):
             return patches if kind == "none" else patches.mean(1)
         first = patches[:, 0] if kind == "0" else x[:, 0]
         return torch.cat([first, patches.mean(1)], dim=-1) if kind == "tok+gap" else first
+
+    def _places(self, x: Tensor) -> Tensor:
+        """Return 2π times the places of the patches, in [-1, 1] on both axes, after zeros for other tokens."""
+        centers = [2 * math.pi * ((2 * torch.arange(n, device=x.device) + 1) / n - 1) for n in self.grid]
+        y_x = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)
+        return functional.pad(y_x, (0, 0, x.shape[1] - len(y_x), 0))[None]
 
     def _sincos(self, x: Tensor) -> Tensor:
         """Return MoCo v3's fixed embedding: sine and cosine of x, then of y, at width/4 frequencies."""
