@@ -324,7 +324,7 @@ def warn_of_missing_mesh(devices: int) -> None:
     """Say once how to get the kernels on several devices."""
     LOG.warning(
         "attention: no fused kernels, because there are %d devices and no mesh: call jax.set_mesh with a mesh of the "
-        "axes data, fsdp or tensor, use jax.shard_map, or name the implementation in a program for one device",
+        "axes data, fsdp, context or tensor, use jax.shard_map, or name the implementation in a program for one device",
         devices,
     )
 

@@ -184,7 +184,7 @@ class Attention(Projections):
 
     def output_of(self, head_outputs: Float[Array, "B T H D"], like: Float[Array, "B T M"]) -> Float[Array, "B T _"]:
         """Return the output projection of all heads, sharded as `like`."""
-        return shard_as(self.output(constrain(head_outputs, BATCH, None, "tensor", None), like.shape[-1]), like)
+        return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
 
     def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
         """Return queries, keys or values after the map of all heads that a head variant has."""

@@ -54,7 +54,7 @@ def compose_inputs(x_q: Float[Array, "B T M"], x_kv: Float[Array, "B S M"], *, g
     Call this before any other use of the inputs.
     """
     inputs = {"qk": x_q} if x_q is x_kv else {"q": x_q, "k": x_kv}
-    replicated = {sides: constrain(x, BATCH, None, None) if groups == 1 else x for sides, x in inputs.items()}
+    replicated = {sides: constrain(x, BATCH, "context", None) if groups == 1 else x for sides, x in inputs.items()}
     return {sides: ComposeInput(x, replicated[sides]) for sides, x in inputs.items()}
 
 
@@ -110,8 +110,8 @@ def _split_weights(
         pairs = dynamic_projections(x, list(down.values()), list(up.values()), heads=num_heads, gelu=gelu)
         for (name, side), pair in zip(down, pairs, strict=True):
             for i, w in enumerate(pair, start=1):
-                weights[name][f"{side}{i}"] = constrain(w, BATCH, None, None, axis)
+                weights[name][f"{side}{i}"] = constrain(w, BATCH, "context", None, axis)
     if gate := kernels("g"):
         for (name, side), w in zip(gate, dynamic_gates(inputs.x, list(gate.values())), strict=True):
-            weights[name][f"{side}g"] = constrain(w, BATCH, None, "tensor")
+            weights[name][f"{side}g"] = constrain(w, BATCH, "context", "tensor")
     return weights

@@ -96,10 +96,10 @@ class DecoderBlock(nn.Module):
                 y, cache, context.update, positions=context.positions, segments=context.segments
             )  # fmt: skip
         out["sa"] = y
-        after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, None, None)
+        after = out["+sa"] = x + y if self.parallel else constrain(x + y, BATCH, "context", None)
         y = in_float32(self.norm(name="mlp_norm"), x if self.parallel else after)
         y = out["mlp"] = self.mlp(name="MlpBlock_0")(y)
-        x = out["+mlp"] = constrain(after + y, BATCH, None, None)
+        x = out["+mlp"] = constrain(after + y, BATCH, "context", None)
         return x, (out, cache)
 
 

@@ -88,7 +88,7 @@ class MixtureOfHeads(HeadVariant):
     def __call__(self, tokens: Tokens, inputs: Inputs, attend: Attend) -> Float[Array, "B T H D"]:
         """Return the weighted outputs of all heads."""
         outputs = attend(inputs)
-        gates = constrain(self._gates(tokens.x), BATCH, None, "tensor").astype(outputs.dtype)
+        gates = constrain(self._gates(tokens.x), BATCH, "context", "tensor").astype(outputs.dtype)
         return outputs * gates[..., None]
 
     def _gates(self, x: Float[Array, "B T M"]) -> Float[Array, "B T H"]:
@@ -165,7 +165,7 @@ class DifferentialV2(HeadVariant):
         outputs = attend(inputs)
         scores = self.dense(self.num_heads, "lambda")(tokens.x)
         factor = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype)))
-        factor = constrain(factor, BATCH, None, "tensor").astype(outputs.dtype)
+        factor = constrain(factor, BATCH, "context", "tensor").astype(outputs.dtype)
         return outputs[:, :, 0::2] - factor[..., None] * outputs[:, :, 1::2]
 
 
@@ -202,7 +202,7 @@ class ElementwiseGates(HeadVariant):
         outputs = attend(inputs)
         scores = self.dense(outputs.shape[-2] * outputs.shape[-1], "gate")(tokens.x)
         gates = jax.nn.sigmoid(scores.astype(statistics_dtype(scores.dtype))).astype(outputs.dtype)
-        return outputs * constrain(gates.reshape(outputs.shape), BATCH, None, "tensor", None)
+        return outputs * constrain(gates.reshape(outputs.shape), BATCH, "context", "tensor", None)
 
 
 class SharedMap(nn.Module):

@@ -70,6 +70,6 @@ class MlpBlock(nn.Module):
             scores = nn.softmax(scores.astype(jnp.float32)).astype(hidden.dtype)
             grouped = hidden.reshape(*hidden.shape[:-1], self.groups, mlp_dim // self.groups)
             hidden = (grouped * scores[..., None]).reshape(hidden.shape)
-        hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, None, "tensor"), deterministic)
+        hidden = nn.Dropout(self.dropout)(constrain(hidden, BATCH, "context", "tensor"), deterministic)
         out: Array = dense(width, kernel_init=self.out_init or self.kernel_init, name=last)(hidden)
         return out

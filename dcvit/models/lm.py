@@ -124,7 +124,7 @@ class LM(TransformerFields):
         if self.position == "learned":
             table = self.param("pos_embedding", normal(self.init_std), (self.context, self.width))
             x = out["with_posemb"] = x + jnp.take(table, context.positions, axis=0, mode="clip").astype(dtype)
-        x = constrain(x, BATCH, None, None)
+        x = constrain(x, BATCH, "context", None)
         x, out["decoder"], caches = self.decoder(dtype)(x, context, cache and cache["layers"])
         if update:
             out["cache"]["layers"] = caches

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from dcvit.dcmha.shapes import Array, Float, Int
-from dcvit.parallel.mesh import BATCH, constrain
+from dcvit.parallel.mesh import BATCH, constrain, context_parts
 
 NAMES = ("softmax_xent", "sigmoid_xent")
 
@@ -31,7 +31,7 @@ def smooth(labels: Float[Array, "B C"], amount: float) -> Float[Array, "B C"]:
 
 
 def token_xent(
-    unembed: Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]],
+    unembed: Callable[[Float[Array, "B P N M"]], Float[Array, "B P N V"]],
     hidden: Float[Array, "B T M"],
     targets: Int[Array, "B T"],
     *,
@@ -52,19 +52,23 @@ def token_xent(
     """
 
     def nats(hidden: Array, targets: Array) -> Array:
-        # Positions are split over the axis of the heads, so that devices exchange no logits, for any vocabulary size.
-        logits = unembed(constrain(hidden, BATCH, "tensor", None))
+        # The axis of the heads splits positions too, so that devices exchange no logits, for any vocabulary size.
+        logits = unembed(constrain(hidden, BATCH, "context", "tensor", None))
         log_z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return log_z - picked + z_loss * jnp.square(log_z)
 
     batch, length, width = hidden.shape
-    if chunk is None or chunk >= length:
-        return nats(hidden, targets)
+    parts = context_parts(length)  # a chunk has positions of every device of the axis "context"
+    length //= parts
+    hidden, targets = hidden.reshape(batch, parts, length, width), targets.reshape(batch, parts, length)
+    if chunk is None or chunk >= parts * length:
+        return nats(hidden, targets).reshape(batch, -1)
+    chunk = max(1, chunk // parts)
     pieces = -(-length // chunk)
     rest = pieces * chunk - length
-    hidden = jnp.pad(hidden, [(0, 0), (0, rest), (0, 0)]).reshape(batch, pieces, chunk, width)
-    targets = jnp.pad(targets, [(0, 0), (0, rest)]).reshape(batch, pieces, chunk)
-    swapped = (jnp.swapaxes(x, 0, 1) for x in (hidden, targets))
-    _, found = jax.lax.scan(lambda _, piece: (None, jax.checkpoint(nats)(*piece)), None, tuple(swapped))
-    return jnp.swapaxes(found, 0, 1).reshape(batch, pieces * chunk)[:, :length]
+    hidden = jnp.pad(hidden, [(0, 0), (0, 0), (0, rest), (0, 0)]).reshape(batch, parts, pieces, chunk, width)
+    targets = jnp.pad(targets, [(0, 0), (0, 0), (0, rest)]).reshape(batch, parts, pieces, chunk)
+    moved = (jnp.moveaxis(x, 2, 0) for x in (hidden, targets))
+    _, found = jax.lax.scan(lambda _, piece: (None, jax.checkpoint(nats)(*piece)), None, tuple(moved))
+    return jnp.moveaxis(found, 0, 2).reshape(batch, parts, -1)[:, :, :length].reshape(batch, -1)

@@ -102,7 +102,7 @@ class Projections(AttentionFields):
             )  # fmt: skip
             out: Array = self.mapped(name, dense(x))
             if self.qkv_sharding is None:
-                return constrain(out, BATCH, None, "tensor", None)
+                return constrain(out, BATCH, "context", "tensor", None)
             return constrain_to(out, self.qkv_sharding)
 
         key_heads = self.num_key_heads or self.num_heads

@@ -20,6 +20,7 @@ from dcvit.dcmha import Dropout, dispatch
 from dcvit.dcmha.inputs import Composition, Inputs, Options
 from dcvit.dcmha.segments import Segments
 from dcvit.dcmha.shapes import Array, Float
+from dcvit.models import context_attention
 from dcvit.parallel.mesh import BATCH, Axis, active_mesh, divisible_axes
 
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
       is_folded: the composition is folded before the heads are split; the plan of the plain attention inside follows.
       key_repeats: number of copies of each key head, so that the devices of "tensor" share them equally.
       batch, heads: mesh axes of examples and heads.
+      tokens: mesh axes of tokens; see `dcvit.models.context_attention`.
       groups: number of groups of heads on each device.
     """
 
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
     key_repeats: int = 1
     batch: Axis = None
     heads: Axis = None
+    tokens: tuple[str, ...] = ()
     groups: int = 1
 
 
@@ -62,8 +65,11 @@ def attention(
         inputs = inputs._replace(k=k, v=v)
     local = dataclasses.replace(options, groups=plan.groups)
     split = split_of(plan, inputs)
+    compute: dispatch.Implementation = attend
+    if plan.tokens:
+        compute = functools.partial(context_attention.attention, attend, axis=plan.tokens)
     sharded: Callable[[Inputs], Array] = jax.shard_map(
-        lambda inputs: attend(inputs, local), in_specs=(split,), out_specs=split.q, check_vma=False
+        lambda inputs: compute(inputs, local), in_specs=(split,), out_specs=split.q, check_vma=False
     )
     return sharded(inputs)
 
@@ -71,41 +77,47 @@ def attention(
 def make_plan(inputs: Inputs, options: Options, *, implementation: str | None, dropout: Dropout | None) -> Plan:
     """Return the plan of a call.
 
-    Examples are split over the batch axes, heads over "tensor". A composition that can be folded into queries and
-    outputs (`dcvit.dcmha.folded`) is folded before the heads are split. If heads are composed with heads of another
-    device, the compiler splits the implementation that `dcvit.dcmha.dispatch.candidates` names. If another
-    implementation is named, each device of the "tensor" axis computes all heads instead. On a mesh with axes of other
-    names, the compiler splits the examples as their inputs are.
+    Examples are split over the batch axes, heads over "tensor", and tokens over "context". If heads are composed with
+    heads of another device, tokens are split over "tensor" too, instead of the heads. A composition that can be folded
+    into queries and outputs (`dcvit.dcmha.folded`) is folded before the heads are split.
+
+    Where the tokens are not split and heads are composed with heads of another device, the compiler splits the
+    implementation that `dcvit.dcmha.dispatch.candidates` names. If another implementation is named, each device of the
+    "tensor" axis computes all heads instead. On a mesh with axes of other names, the compiler splits the examples as
+    their inputs are.
     """
     mesh = active_mesh()
-    if mesh is None or implementation == "reference" or dropout is not None:
+    if mesh is None or dropout is not None:
         return Plan(implementation)
     tensor, (heads, key_heads) = mesh.shape.get("tensor", 1), (inputs.q.shape[2], inputs.k.shape[2])
     composition = Composition.of_weights(inputs.pre, inputs.post, options.groups)
     is_independent = composition.compose is None or options.groups % tensor == 0  # no composition across devices
+    tokens = context_attention.token_axes(inputs, options, mesh, with_tensor=not is_independent)
+    if implementation == "reference" and not tokens:
+        return Plan(implementation)
     if tensor > 1 and implementation in (None, "folded") and composition.foldable(key_heads):
         return Plan("folded", is_folded=True)
-    if tensor > 1 and implementation is None and not is_independent:
+    if tensor > 1 and implementation is None and not is_independent and not tokens:
         return Plan(dispatch.candidates(inputs, options, tensor)[0])
     batch = divisible_axes(inputs.q.shape[:1], [BATCH], mesh)[0]
     if tensor == 1 or not is_independent or heads % tensor:
-        return Plan(implementation, is_mapped=True, batch=batch, groups=options.groups)
+        return Plan(implementation, is_mapped=True, batch=batch, tokens=tokens, groups=options.groups)
     repeats = math.lcm(key_heads, tensor) // key_heads  # the smallest repetition that the axis divides
     return Plan(
-        implementation, is_mapped=True, key_repeats=repeats, batch=batch, heads="tensor",
+        implementation, is_mapped=True, key_repeats=repeats, batch=batch, tokens=tokens, heads="tensor",
         groups=max(1, options.groups // tensor),
     )  # fmt: skip
 
 
 def split_of(plan: Plan, inputs: Inputs) -> Inputs:
     """Return the partition spec of each array of the inputs."""
-    by_head, by_token = P(plan.batch, None, plan.heads, None), P(plan.batch, None, None, plan.heads)
+    tokens = plan.tokens or None
+    by_head, by_token = P(plan.batch, tokens, plan.heads), P(plan.batch, tokens, None, plan.heads)
     specs = {
-        **dict.fromkeys(("q", "k", "v"), by_head),
+        **dict.fromkeys(("q", "k", "v", "qg", "kg"), by_head),
         **dict.fromkeys(("q1", "q2", "k1", "k2"), by_token),
-        **dict.fromkeys(("qg", "kg"), P(plan.batch, None, plan.heads)),
         "static": P(plan.heads),
-        **dict.fromkeys(Segments._fields, P(plan.batch)),
+        **dict.fromkeys(Segments._fields, P(plan.batch, tokens)),
         "mask": P(None if inputs.mask is None or inputs.mask.shape[0] == 1 else plan.batch),
     }
     split: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].name], inputs)

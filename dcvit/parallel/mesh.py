@@ -15,7 +15,7 @@ from dcvit.dcmha.shapes import Array, Float
 from dcvit.versions import shard_alike
 
 Axis = str | Sequence[str] | None  # the mesh axes that split a dimension: one, several or none
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 # The axes that split a batch. In the other order XLA (jax 0.10.2, on CPUs, with all three axes larger than 1) permutes
 # the examples of small batches between devices in the backward pass, and the gradients are wrong.
 BATCH = ("fsdp", "data")
@@ -54,6 +54,12 @@ def active_mesh() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = any(kind != AxisType.Auto for kind in mesh.axis_types)
     return None if mesh.empty or mesh.size == 1 or is_manual or not {*mesh.axis_names} <= {*AXES} else mesh
+
+
+def context_parts(tokens: int) -> int:
+    """Return the number of parts into which `constrain` splits the tokens of a row over the axis "context"."""
+    mesh = active_mesh()
+    return axis_size(mesh, divisible_axes([tokens], ["context"], mesh)[0]) if mesh else 1
 
 
 def explicit_mesh(*trees: object) -> AbstractMesh | None:

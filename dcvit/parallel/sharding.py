@@ -2,6 +2,7 @@
 
     data     splits the batch; parameters are replicated along this axis
     fsdp     splits the batch and every matrix; a matrix is gathered where it is used
+    context  splits the tokens of a row of a language model; parameters are replicated along this axis
     tensor   splits attention heads and the hidden width of MLPs; the batch is replicated along this axis
 
 The compiler (GSPMD) derives the communication from the shardings of parameters (`shardings`) and activations
@@ -168,6 +169,22 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
         raise ConfigError(
             f"config.model.groups={net.groups} is not a multiple of tensor {tensor}: each group is composed on one "
             f"device; groups=1 composes all {net.num_heads} heads across devices"
+        )
+
+
+def check_context(mesh: Mesh, net: ModelSizes, tokens: int | None) -> None:
+    """Raise ConfigError if the axis "context" does not split rows of `tokens` tokens; None: the model has no rows."""
+    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+    if context == 1:
+        return
+    if tokens is None:
+        raise ConfigError(f"config.mesh has context {context}, which splits the tokens of language models only")
+    joint = tensor if net.compose and net.groups % tensor else 1  # such compositions split tokens instead of heads
+    if tokens % (2 * context * joint):
+        with_tensor = f" · tensor {joint}" if joint > 1 else ""
+        raise ConfigError(
+            f"config.mesh: rows of {tokens} tokens are not a multiple of 2 · context {context}{with_tensor} = "
+            f"{2 * context * joint}: set the context of config.input.data"
         )
 
 

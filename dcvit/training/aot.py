@@ -158,7 +158,7 @@ def lower(setup: Setup) -> LoweredStep:
     flops = training_flops(setup.model.module, example)
     size = data.batch_size // setup.plan.grad_accum
     part = {key: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
-    activations = _residual_bytes(setup, state.params, part) // batch_shards(mesh)
+    activations = _residual_bytes(setup, state.params, part) // (batch_shards(mesh) * mesh.shape["context"])
     return LoweredStep(lowered, mesh, state, activations, flops and float(flops) * data.batch_size)
 
 

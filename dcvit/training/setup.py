@@ -30,7 +30,7 @@ from dcvit.errors import ConfigError, check_call, nearest
 from dcvit.models.lora import Adaptation
 from dcvit.models.trees import param_shapes
 from dcvit.parallel import multihost
-from dcvit.parallel.sharding import DeviceCountError, Strategy, check_model, check_strategy, make_mesh
+from dcvit.parallel.sharding import DeviceCountError, Strategy, check_context, check_model, check_strategy, make_mesh
 from dcvit.runs.files import Folder
 from dcvit.training.inputs import (
     TrainingData,
@@ -169,6 +169,8 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
         `config.require_fused`, or `config.model_load` is invalid.
     """
     config, module = found.config, parsed.module.clone(**found.task.model_fields)
+    example = found.task.example
+    check_context(parsed.mesh, module, example.shape[1] if len(example.shape) == 2 else None)
     fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(parsed.mesh), fused:

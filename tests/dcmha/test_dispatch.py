@@ -119,7 +119,7 @@ def test_no_kernel_is_chosen_on_several_devices_without_a_mesh(queries, name, mo
     warnings = [record for record in log.records if record.levelno == logging.WARNING]
     assert [w.message.partition(":")[2] for w in warnings] == [
         " no fused kernels, because there are 8 devices and no mesh: call jax.set_mesh with a mesh of the axes data, "
-        "fsdp or tensor, use jax.shard_map, or name the implementation in a program for one device"
+        "fsdp, context or tensor, use jax.shard_map, or name the implementation in a program for one device"
     ]
     assert log.messages[-1].startswith(f"attention: {name} on tpu")
     assert "cannot split a kernel over several devices, and no mesh is set" in log.messages[-1]

@@ -24,6 +24,11 @@ MESHES = {
     "tensor": [("data", 2), ("tensor", 4)],
     "fsdp+tensor": [("data", 2), ("fsdp", 2), ("tensor", 2)],
 }
+CONTEXTS = {
+    "context": [("data", 2), ("context", 4)],
+    "context, fsdp": [("data", 2), ("fsdp", 2), ("context", 2)],
+    "context, tensor": [("fsdp", 2), ("context", 2), ("tensor", 2)],
+}
 ATTENTION = {
     "plain": {"model.compose": None},
     "all heads": {"model.compose": "both", "model.static": True},
@@ -85,7 +90,8 @@ def check_strategies(strategies, model, **options):
     """Compare losses, gradients (the optimizer state), parameters and their average with those of one device."""
     losses, states, _ = train_steps(configured(model, **options), 1)
     for strategy in strategies:
-        placed = {"mesh": MESHES[strategy], "sharding_strategy": strategy}
+        name, _, context = strategy.partition(" of ")
+        placed = {"mesh": CONTEXTS[context] if context else MESHES[name], "sharding_strategy": name}
         found, sharded, last = train_steps(configured(model, **options, **placed))
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         for one, many in zip(states, sharded, strict=True):
@@ -95,7 +101,7 @@ def check_strategies(strategies, model, **options):
                 where, atol = f"{strategy} {jax.tree_util.keystr(path)}", min(1e-5, 5e-4 * largest)
                 np.testing.assert_allclose(b, a, atol=atol, rtol=0, err_msg=where)
         axes = {name for leaf in jax.tree.leaves(last.params) for axis in leaf.sharding.spec for name in np.ravel(axis)}
-        assert axes - {None} == set(strategy.split("+")) - {"ddp"}
+        assert axes - {None} == set(name.split("+")) - {"ddp"}
 
 
 @pytest.mark.slow
@@ -108,6 +114,29 @@ def test_sharding_over_all_axes_trains_like_one_device(library_promotion):
 @pytest.mark.parametrize(("model", "attention", "scan", "strategies"), CASES)
 def test_every_strategy_trains_like_one_device(library_promotion, model, attention, scan, strategies):
     check_strategies(strategies, model, **ATTENTION[attention], **{"model.scan": scan})
+
+
+@pytest.mark.slow
+def test_tokens_split_over_the_axis_context_train_like_one_device(library_promotion):
+    """Local and global layers, all heads composed across the axis "tensor", documents, shared keys, a chunked loss."""
+    options = {"model.remat": "full_but_attention", "document_mask": True, "loss_chunk": 12, "model.num_key_heads": 4}
+    check_strategies(["fsdp+tensor of context, tensor"], "lm", **ATTENTION["all heads"], **options)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("attention", "options", "strategies"),
+    [
+        ("plain", {}, ("ddp of context", "fsdp+tensor of context, tensor")),
+        ("all heads", {"model.scan": True, "model.remat": "attention"}, ("ddp of context", "fsdp of context, fsdp")),
+        ("groups", {"model.window": 20, "model.num_key_heads": 4}, ("fsdp+tensor of context, tensor",)),
+        ("groups", {"model.scan": True, "model.remat": "full", "document_mask": True}, ("fsdp of context, fsdp",)),
+        ("all heads", {"model.implementation": "reference"}, ("fsdp+tensor of context, tensor",)),
+        ("all heads", {"grad_accum": 2, "model.heads": "xsa", "model.compose": None}, ("ddp of context",)),
+    ],
+)
+def test_every_model_trains_like_one_device_with_split_tokens(library_promotion, attention, options, strategies):
+    check_strategies(strategies, "lm", **{**ATTENTION[attention], **options})
 
 
 def test_cases_contain_every_pair_of_model_attention_scan_and_strategy():
@@ -195,7 +224,7 @@ def test_every_matrix_of_both_models_is_split(model):
 BAD = {
     "not pairs": ({"mesh": ["data", 8]}, "expected pairs (axis, size)"),
     "twice": ({"mesh": [("data", 2), ("data", 4)]}, "each axis once"),
-    "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, tensor"),
+    "unknown axis": ({"mesh": [("model", 8)]}, "config.mesh has no axis 'model'; known: data, fsdp, context, tensor"),
     "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
     "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
@@ -238,7 +267,7 @@ RULES = {
     "no pair": (["fsdp"], "is not a pair of a regex"),
     "regex": ([("(", "fsdp")], "is not a regular expression"),
     "name": ([(".*", "fspd")], "expected ddp, fsdp, tensor, fsdp+tensor, or rules in a config file"),
-    "axis": ([(".*", ("model",))], "expected axes of data, fsdp, tensor, each at most once, or None"),
+    "axis": ([(".*", ("model",))], "expected axes of data, fsdp, context, tensor, each at most once, or None"),
     "axis twice": ([(".*", ("fsdp", ("data", "fsdp")))], "each at most once"),
     "no axis": ([(".*", (0,))], "each at most once, or None"),
     "nested": ([(".*", ([["fsdp"]],))], "each at most once, or None"),

@@ -1,0 +1,120 @@
+"""Causal attention on devices that share the tokens of a row: the mesh axis "context", inside `jax.shard_map`.
+
+Each of n devices has T/n neighboring tokens, and returns their outputs. Heads are composed for one pair of a query and
+a key, so that query-wise weights stay with the queries, and key-wise weights travel with the keys and values.
+
+A layer with a window of at most T/n tokens receives the last tokens of the device before, and nothing else.
+
+Other layers gather all keys, and balance the work: causal queries attend to more keys the later they are. The tokens
+are 2n blocks. Device i has blocks 2i and 2i+1, sends their queries away, computes blocks i and 2n-1-i, which attend to
+2n+1 blocks in all, and sends the outputs back. The keys of a block of queries are ordered so that they end with its own
+tokens (`Options.first_query` is then the same on all devices). Later tokens come first, with an id of no query, so that
+no implementation computes them. The backward pass gathers the keys again, and sums their gradients over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from dcvit.dcmha.derivatives import RESULTS
+from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.dcmha.segments import Segments
+from dcvit.dcmha.shapes import Array, Float, not_none
+from dcvit.parallel.mesh import axis_size
+
+NO_ID = -(2**31)  # the segment id of keys that no query attends to
+BY_QUERY = ("q", "q1", "q2", "qg", "queries")  # the fields of `Inputs` with a query axis, which is axis 1
+BY_KEY = ("k", "v", "k1", "k2", "kg", "keys")
+Attend = Callable[[Inputs, Options], Array]
+
+
+def token_axes(inputs: Inputs, options: Options, mesh: AbstractMesh, *, with_tensor: bool) -> tuple[str, ...]:
+    """Return the axes of the mesh that split the tokens of a call.
+
+    They are "context", and "tensor" too if `with_tensor`. There are none if "context" has one device, and for calls
+    other than causal attention of all tokens of a row to themselves: those of decoding and of rows whose length is not
+    a multiple of twice the number of devices are computed in whole by each device.
+    """
+    tokens = inputs.q.shape[1]
+    axes = tuple(axis for axis in ("context", "tensor")[: 1 + with_tensor] if mesh.shape.get(axis, 1) > 1)
+    is_causal = (options.causal or options.window is not None) and inputs.mask is None
+    fits = inputs.k.shape[1] == tokens and tokens % (2 * axis_size(mesh, axes)) == 0
+    return axes if "context" in axes and is_causal and fits else ()
+
+
+def attention(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Float[Array, "B T H D"]:
+    """Compute the outputs of the tokens of this device.
+
+    Args:
+      attend: attention on one device.
+      inputs: arrays of the tokens of this device.
+      options: the options.
+      axis: the mesh axes of `token_axes`, which are manual.
+    """
+    if inputs.segments is None:
+        ids = jnp.zeros(inputs.q.shape[:2], jnp.int32)
+        inputs = inputs._replace(segments=Segments(ids, ids))
+    compute = _in_window if options.window is not None and options.window <= inputs.q.shape[1] else _balanced
+    policy = jax.checkpoint_policies.save_only_these_names(RESULTS)  # do not keep the keys of other devices
+    out: Array = jax.checkpoint(lambda inputs: compute(attend, inputs, options, axis), policy=policy)(inputs)
+    return out
+
+
+def _in_window(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Array:
+    """Compute attention to a window, with as many keys of the device before."""
+    n, window = jax.lax.axis_size(axis), not_none(options.window)
+
+    def with_earlier(x: Array) -> Array:
+        earlier = jax.lax.ppermute(x[:, -window:], axis, [(i, i + 1) for i in range(n - 1)])
+        return jnp.concatenate([earlier, x], axis=1)
+
+    extended = _map(with_earlier, inputs, BY_KEY)
+    first = jax.lax.axis_index(axis) == 0  # which has received zeros
+    ids = not_none(extended.segments).keys
+    ids = jnp.where(first & (jnp.arange(ids.shape[1]) < window)[None], jnp.int32(NO_ID), ids)
+    return attend(_with_key_ids(extended, ids), dataclasses.replace(options, first_query=window))
+
+
+def _balanced(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...]) -> Array:
+    """Compute attention for two blocks of queries, one of an even and one of an odd number, to all keys."""
+    gathered = _map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), inputs, BY_KEY)
+    return jnp.concatenate([_of_blocks(attend, gathered, options, axis, parity) for parity in (0, 1)], axis=1)
+
+
+def _of_blocks(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str, ...], parity: int) -> Array:
+    """Return the outputs of this device's even or odd block of queries, which another device may have computed."""
+    n, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    size = inputs.q.shape[1] // 2
+    computed_by = [min(block, 2 * n - 1 - block) for block in range(parity, 2 * n, 2)]
+    block = jnp.where(here % 2 == parity, here, 2 * n - 1 - here)  # which this device computes
+    order = (block + 1 + jnp.arange(2 * n)) % (2 * n)  # of blocks of keys; the queries' own is the last
+
+    def send(x: Array) -> Array:
+        sent: Array = jax.lax.ppermute(x[:, parity * size : (parity + 1) * size], axis, list(enumerate(computed_by)))
+        return sent
+
+    def ordered(x: Array) -> Array:
+        blocks = x.reshape(x.shape[0], 2 * n, size, *x.shape[2:])
+        return blocks.at[:, order].get(unique_indices=True, mode="promise_in_bounds").reshape(x.shape)
+
+    part = _map(ordered, _map(send, inputs, BY_QUERY), BY_KEY)
+    is_later = jnp.repeat(order > block, size)[None]
+    ids = jnp.where(is_later, jnp.int32(NO_ID), not_none(part.segments).keys)
+    out = attend(_with_key_ids(part, ids), dataclasses.replace(options, first_query=(2 * n - 1) * size))
+    back: Array = jax.lax.ppermute(out, axis, [(device, owner) for owner, device in enumerate(computed_by)])
+    return back
+
+
+def _map(f: Callable[[Array], Array], inputs: Inputs, names: tuple[str, ...]) -> Inputs:
+    """Return the inputs with f(array) for the fields of these names."""
+    mapped: Inputs = jax.tree_util.tree_map_with_path(lambda path, x: f(x) if path[-1].name in names else x, inputs)
+    return mapped
+
+
+def _with_key_ids(inputs: Inputs, ids: Array) -> Inputs:
+    return inputs._replace(segments=not_none(inputs.segments)._replace(keys=ids))

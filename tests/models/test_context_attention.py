@@ -1,0 +1,104 @@
+"""Attention whose tokens are split over the mesh axis "context": equal to one device, and balanced."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import on_arrays, output_and_gradients, random_case, relative_errors, worst
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcvit.dcmha import reference
+from dcvit.dcmha.inputs import Inputs, Options
+from dcvit.models import context_attention, sharded_attention
+from dcvit.parallel.mesh import BATCH
+
+CASES = {
+    "causal, segments, shared keys": {"causal": True, "segments": 3, "key_heads": 2, "branches": "qkpgs"},
+    "window": {"window": 5},
+    "window wider than a device": {"window": 20, "segments": 3},
+    "plain": {"causal": True, "branches": None},
+    "folded": {"causal": True, "branches": "qpg", "key_heads": 2, "groups": 2},
+    "groups, segments, window": {"window": 8, "segments": 3, "groups": 2},
+}
+# Devices along data, fsdp, context and tensor. Heads composed across "tensor" split the tokens instead.
+MESHES = [(1, 1, 8, 1), (1, 2, 2, 2), (2, 2, 2, 1)]
+DEFAULT = {("plain", 0), ("window", 1), ("causal, segments, shared keys", 1)}
+
+
+def on_mesh(sizes):
+    """Set the mesh with these numbers of devices."""
+    return jax.set_mesh(jax.make_mesh(sizes, ("data", "fsdp", "context", "tensor"), (AxisType.Auto,) * 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[] if (name, mesh) in DEFAULT else pytest.mark.weekly)
+        for name in CASES
+        for mesh in range(len(MESHES))
+    ],
+)
+def test_split_tokens_have_the_output_and_gradients_of_one_device(name, mesh):
+    args, options = random_case(64, heads=4, batch=4, rank=1, **CASES[name])
+    expected = output_and_gradients(on_arrays(reference.attention), args, options)
+    with on_mesh(MESHES[mesh]):
+        put = jax.tree.map(lambda x: jax.device_put(x, P(BATCH, "context")) if x.ndim > 3 else x, args[:3])
+        found = output_and_gradients(on_arrays(sharded_attention.attention), (*put, *args[3:]), options)
+    errors = relative_errors(found, expected)
+    assert worst(errors) < 1e-5, errors
+
+
+def test_every_device_attends_to_the_same_number_of_keys():
+    """The tokens are in their order, so that a device without balance would have up to twice the mean."""
+    counts, tokens = {}, 64
+
+    def attend(inputs, options):
+        seen = reference.visible(
+            inputs.q.shape[1], inputs.k.shape[1], causal=True, segments=inputs.segments, first_query=options.first_query
+        )
+        total = jnp.sum(seen)
+        jax.debug.callback(
+            lambda i, n: counts.setdefault(int(i), []).append(int(n)), jax.lax.axis_index("context"), total
+        )
+        return inputs.q
+
+    compute = functools.partial(context_attention.attention, attend, options=Options(causal=True), axis=("context",))
+    q = jnp.asarray(np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1, 1))
+    with on_mesh((1, 1, 8, 1)):
+        split = NamedSharding(jax.sharding.get_mesh(), P(None, "context"))
+        x = jax.device_put(q, split)
+        spec = P(None, "context")
+        out = jax.jit(jax.shard_map(lambda q: compute(inputs=Inputs(q, q, q)), in_specs=spec, out_specs=spec))(x)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(out, q)  # the outputs of all queries come back
+    assert {sum(each) for each in counts.values()} == {tokens * (tokens + 1) // 2 // 8}
+    assert len(counts) == 8
+
+
+@pytest.mark.slow
+def test_a_window_needs_the_tokens_of_one_neighbor_and_no_program_keeps_gathered_keys():
+    """Sizes are of one device: T/8 tokens, and for global layers the gathered T."""
+    tokens, sizes = 128, {}
+    args, _ = random_case(tokens, heads=2, branches=None)
+    for name, options in {"local": {"window": 8}, "global": {"causal": True}}.items():
+        with on_mesh((1, 1, 8, 1)):
+            attend = functools.partial(on_arrays(sharded_attention.attention), **options)
+            text = jax.jit(attend).lower(*args[:3]).compile().as_text()
+            residuals = jax.eval_shape(functools.partial(jax.vjp, attend), *args[:3])[1]
+        sizes[name] = "all-gather(" in text, "collective-permute(" in text
+        assert max(x.size for x in jax.tree.leaves(residuals)) <= args[0].size
+    assert sizes == {"local": (False, True), "global": (True, True)}
+
+
+@pytest.mark.parametrize(("tokens", "axes"), [(64, ("context",)), (60, ()), (1, ()), (24, ())])
+def test_only_rows_that_the_axis_divides_are_split(tokens, axes):
+    """Each device computes all others: a token that is decoded, or prompts."""
+    x = jax.ShapeDtypeStruct((1, tokens, 2, 4), jnp.float32)
+    with on_mesh((1, 1, 8, 1)):
+        mesh = jax.sharding.get_abstract_mesh()
+    found = context_attention.token_axes(Inputs(x, x, x), Options(causal=True), mesh, with_tensor=False)
+    assert found == axes
