@@ -1,5 +1,6 @@
 """Meshes and sharding strategies: they split parameters as documented and do not change the result of training."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -234,6 +235,9 @@ BAD = {
     "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; expected ddp, fsdp"),
     "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh has no axis 'fsdp'"),
     "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "has tensor 2: set config.sharding_strategy to"),
+    "images": ({"mesh": [("data", 2), ("context", 4)]}, "context 4, which splits the tokens of language models only"),
+    "context": ({"mesh": [("data", 2), ("context", 8)]}, "data 2 × context 8 on 8 devices, which is not 16"),
+    "near axis": ({"mesh": [("data", 2), ("contxt", 4)]}, "has no axis 'contxt'; did you mean 'context'?"),
     "heads": (
         {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
         "tensor 8 does not divide num_heads 4",
@@ -261,6 +265,25 @@ def test_mesh_that_does_not_fit_is_refused_in_one_line_with_the_arithmetic(digit
     assert message in err
     assert err.count("\n") == 1
     assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "message"),
+    [
+        ({"tokens": 36}, {"context": 4}, "rows of 36 tokens are not a multiple of 2 · context 4 = 8"),
+        ({"tokens": 24}, {"context": 4, "tensor": 2}, "a multiple of 2 · context 4 · tensor 2 = 16: set the context"),
+        ({"tokens": 24, "groups": 2}, {"context": 4, "tensor": 2}, None),
+        ({"tokens": 32, "implementation": "decode"}, {"context": 4}, "decode does not support this case"),
+    ],
+)
+def test_rows_and_implementations_that_cannot_be_split_are_refused(options, mesh, message):
+    fields = {"model.implementation": options.get("implementation"), "model.groups": options.get("groups", 1)}
+    rows = {"input.data.context": options["tokens"], "model.context": options["tokens"]}
+    axes = [("data", 8 // np.prod([*mesh.values()]).item()), *mesh.items()]
+    strategy = {"sharding_strategy": "tensor"} if "tensor" in mesh else {}
+    config = configured("lm", **{"model.compose": "both", **fields, **rows, **strategy, "mesh": axes})
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else contextlib.nullcontext():
+        setup.make_setup(config, evaluate=False)
 
 
 RULES = {
