@@ -78,10 +78,19 @@ def collectives(text: str) -> list[Collective]:
             if kind == "all-reduce" and "reduce-scatter" in name:
                 kind, shape = "reduce-scatter", lines[-1].shape
             size = size_in_bytes(_result(shape, line.op))
-            channel = re.search(r"channel_id=(\d+)", line.rest)
             one = Collective(kind, shape, size, runs[name], line.op_name)
-            found.setdefault(channel[1] if channel else f"{name} {number}", one)
+            found.setdefault(_operation(line) or f"{name} {number}", one)
     return list(found.values())
+
+
+def _operation(line: Instruction) -> str | None:
+    """Return what the instructions of one collective operation have in common; None if it is this instruction alone.
+
+    The operations of `jax.shard_map` all have the same channel. XLA numbers those that it splits.
+    """
+    chain = re.search(r'chain_id="(\d+)"', line.rest)
+    channel = None if "shard_map" in line.op_name else re.search(r"channel_id=(\d+)", line.rest)
+    return f"chain {chain[1]}" if chain else channel and channel[1]
 
 
 def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:

@@ -54,6 +54,15 @@ def test_collectives_are_counted_as_often_as_they_run():
     assert gathered.op_name == "jit(f)/while/body/dot"
 
 
+def test_operations_of_shard_map_count_although_they_share_a_channel():
+    """XLA splits some of them into several instructions, which have the number of a chain."""
+    mapped = 'channel_id=1, metadata={op_name="jit(f)/shard_map/all_gather"}'
+    split = f'%n = f32[2]{{0}} all-gather(%x), frontend_attributes={{chain_id="0"}}, {mapped}'
+    lines = [f"%m{i} = f32[{i}]{{0}} all-gather(%x), {mapped}" for i in (1, 4)]
+    text = "\n".join(["ENTRY %main (p: f32[8]) -> f32[8] {", *(f"  {x}" for x in (*lines, split, split)), "}"])
+    assert hlo.totals(hlo.collectives(text)) == {"all-gather": (3, 4 + 16 + 8)}
+
+
 def test_the_length_of_a_loop_is_what_the_compiler_states():
     """On GPUs the condition of a loop may be a fusion, whose constant is in another computation."""
     stated = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
