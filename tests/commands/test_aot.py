@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcvit import aot, cli
 from dcvit.config import load as configs
+from dcvit.dcmha.selection import Selection, selecting
 from dcvit.models.attention import Attention
 from dcvit.parallel import hlo, sharding, topologies
 from dcvit.parallel import mesh as mesh_axes
@@ -90,6 +91,23 @@ def test_composition_of_all_heads_exchanges_the_tiles_of_the_rank_and_not_of_the
     else:
         assert extra == 4 * RANK * tile
     assert extra < 2 * HEADS * tile  # of one compose's scores, forward and backward
+
+
+@needs_libtpu
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("window", "kinds"), [(None, {"collective-permute", "all-gather"}), (256, {"collective-permute"})]
+)
+def test_kernels_take_split_tokens_and_local_layers_gather_nothing(window, kinds):
+    mesh = sharding.make_mesh([("data", 2), ("context", 4)], compilation.topology_devices("v5e:2x4")[1])
+    net = Attention(4, causal=True, window=window, use_bias=False, dtype=jnp.bfloat16, compose="both")
+    rows = NamedSharding(mesh, P(mesh_axes.BATCH, "context"))
+    x = jax.ShapeDtypeStruct((2, 4096, 256), jnp.bfloat16, sharding=rows)
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
+    with jax.set_mesh(mesh), selecting(Selection("trust")):
+        text = jax.jit(net.apply, out_shardings=rows).lower(params, x).compile().as_text()
+    assert {c.kind for c in hlo.collectives(text)} == kinds
+    assert "dcmha_forward" in text
 
 
 @needs_libtpu
