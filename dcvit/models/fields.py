@@ -21,6 +21,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 COMPOSE = ("both", "pre", "post", None)
 BRANCHES = ("qk", "q", "k")
 QK_NORMS = ("layernorm", "rmsnorm", None)
+QKV_BIASES = ("qkv", "qv", "")
 COMPOSE_GELUS = ("tanh", "exact")
 DTYPES = ("float32", "bfloat16")
 # The policies of `jax.checkpoint_policies`; its other functions build a policy from arguments.

@@ -33,6 +33,7 @@ class Projections(AttentionFields):
       rotary_grid: rows and columns of the patches, which are the last tokens, for a rotary embedding in two dimensions
         (`rotate_patches`); None means one in the positions of the tokens.
       use_bias: the four projections have biases.
+      qkv_bias: initials of the projections among query, key and value that have one, if `use_bias`.
       kernel_init: initializer of the four projections.
       out_init: initializer of the output projection; None means `kernel_init`.
       bias_init: initializer of the biases.
@@ -53,6 +54,7 @@ class Projections(AttentionFields):
     rotary_base: float = 10_000.0
     rotary_grid: tuple[int, int] | None = None
     use_bias: bool = True
+    qkv_bias: str = "qkv"
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     out_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
@@ -97,8 +99,9 @@ class Projections(AttentionFields):
 
         def project(name: str, x: Array, heads: int) -> Array:
             dense = HeadDense(
-                heads, head_dim, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init,
-                dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision, name=name,
+                heads, head_dim, use_bias=self.use_bias and name[0] in self.qkv_bias,
+                kernel_init=self.kernel_init, bias_init=self.bias_init, dtype=self.dtype, param_dtype=self.param_dtype,
+                precision=self.precision, name=name,
             )  # fmt: skip
             out: Array = self.mapped(name, dense(x))
             if self.qkv_sharding is None:

@@ -24,6 +24,7 @@ from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
 from dcvit.models.encoder import Encoder, MAPHead
 from dcvit.models.fields import (
+    QKV_BIASES,
     AttentionFields,
     ModelFields,
     TransformerFields,
@@ -72,6 +73,7 @@ class ViT(TransformerFields):
       registers: number of learned tokens that precede the patches and are not pooled (Darcet et al., 2024).
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (big_vision's approximation) or "swiglu".
+      qkv_bias: initials of the projections among query, key and value that have a bias: "qkv", "qv" or "" (DINOv3).
       norm_epsilon: epsilon of the LayerNorms.
       layer_scale: initial value of LayerScale, a factor for each number of both residual branches (Touvron et al.,
         2021); None omits it.
@@ -88,6 +90,7 @@ class ViT(TransformerFields):
     registers: int = 0
     rep_size: int | bool = False
     mlp: str = "gelu_tanh"
+    qkv_bias: str = "qkv"
     norm_epsilon: float = 1e-6
     layer_scale: float | None = None
     head_zeroinit: bool = True
@@ -181,6 +184,7 @@ class ViT(TransformerFields):
             dtype=dtype,
             remat=self.remat == "attention",
             heads=self.heads,
+            qkv_bias=self.qkv_bias,
             **values_of(self, AttentionFields),
         )
         if self.posemb != "rotary2d":
@@ -208,7 +212,7 @@ def _pool(first: Array, patches: Array, pool_type: str) -> Array:
 
 def check_fields(net: ViT, sides: Sequence[int]) -> None:
     """Raise ValueError if the fields of a model are invalid or do not fit images of these sides, height and width."""
-    check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS)
+    check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS, qkv_bias=QKV_BIASES)
     check_not_negative(net, "rep_size", "registers", "layer_scale")
     if net.norm_epsilon <= 0:
         raise ValueError(f"norm_epsilon={net.norm_epsilon} should be above 0")

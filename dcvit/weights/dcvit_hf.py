@@ -37,6 +37,7 @@ SHARED = (
 FIELDS: dict[str, Json] = {
     "vit": defaults("vit", (
         *SHARED, "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp", "norm_epsilon", "layer_scale",
+        "qkv_bias",
     )),
     "lm": defaults("lm", (
         *SHARED, "context", "position", "rotary_fraction", "rotary_base", "norm", "norm_epsilon", "mlp", "mlp_groups",
@@ -139,7 +140,7 @@ def _image_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
         found += _mlp(f"{theirs}.mlp", f"{ours}/MlpBlock_0", names, fields, bias=True)
     found += _norm("norm", "Transformer/encoder_norm", True)
     if fields["pool_type"] == "map":
-        plain = {**fields, "compose": None, "qk_norm": None, "num_key_heads": None}
+        plain = {**fields, "compose": None, "qk_norm": None, "num_key_heads": None, "qkv_bias": "qkv"}
         found.append(same("pool.probe", "MAPHead_0/probe"))
         found += _attention("pool.attention", "MAPHead_0/MultiHeadDotProductAttention_0", plain, bias=True)
         found += _norm("pool.norm", "MAPHead_0/LayerNorm_0", True)
@@ -170,7 +171,7 @@ def _attention(theirs: str, ours: str, fields: Mapping[str, Any], *, bias: bool)
     for name in ("query", "key", "value"):
         own = heads if name == "query" else fields.get("num_key_heads") or heads
         found.append(linear(f"{theirs}.{name}.weight", f"{ours}/{name}/kernel", (width,), (own, head_dim)))
-        if bias:
+        if bias and name[0] in fields.get("qkv_bias", "qkv"):
             found.append(same(f"{theirs}.{name}.bias", f"{ours}/{name}/bias", (own, head_dim), (own * head_dim,)))
     found.append(linear(f"{theirs}.out.weight", f"{ours}/out/kernel", (heads, head_dim), (width,)))
     if bias:

@@ -6,8 +6,6 @@ class token; the classifier takes class token and mean of the patches (`pool_typ
 
 from __future__ import annotations
 
-import numpy as np
-
 from dcvit.weights import hf_config, hf_processor, hf_vision, preprocessing, vit_links
 from dcvit.weights.config_table import ABSENT, Key, field, only, written
 from dcvit.weights.family import Description
@@ -119,7 +117,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     )  # fmt: skip
     found = vit_links.model_links(description, names)
     if tensors is None and registers:
-        found.append(_mask_token(f"{prefix}embeddings.mask_token", fields["width"]))
+        found.append(vit_links.zeros(f"{prefix}embeddings.mask_token", (1, fields["width"])))  # the class has it
     return found
 
 
@@ -146,11 +144,6 @@ def config(description: Description) -> Json:
         **hf_vision.write(_keys(kind), description),
     }
     return found | ({"num_labels": classes} if classes else {})
-
-
-def _mask_token(name: str, width: int) -> Link:
-    """Return the link of the token of masked patches, which the class with registers always has: written as zeros."""
-    return Link((name,), (), lambda *_: (), lambda: (np.zeros((1, width), np.float32),), ((1, width),))
 
 
 def _describe_original(tensors: Tensors) -> Description:

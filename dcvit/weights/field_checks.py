@@ -18,7 +18,7 @@ FROM_ZERO = ("registers", "end_of_text", "mlp_groups")
 NUMBERS = ("rotary_fraction", "rotary_base", "norm_epsilon", "qk_norm_epsilon", "layer_scale")
 FLAGS = ("projection", "gate", "static", "use_bias", "parallel", "tied")
 NAMES = ("compose", "heads", "branches", "compose_gelu", "qk_norm", "posemb", "pool_type", "mlp", "position", "norm",
-         "window_pattern")  # fmt: skip
+         "window_pattern", "qkv_bias")  # fmt: skip
 OPTIONAL = ("mlp_dim", "num_key_heads", "mlp_groups", "prefill_window", "end_of_text", "layer_scale", "compose",
             "heads", "qk_norm")  # fmt: skip
 

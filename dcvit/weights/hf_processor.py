@@ -12,7 +12,7 @@ import re
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import preprocessing
-from dcvit.weights.preprocessing import HALF, Preprocessing
+from dcvit.weights.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dcvit.weights.tensors import PROCESSOR, Json
 
 METHODS = ("nearest", "lanczos", "bilinear", "bicubic")  # by Pillow's number of the method, from 0
@@ -26,11 +26,14 @@ DEFAULTS: dict[str, Json] = {
     "ViT": {"size": {"height": 224, "width": 224}, "resample": 2},
     "DeiT": {"size": {"height": 256, "width": 256}, "do_center_crop": True, "crop_size": 224, "resample": 3},
     "Siglip": {"size": {"height": 224, "width": 224}, "resample": 3},
+    "DINOv3ViT": {
+        "size": {"height": 224, "width": 224}, "resample": 2, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD,
+    },
     "Bit": CLIP,
     "CLIP": CLIP,
-}
+}  # fmt: skip
 LARGEST = 100_000  # pixels of a side
-SQUARE = ("ViT", "DeiT")  # classes for which one number is height and width; for the others, it is the smaller side
+SQUARE = ("ViT", "DeiT", "DINOv3ViT")  # classes for which one number is height and width, not the smaller side
 NAME = re.compile(r"(\w+?)(?:ImageProcessor(?:Fast|Pil)?|FeatureExtractor)")
 log = logging.getLogger(__name__)
 

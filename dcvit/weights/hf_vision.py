@@ -13,25 +13,25 @@ from dcvit.weights.tensors import Json, Tensors
 # Fields of `dcvit.models.vit.ViT` in the order of a description.
 ORDER = (
     "width", "depth", "num_heads", "patch_size", "norm_epsilon", "mlp_dim", "pool_type", "mlp", "layer_scale",
-    "registers", "rep_size",
+    "registers", "rep_size", "posemb", "qkv_bias",
 )  # fmt: skip
 
 
-def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6) -> list[Key]:
+def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, heads: int = 12) -> list[Key]:
     """Return the keys that all families have; `image_size` and `channels` stand beside the fields of the model.
 
     Args:
       patch_size: the default of the family, as transformers applies it.
-      norm_epsilon: the same.
+      norm_epsilon, width, heads: the same.
     """
 
     def read_pair(name: str, default: int) -> Key:
         return Key(name, lambda config, _: {name: pair(config, name, default)}, lambda fields: square(fields[name]))
 
     return [
-        field("hidden_size", "width", default=768),
+        field("hidden_size", "width", default=width),
         field("num_hidden_layers", "depth", hf_config.depth, 12),
-        field("num_attention_heads", "num_heads", default=12),
+        field("num_attention_heads", "num_heads", default=heads),
         field("layer_norm_eps", "norm_epsilon", hf_config.number, norm_epsilon),
         read_pair("image_size", 224),
         read_pair("patch_size", patch_size),

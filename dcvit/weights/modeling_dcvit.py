@@ -41,6 +41,7 @@ FIELDS = {  # of both models, with their defaults
 IMAGE_FIELDS = {
     **FIELDS, "image_size": 224, "num_channels": 3, "patch_size": [16, 16], "posemb": "learn", "pool_type": "gap",
     "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
+    "qkv_bias": "qkv",
 }  # fmt: skip
 TEXT_FIELDS = {
     **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
@@ -211,8 +212,9 @@ class Attention(nn.Module):
         self.config, self.layer, self.heads = config, layer, config.num_heads
         self.head_dim = head_dim = config.width // config.num_heads
         key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
-        self.query = nn.Linear(config.width, config.width, bias=bias)
-        self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=bias) for _ in range(2))
+        biases = "" if not bias else "qkv" if compose == "plain" else getattr(config, "qkv_bias", "qkv")
+        self.query = nn.Linear(config.width, config.width, bias="q" in biases)
+        self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=name in biases) for name in "kv")
         self.out = nn.Linear(config.width, config.width, bias=bias)
         if config.qk_norm and compose != "plain":
             norm = config.qk_norm, self.head_dim, config.qk_norm_epsilon, False

@@ -19,7 +19,7 @@ ATTENTION = "MultiHeadDotProductAttention_0"
 DEFAULTS = defaults("vit", (
     "width", "depth", "num_heads", "mlp_dim", "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp",
     "norm_epsilon", "layer_scale", "compose", "heads", "qk_norm", "branches", "projection", "gate", "static", "rank",
-    "groups",
+    "groups", "qkv_bias",
 ))  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class TokenNames(NamedTuple):
     """Names of the position embeddings and of the tokens before the patches.
 
     Fields:
-      positions: the tensor of position embeddings.
+      positions: the tensor of position embeddings; "" for a model without one.
       tokens: pairs (tensor, number of tokens), in their order.
       embedded: how many of these tokens have a position embedding, which precede those of the patches.
       batched: the position embeddings have a first axis of length 1.
@@ -163,14 +163,23 @@ def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
     )  # fmt: skip
 
 
-def attention(theirs: Sequence[str], ours: str, width: int, heads: int) -> list[Link]:
+def zeros(theirs: str, shape: Sequence[int]) -> Link:
+    """Link a tensor that has no effect but must exist: not read, and written as zeros."""
+    return Link((theirs,), (), lambda *_: (), lambda: (np.zeros(shape, np.float32),), (tuple(shape),))
+
+
+def attention(theirs: Sequence[str], ours: str, fields: Json) -> list[Link]:
     """Link the projections of attention: fused projection and output, or query, key, value and output."""
+    width, heads, biases = fields["width"], fields["num_heads"], fields["qkv_bias"]
     inner = (heads, width // heads)
     qkv = [f"{ours}/{name}" for name in ("query", "key", "value")]
     if len(theirs) == 2:
         links = fused((f"{theirs[0]}.weight", f"{theirs[0]}.bias"), qkv, width, inner)
     else:
-        links = [link for pair in zip(theirs, qkv, strict=False) for link in dense(*pair, (width,), inner)]
+        links = []
+        for initial, name, our_name in zip("qkv", theirs, qkv, strict=False):
+            kernel, bias = dense(name, our_name, (width,), inner)
+            links += [kernel, bias] if initial in biases else [kernel]
     return [*links, *dense(theirs[-1], f"{ours}/out", inner, (width,))]
 
 
@@ -190,7 +199,12 @@ def model_links(description: Description, names: Names) -> list[Link]:
     fields = settings(description)
     width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
     has_cls = fields["pool_type"].startswith("tok")
-    links = [*patches(names.patches, width, fields["patch_size"]), tokens(names.tokens, width, has_cls)]
+    links = patches(names.patches, width, fields["patch_size"])
+    if names.tokens.positions:
+        links.append(tokens(names.tokens, width, has_cls))
+    else:
+        pairs = zip(names.tokens.tokens, ("cls", "registers"), strict=False)
+        links += [tensor(token, our_token, (1, count, width)) for (token, count), our_token in pairs]
     for layer in range(fields["depth"]):
         theirs, ours = names.block.format(layer), f"Transformer/encoderblock_{layer}"
         for i, (name, scale) in enumerate(zip(names.in_block.norms, names.in_block.scales, strict=True)):
@@ -198,7 +212,7 @@ def model_links(description: Description, names: Names) -> list[Link]:
             if fields["layer_scale"] is not None:
                 links.append(tensor(f"{theirs}.{scale}", f"{ours}/layer_scale_{i}", (width,)))
         in_attention = [f"{theirs}.{name}" for name in names.in_block.attention]
-        links += attention(in_attention, f"{ours}/{ATTENTION}", width, fields["num_heads"])
+        links += attention(in_attention, f"{ours}/{ATTENTION}", fields)
         links += mlp([f"{theirs}.{name}" for name in names.in_block.mlp], f"{ours}/MlpBlock_0", width, mlp_dim, gated)
     links += norm(names.norm, "Transformer/encoder_norm", width)
     if names.head and description.num_outputs:
@@ -266,7 +280,8 @@ def check_expressible(description: Description, what: str, **values: tuple[objec
         raise CheckpointError(f"{what} is for model 'vit', found {description.model_name!r}")
     fields = settings(description)
     possible: dict[str, tuple[object, ...]] = {
-        "compose": (None,), "heads": (None,), "qk_norm": (None,), "posemb": ("learn",), "rep_size": (False, 0), **values
+        "compose": (None,), "heads": (None,), "qk_norm": (None,), "posemb": ("learn",), "qkv_bias": ("qkv",),
+        "rep_size": (False, 0), **values,
     }  # fmt: skip
     for name, known in possible.items():
         if fields[name] not in known:

@@ -29,8 +29,11 @@ MODELS = {
     "hf_vit": Description("vit", 5, {**FIELDS, "norm_epsilon": 1e-12}, PP),
     "siglip": Description("vit", None, {**FIELDS, "pool_type": "map"}, PP),
     "dinov2": Description("vit", None, {**FIELDS, "layer_scale": 1.0}, PP),
+    "dinov3": Description("vit", None, {
+        **FIELDS, "layer_scale": 1.0, "posemb": "rotary2d", "qkv_bias": "qv", "registers": 4, "norm_epsilon": 1e-5
+    }, PP),
     "big_vision": Description("vit", 5, FIELDS, PP),
-}
+}  # fmt: skip
 
 
 def config_of(family):
@@ -214,7 +217,7 @@ CASES = {
     "pickle": (bare("a.pkl", pickle.dumps(Bomb())), NO_TENSORS),
     "object in a file of torch": (pickled, NO_TENSORS),
     **{f"{family}, channels": (configured(family, num_channels=1), r"num_channels=1, but .*patch\w+\S* has 3 channels")
-       for family in ("hf_vit", "dinov2")},
+       for family in ("hf_vit", "dinov2", "dinov3")},
     "siglip, channels": (configured("siglip", num_channels=4), "num_channels=4, but .*embedding.weight has 3 channels"),
     "empty folder": (lambda folder: folder, "has no weights"),
     "pipe for weights": (pipe("model.safetensors"), "has no weights|no file"),
@@ -266,6 +269,29 @@ CASES = {
     ),
     "DINOv2, ratio": (configured("dinov2", mlp_ratio=2.5), "mlp_ratio=2.5; expected a positive integer"),
     "DINOv2, epsilon": (configured("dinov2", layer_norm_eps="x"), "layer_norm_eps='x'; expected a positive number"),
+    "DINOv3, ConvNeXt": (
+        lambda f: save(f, {"stages.0.layers.0.gamma": np.ones(3)}, '{"model_type": "dinov3_convnext"}'),
+        "model_type='dinov3_convnext' is not supported; supported: dinov3_vit",
+    ),
+    "DINOv3, no config": (changed("dinov3", lambda tensors, config: {}), "no config.json beside the weights"),
+    "DINOv3, missing tensor": (
+        changed("dinov3", lambda tensors, config: tensors.update(layer=tensors.pop("layer.1.mlp.up_proj.bias"))),
+        "1 only in the file: layer; 1 only in the model: layer.1.mlp.up_proj.bias",
+    ),
+    "DINOv3, bias of keys": (
+        changed("dinov3", add("layer.1.attention.k_proj.bias")), "1 only in the file: layer.1.attention.k_proj.bias"
+    ),
+    "DINOv3, biases": (configured("dinov3", value_bias=False), "biases of query_bias alone are not supported"),
+    "DINOv3, registers": (
+        configured("dinov3", num_register_tokens=2), r"register_tokens \(file \(1, 4, 16\), model \(1, 2, 16\)\)"
+    ),
+    "DINOv3, no registers": (
+        configured("dinov3", num_register_tokens=0), r"register_tokens \(file \(1, 4, 16\), model \(1, 0, 16\)\)"
+    ),
+    "DINOv3, negative registers": (configured("dinov3", num_register_tokens=-4), "num_register_tokens=-4; expected a"),
+    "DINOv3, gate": (configured("dinov3", use_gated_mlp=True), "hidden_act='gelu' with use_gated_mlp is not supported"),
+    "DINOv3, period": (configured("dinov3", rope_theta=10000.0), "rope_theta=10000.0 is not supported, only 100.0"),
+    "DINOv3, heads": (configured("dinov3", num_attention_heads=3), "3 heads do not divide the width 16"),
     "big_vision, names": (without, "only in the file: .*Dense_2/bias; 1 only in the model: .*encoder_norm/bias"),
     "big_vision, old and new name": (
         changed_npz(lambda tensors: {**tensors, "Transformer/pos_embedding": tensors["pos_embedding"] + 1}),
@@ -312,6 +338,10 @@ def test_broken_file_is_an_error_of_one_line(tmp_path, name):
         ({"pool_type": "map"}, None, "siglip"),
         ({"layer_scale": 0.1}, None, "dinov2"),
         ({"layer_scale": 0.1, "registers": 4, "pool_type": "tok+gap"}, 5, "dinov2"),
+        ({"posemb": "rotary2d", "layer_scale": 0.1, "registers": 4, "qkv_bias": "qv"}, None, "dinov3"),
+        ({"posemb": "rotary2d", "layer_scale": 0.1, "mlp": "swiglu", "qkv_bias": ""}, None, "dinov3"),
+        ({"posemb": "rotary2d", "layer_scale": 0.1}, 5, None),
+        ({"qkv_bias": "qv", "layer_scale": 0.1}, None, None),
         ({"pool_type": "map"}, 5, None),
         ({}, None, None),
     ],
@@ -368,6 +398,11 @@ def test_pooler_beside_a_classifier_is_not_part_of_the_model(tmp_path):
         ("dinov2", {"patch_size": (4, 8)}, "DINOv2 cannot express patch_size=4x8, only squares"),
         ("siglip", {"patch_size": (4, 8)}, "SigLIP cannot express patch_size=4x8, only squares"),
         ("dinov2", {"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm', only None"),
+        ("dinov2", {"qkv_bias": "qv"}, "DINOv2 cannot express qkv_bias='qv', only 'qkv'"),
+        ("dinov3", {"posemb": "learn"}, "DINOv3 cannot express posemb='learn', only 'rotary2d'"),
+        ("dinov3", {"layer_scale": None}, "DINOv3 cannot express layer_scale=None, only 1.0"),
+        ("dinov3", {"compose": "both"}, "DINOv3 cannot express compose='both', only None"),
+        ("dinov3", {"num_outputs": 5}, "DINOv3 has no classifier"),
     ],
 )
 def test_model_that_a_library_cannot_express_is_refused(family, fields, match):

@@ -101,6 +101,7 @@ GIVEN = [{}, {"size": 240}, {"size": 48, "crop_size": 40, "do_center_crop": True
 @pytest.mark.parametrize(("name", "given"), [
     (name, given) for name in hf_processor.DEFAULTS for given in GIVEN
     if (name, given) != ("Siglip", {"size": 240})  # it yields images of different sizes, which models refuse
+    and name != "DINOv3ViT"  # it needs torchvision
 ])  # fmt: skip
 def test_properties_that_a_file_lacks_are_those_of_its_class(name, given, tmp_path):
     """Also of one number for the size: that of both sides for some classes, of the smaller side for others."""
@@ -109,6 +110,15 @@ def test_properties_that_a_file_lacks_are_those_of_its_class(name, given, tmp_pa
     shape = np.shape(processor(photo())["pixel_values"][0])[1:]
     pp = hf_processor.read({PROCESSOR: found}, "ViT", shape, 3)
     assert_same_pixels(pp, processor, photo(), tmp_path)
+
+
+@pytest.mark.parametrize("given", [{}, {"image_processor_type": "DINOv3ViTImageProcessorFast", "size": 224}])
+def test_dinov3_is_preprocessed_as_its_authors_do(given):
+    """255 · 0.485 = 123.675 and so on: mean and standard deviation of ImageNet."""
+    pp = hf_processor.read({PROCESSOR: given}, "DINOv3ViT", (256, 256), 3)
+    assert pp == (
+        'decode|resize(256, "bilinear", True)|value_range(0, 1, [123.675, 116.28, 103.53], [182.07, 173.4, 160.905])'
+    )
 
 
 CROP = {"crop_size": {"height": 28, "width": 28}, "do_center_crop": True}

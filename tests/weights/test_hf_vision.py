@@ -1,8 +1,10 @@
 # ruff: noqa: E402
-"""ViT, DeiT, SigLIP and DINOv2 of Hugging Face transformers: the same logits or features, in both directions."""
+"""ViT, DeiT, SigLIP, DINOv2 and DINOv3 of transformers: the same logits or features, in both directions."""
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from foreign_models import links_of, tensors_of
 from safetensors.torch import load_file, save_file
 from small_models import assert_trees_equal
 from vision_models import (
+    DIFFERENCES,
+    TOLERANCE,
     check_exported,
     check_read,
     check_written_back,
@@ -25,13 +29,16 @@ from vision_models import (
     randomize,
 )
 
-from dcvit.errors import CheckpointError
+import dcvit
+from dcvit.errors import CheckpointError, ConfigError
+from dcvit.models import vit
 from dcvit.weights import families as weights
 from dcvit.weights.export import libraries
 
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
 HIDDEN = dict(intermediate_size=80)
 CLASSES = dict(num_labels=5)
+GATED = dict(use_gated_mlp=True, hidden_act="silu")
 # Class of model, class of config and its fields; a model without classes returns features.
 MODELS = {
     "ViT": ("ViTForImageClassification", "ViTConfig", {**HIDDEN, **CLASSES}),
@@ -44,6 +51,9 @@ MODELS = {
     "DINOv2 classifier": ("Dinov2ForImageClassification", "Dinov2Config", CLASSES),
     "DINOv2 registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"num_register_tokens": 3}),
     "DINOv2 SwiGLU": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"use_swiglu_ffn": True}),
+    "DINOv3": ("DINOv3ViTModel", "DINOv3ViTConfig", {**HIDDEN, "num_register_tokens": 4}),
+    "DINOv3 SwiGLU": ("DINOv3ViTModel", "DINOv3ViTConfig", {**HIDDEN, **GATED, "num_register_tokens": 4}),
+    "DINOv3 7B": ("DINOv3ViTModel", "DINOv3ViTConfig", {**HIDDEN, **GATED, "query_bias": False, "value_bias": False}),
 }
 CLASS_TOKEN, POSITIONS = "embeddings.cls_token", "embeddings.position_embeddings"
 
@@ -62,7 +72,7 @@ def sums_of(tensors):
     """Return the names of the tokens in front and of their position embeddings."""
     ends = (CLASS_TOKEN, "embeddings.distillation_token", "embeddings.register_tokens", POSITIONS)
     names = [name for end in ends for name in tensors if name.endswith(end)]
-    return names if len(names) > 1 else []
+    return names if len(names) > 1 and names[-1].endswith(POSITIONS) else []
 
 
 @pytest.mark.slow
@@ -81,7 +91,7 @@ def test_results_equal_those_of_transformers_in_both_directions(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ViT", "DeiT", "DINOv2 classifier", "DINOv2 SwiGLU"])
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "DINOv2 classifier", "DINOv2 SwiGLU", "DINOv3"])
 def test_names_of_release_5_in_memory_are_read(tmp_path, name):
     """A file of `model.state_dict()` has other names than one of `save_pretrained`."""
     model, pixels = create(name), images((32, 32))
@@ -90,6 +100,50 @@ def test_names_of_release_5_in_memory_are_read(tmp_path, name):
     read = check_read(tmp_path, of_torch(model, pixels, result), pixels, f"transformers {name}, names of release 5")
     assert any(".attention.q_proj.weight" in link.theirs[0] for link in links_of(read))
     check_written_back(read, sums_of(tensors_of(read)))
+
+
+# Sizes of released models; the weights are random.
+DINOV3 = {"S/16": {"num_register_tokens": 4}, "S+/16": {"num_register_tokens": 4, **GATED}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(n for n in MODELS if n.startswith("DINOv3")), *DINOV3])
+def test_all_features_of_dinov3_equal_those_of_transformers_at_every_size(tmp_path, name):
+    if name in DINOV3:
+        model = randomize(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**DINOV3[name])))
+    else:
+        model = create(name)
+    model.save_pretrained(tmp_path)
+    found = dcvit.load(tmp_path)
+    trained = model.config.image_size
+    for size in ((trained, trained), (trained + 32, trained + 32), (trained, trained + 64)):
+        pixels = images(size)
+        for key, kind in (("encoded", "last_hidden_state"), ("pre_logits", "pooler_output")):
+            expected = of_torch(model, pixels, lambda out, kind=kind: getattr(out, kind))
+            difference = np.abs(found.features(pixels, key) - expected).max() / np.abs(expected).max()
+            DIFFERENCES[f"DINOv3 {name}, {size}, {key}", "in"] = float(difference)
+            assert difference <= 2e-6
+    with pytest.raises((ConfigError, CheckpointError), match="does not divide the image") as error:
+        found.features(images((trained + 1, trained)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_dinov3_is_upcycled_as_the_identity_and_trains_its_compositions(tmp_path):
+    model = create("DINOv3 SwiGLU")
+    model.save_pretrained(tmp_path)
+    read = weights.open_weights(tmp_path)
+    net = vit.Model(None, **read.description.fields, compose="both", static=True)
+    pixels = jnp.asarray(images((32, 48)))
+    init = jax.jit(net.init)(jax.random.key(0), pixels)["params"]
+    params = vit.load(init, str(tmp_path), None, upcycle=True)
+    np.testing.assert_allclose(
+        jax.jit(net.apply)({"params": params}, pixels)[0], of_torch(model, np.asarray(pixels), result), atol=TOLERANCE
+    )
+    grads = jax.jit(jax.grad(lambda p: (net.apply({"params": p}, pixels)[0] ** 3).sum()))(params)
+    composition = grads["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["pre"]
+    assert np.abs(composition["w_b"]).max() > 0
+    assert "bias" not in params["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["key"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,20 @@ from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
 from dcvit.models.trees import nested
 from dcvit.runs.checkpointer import Checkpointer
-from dcvit.weights import dcvit_hf, dinov2, gpt2, gpt_neox, hf_processor, hf_vit, llama, names, own, siglip, timm_vit
+from dcvit.weights import (
+    dcvit_hf,
+    dinov2,
+    dinov3,
+    gpt2,
+    gpt_neox,
+    hf_processor,
+    hf_vit,
+    llama,
+    names,
+    own,
+    siglip,
+    timm_vit,
+)
 from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
@@ -33,10 +46,10 @@ from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
 
 # Families of transformers by our models; the first that can express a model is used.
 WRITTEN: dict[str, WrittenFamily] = {
-    "hf_vit": hf_vit, "siglip": siglip, "dinov2": dinov2, "gpt2": gpt2, "llama": llama, "gpt_neox": gpt_neox,
-    "timm": timm_vit, "dcvit_hf": dcvit_hf,
+    "hf_vit": hf_vit, "siglip": siglip, "dinov2": dinov2, "dinov3": dinov3, "gpt2": gpt2, "llama": llama,
+    "gpt_neox": gpt_neox, "timm": timm_vit, "dcvit_hf": dcvit_hf,
 }  # fmt: skip
-NATIVE = {"vit": ("hf_vit", "siglip", "dinov2"), "lm": ("gpt2", "llama", "gpt_neox")}
+NATIVE = {"vit": ("hf_vit", "siglip", "dinov2", "dinov3"), "lm": ("gpt2", "llama", "gpt_neox")}
 OURS = "dcvit_hf"  # the family of `MODELING`
 MODELING = Path(dcvit_hf.__file__).with_name(f"{dcvit_hf.MODULE}.py")
 TRANSFORMERS = (OURS, *NATIVE["vit"], *NATIVE["lm"])  # families whose folders transformers can evaluate

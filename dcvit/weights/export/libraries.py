@@ -23,6 +23,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "siglip_vision_model": ("SiglipVisionModel",),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
     "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
+    "dinov3_vit": ("DINOv3ViTModel",),
     "gpt2": ("GPT2LMHeadModel",),
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM",),

@@ -1,0 +1,111 @@
+"""DINOv3's Vision Transformers: files of Hugging Face transformers.
+
+https://huggingface.co/docs/transformers/model_doc/dinov3. Features are the class token. The token of masked patches is
+not read, nor are the keys of config.json that concern training only: dropout, stochastic depth, and the augmentation of
+positions.
+"""
+
+from __future__ import annotations
+
+from dcvit.errors import CheckpointError
+from dcvit.models.fields import QKV_BIASES
+from dcvit.weights import hf_config, hf_processor, hf_vision, vit_links
+from dcvit.weights.config_table import Key, field, only, written
+from dcvit.weights.dinov2 import ATTENTION_5, NORMS, SCALES
+from dcvit.weights.family import Description
+from dcvit.weights.links import Link
+from dcvit.weights.tensors import Json, Tensors
+
+WHAT = "Hugging Face's DINOv3"
+PATCHES, CLS, REGISTERS, MASK = (
+    f"embeddings.{name}" for name in ("patch_embeddings", "cls_token", "register_tokens", "mask_token")
+)
+LAYERS = ("layer.{}", "model.layer.{}")  # in a file of `save_pretrained`, and of `state_dict`
+BIASES = {"q": "query_bias", "k": "key_bias", "v": "value_bias"}
+
+
+def _activation(config: Json, _: Json) -> Json:
+    if not hf_config.flag(config, "use_gated_mlp", False):
+        return {"mlp": hf_config.activation(config, "hidden_act", "gelu")}
+    if (found := hf_config.text(config, "hidden_act", "gelu")) != "silu":
+        raise CheckpointError(f"config.json: hidden_act={found!r} with use_gated_mlp is not supported, only 'silu'")
+    return {"mlp": "swiglu"}
+
+
+def _written_activation(fields: Json) -> str:
+    return "silu" if fields["mlp"] == "swiglu" else hf_config.activation_name(fields["mlp"])
+
+
+def _biases(config: Json, _: Json) -> Json:
+    found = "".join(initial for initial, key in BIASES.items() if hf_config.flag(config, key, initial != "k"))
+    if found not in QKV_BIASES:
+        raise CheckpointError(f"config.json: biases of {', '.join(BIASES[x] for x in found)} alone are not supported")
+    return {"qkv_bias": found}
+
+
+def _registers(config: Json, _: Json) -> Json:
+    return {"registers": hf_config.size(config, "num_register_tokens")} if config.get("num_register_tokens") else {}
+
+
+KEYS = [
+    *hf_vision.sizes(norm_epsilon=1e-5, width=384, heads=6),
+    field("intermediate_size", "mlp_dim", default=1536),
+    Key("hidden_act", _activation, _written_activation),
+    written("use_gated_mlp", lambda fields: fields["mlp"] == "swiglu"),
+    field("layerscale_value", "layer_scale", hf_config.number, 1.0),
+    Key("num_register_tokens", _registers, lambda fields: fields["registers"]),
+    Key("query_bias", _biases, lambda fields: "q" in fields["qkv_bias"]),
+    written("key_bias", lambda fields: "k" in fields["qkv_bias"]),
+    written("value_bias", lambda fields: "v" in fields["qkv_bias"]),
+    only("proj_bias", True),
+    only("mlp_bias", True),
+    only("rope_theta", 100.0),  # as in `dcvit.models.vit`
+]
+
+
+def matches(tensors: Tensors, config: Json) -> bool:
+    """Recognize the names of the Vision Transformers; and DINOv3's ConvNeXt, which `describe` refuses by its type."""
+    is_convnext = config.get("model_type") == "dinov3_convnext"
+    return is_convnext or any(f"{layer.format(0)}.{SCALES[0]}" in tensors for layer in LAYERS)
+
+
+def describe(tensors: Tensors, config: Json) -> Description:
+    """Describe the model; see `dcvit.weights.family.Family`."""
+    hf_config.check_type(config, "dinov3_vit")
+    fields, image_size = hf_vision.read(KEYS, config)
+    fields |= {"posemb": "rotary2d", "pool_type": "tok"}
+    channels = hf_vision.channels_of(config, tensors, PATCHES)
+    pp = hf_processor.read(config, "DINOv3ViT", image_size, channels)
+    return Description("vit", None, hf_vision.ordered(fields), pp)
+
+
+def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
+    """Return the links; see `dcvit.weights.family.Family`."""
+    fields = vit_links.settings(description)
+    width, registers = fields["width"], fields["registers"]
+    layer = next((name for name in LAYERS if f"{name.format(0)}.{SCALES[0]}" in (tensors or ())), LAYERS[0])
+    first = ("mlp.gate_proj", "mlp.up_proj") if fields["mlp"] == "swiglu" else ("mlp.up_proj",)
+    block = vit_links.BlockNames(NORMS, ATTENTION_5, (*first, "mlp.down_proj"), SCALES)
+    tokens = vit_links.TokenNames("", ((CLS, 1), *(((REGISTERS, registers),) if registers else ())))
+    found = vit_links.model_links(description, vit_links.Names(PATCHES, tokens, layer, block, "norm"))
+    found += [] if registers else [vit_links.zeros(REGISTERS, (1, 0, width))]
+    return found if tensors is not None else [*found, vit_links.zeros(MASK, (1, 1, width))]
+
+
+def unused(name: str) -> bool:
+    """Return True for the token of masked patches, which pretraining uses."""
+    return name == MASK
+
+
+def config(description: Description) -> Json:
+    """Return the content of config.json; see `dcvit.weights.family.Family`."""
+    scale = vit_links.settings(description)["layer_scale"]
+    vit_links.check_expressible(
+        description, WHAT, posemb=("rotary2d",), pool_type=("tok",), qkv_bias=QKV_BIASES,
+        layer_scale=(1.0 if scale is None else scale,),
+    )  # fmt: skip
+    if description.num_outputs:
+        raise CheckpointError(f"{WHAT} has no classifier")
+    return {
+        "architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit", **hf_vision.write(KEYS, description)
+    }  # fmt: skip
