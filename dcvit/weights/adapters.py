@@ -13,6 +13,8 @@ from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree
 from dcvit.weights.placement import unrolled
 from dcvit.weights.tensors import Json
 
+FACTORS = (f"/{A}", f"/{B}")  # ends of the names of adapters
+
 
 def described(about: Json, what: str) -> tuple[Adaptation, str]:
     """Return the adaptation of a checkpoint of adapters, and the `model_init` that it adapts, from its description.
@@ -44,14 +46,14 @@ def merged(base: Tensors, adapters: Tensors, about: Json, what: str) -> Tensors:
       CheckpointError: `base` lacks an adapted matrix; or, when a tensor is read, it is not the one of the training.
     """
     found, init = described(about, what)
-    whole, changed = _layers(base), _layers(adapters)
+    whole, changed = single_layers(base), single_layers(adapters)
     names = {name.removesuffix(f"/{A}") for name in changed if name.endswith(f"/{A}")}
     if missing := sorted(name for name in names if name not in whole or f"{name}/{B}" not in changed):
         raise CheckpointError(f"{what} adapts {missing[0]}, but it or {init} lacks a part of it")
     known = about.get("base", {})
     tensors = {name: _checked(tensor, name, known, what) for name, tensor in whole.items()}
     for name, tensor in changed.items():
-        if not name.endswith((f"/{A}", f"/{B}")):
+        if not name.endswith(FACTORS):
             tensors[name] = tensor
     for name in names:
         tensors[name] = _adapted(tensors[name], changed[f"{name}/{A}"], changed[f"{name}/{B}"], found)
@@ -64,14 +66,14 @@ def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dic
     Raises:
       CheckpointError: the parameters of the base are not those of the model, as they are not if they are resized.
     """
-    layers = {name: tensor for name, tensor in _layers(base).items() if not found.is_whole(name)}
-    wanted = _layers({name: Tensor(shape, lambda: np.zeros(0)) for name, shape in model.items()})
+    layers = {name: tensor for name, tensor in single_layers(base).items() if not found.is_whole(name)}
+    wanted = single_layers({name: Tensor(shape, lambda: np.zeros(0)) for name, shape in model.items()})
     expected = {name: tensor.shape for name, tensor in wanted.items() if not found.is_whole(name)}
     check_tree({name: tensor.shape for name, tensor in layers.items()}, expected, what)
     return {name: _crc(tensor.read()) for name, tensor in layers.items()}
 
 
-def _layers(tensors: Tensors) -> dict[str, Tensor]:
+def single_layers(tensors: Tensors) -> dict[str, Tensor]:
     """Return tensors of unrolled layers."""
     parts = unrolled({name: tensor.shape for name, tensor in tensors.items()})
     return {name: _part(tensors[path], layer) for name, (path, layer) in parts.items()}

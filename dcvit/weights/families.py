@@ -32,6 +32,7 @@ from dcvit.weights import (
     llama,
     names,
     own,
+    peft,
     preprocessing,
     siglip,
     timm_vit,
@@ -40,7 +41,7 @@ from dcvit.weights import links as linking
 from dcvit.weights.big_vision_files import locate
 from dcvit.weights.family import Description, Family
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import Json, Tensor, Tensors, has_files, is_npz, open_file, tokenizer_of
+from dcvit.weights.tensors import Json, Tensor, Tensors, adapted_base, has_files, is_npz, open_file, tokenizer_of
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -135,16 +136,17 @@ def is_weights(path: Path) -> bool:
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open a file or a folder of another library.
+    """Open a file or a folder of another library. The weights of a folder of PEFT are those of its base, adapted.
 
     Raises:
       CheckpointError: see `dcvit.weights.tensors.open_file`; the tensors are those of no known family, or do not fit
         the model that they describe.
     """
     path = Path(path)
-    file = open_file(path)
+    base = adapted_base(path)
+    file = open_file(base or path)
     tensors = {name: Tensor(x.shape, functools.partial(_read, path, name, x)) for name, x in file.tensors.items()}
-    file = file._replace(tensors=tensors)
+    file = file._replace(tensors=peft.merged(tensors, path) if base else tensors)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:

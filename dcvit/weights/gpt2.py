@@ -67,7 +67,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
         theirs, ours = f"{prefix}h.{i}", attention(i)
         found += norm_layer(f"{theirs}.ln_1", f"{block(i)}/attention_norm", fields.width, True)
         found += [_fused(f"{theirs}.attn.c_attn", ours, part, fields) for part in ("weight", "bias")]
-        out = same(f"{theirs}.attn.c_proj.weight", f"{ours}/out/kernel", (*split, width), (width, width))
+        out = same(f"{theirs}.attn.c_proj.weight", f"{ours}/out/kernel", (*split, width), (-1, width))
         found += [checked(out, width, width), checked(same(f"{theirs}.attn.c_proj.bias", f"{ours}/out/bias"), width)]
         found += norm_layer(f"{theirs}.ln_2", f"{block(i)}/mlp_norm", fields.width, True)
         for their_name, our_name, shape in (("c_fc", "in", (width, hidden)), ("c_proj", "out", (hidden, width))):

@@ -61,7 +61,7 @@ def linear(theirs: str, ours: str, inputs: Sequence[int] = (), outputs: Sequence
     rows, columns = int(np.prod(inputs)), int(np.prod(outputs))
     shape = (*inputs, *outputs)
     return Link(
-        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(rows, columns).T,), ((columns, rows),)
+        (theirs,), (ours,), lambda x: (x.T.reshape(shape),), lambda x: (x.reshape(-1, columns).T,), ((columns, rows),)
     )
 
 

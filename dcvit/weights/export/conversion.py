@@ -28,6 +28,7 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "safetensors": formats.write_safetensors,
     "hf": formats.write_hf,
     "timm": formats.write_timm,
+    "peft": formats.write_peft,
     **programs.WRITERS,
 }
 
@@ -193,6 +194,8 @@ def _result_logits(weights: Weights, folder: Path, to: str, x: np.ndarray) -> tu
             found = libraries.transformers_logits(folder, x)
             if found is not None:
                 return found, "transformers"
+        if to == "peft" and libraries.installed("torch", "transformers", "peft"):
+            return libraries.peft_logits(folder, x), "peft"
         if to == "timm" and libraries.installed("torch", "timm"):
             return libraries.timm_logits(folder, x), "timm"
     return None

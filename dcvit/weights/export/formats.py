@@ -2,6 +2,7 @@
 
 `npz`, `bv` and `safetensors` have this project's names, which are big_vision's for the plain ViT; beside them
 config.json holds the description of the model. `dcvit` is a workdir. `hf` and `timm` have the names of those libraries.
+`peft` has the adapters of a run alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import tensorstore as ts
 from dcvit.config import load as configs
 from dcvit.config.keys import OWN_TOKENIZER
 from dcvit.errors import CheckpointError
+from dcvit.models.lora import is_adapter
 from dcvit.models.trees import nested
+from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.weights import (
+    adapters,
     dcvit_hf,
     dinov2,
     dinov3,
@@ -33,6 +37,7 @@ from dcvit.weights import (
     llama,
     names,
     own,
+    peft,
     siglip,
     timm_vit,
 )
@@ -40,9 +45,11 @@ from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, WrittenFamily
+from dcvit.weights.loading import open_described
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
-from dcvit.weights.tensors import GENERATION, PROCESSOR, Json, tokenizer_of
+from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
+from input_pipeline.files import expand
 
 # Families of transformers by our models; the first that can express a model is used.
 WRITTEN: dict[str, WrittenFamily] = {
@@ -208,6 +215,32 @@ def write_timm(weights: Weights, folder: Path) -> None:
     labels = {"label_names": list(weights.description.class_names)} if weights.description.class_names else {}
     _write_json(folder / "config.json", {**config, **labels})
     write_shards(folder, _theirs(name, weights), max_shard_bytes=ONE_FILE)
+
+
+def write_peft(weights: Weights, folder: Path) -> None:
+    """Write the adapters of a run for PEFT, which adds them to the language model of transformers that they adapt.
+
+    Raises:
+      CheckpointError: the weights are no run with adapters of such a model, or also train parameters as a whole.
+    """
+    arrays = restoring.open_params(weights.path) if weights.workdir else {}
+    if not is_adapter(arrays):
+        raise CheckpointError(f"{weights.path} has no adapters: --to peft needs a run with config.lora")
+    lora, init = adapters.described(steps.about(steps.step_folder(weights.path)), str(weights.path))
+    factors = adapters.single_layers({name: restoring.as_tensor(array, name) for name, array in arrays.items()})
+    if whole := sorted(name for name in factors if not name.endswith(adapters.FACTORS)):
+        raise CheckpointError(f"{weights.path} trains {whole[0]} as a whole, but --to peft writes adapters only")
+    base = open_described(expand(init))
+    family = "dcvit" if not base else "peft" if adapted_base(base.path) else base.family
+    if not base or family not in NATIVE["lm"]:
+        raise CheckpointError(f"{weights.path} adapts {init} ({family}): --to peft needs {', '.join(NATIVE['lm'])}")
+    WRITTEN[family].config(weights.description)
+    shapes = {name: tensor.shape for name, tensor in weights.params.items()}
+    in_out = family == "gpt2"  # its linear layers store "in out"
+    tensors = peft.tensors(WRITTEN[family].links(weights.description), factors, shapes, in_out)
+    write_shards(folder, iter(tensors.items()), max_shard_bytes=ONE_FILE)
+    (folder / "model.safetensors").rename(folder / peft.FILE)
+    _write_json(folder / ADAPTER, peft.config(lora, tensors, base.path, in_out))
 
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
