@@ -138,7 +138,7 @@ def train_batches(
       ReadingError: an example could not be read for another reason.
     """
     preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
-    rows = _checked_rows(rows, batch_size)
+    rows, blocks = _checked_rows(rows, batch_size), getattr(source, "blocks", None)
 
     def load(key: ExampleKey) -> LoadedExample:
         for skipped in range(size):
@@ -154,7 +154,7 @@ def train_batches(
     def plans() -> Iterator[list[ExampleKey]]:
         start = start_step * batch_size
         while True:
-            yield [ExampleKey(*example_at(start + row, size, seed)) for row in rows]
+            yield [ExampleKey(*example_at(start + row, size, seed, blocks)) for row in rows]
             start += batch_size
 
     for batch in _prepare(plans(), load, len(rows), threads):
@@ -200,7 +200,8 @@ def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[Bat
     """
     if batch_size < 1 or step < 0:
         raise InputError(f"no batch at step {step} of size {batch_size}: expected a step from 0 and a size from 1")
-    keys = [example_at(step * batch_size + row, len(source), seed) for row in range(batch_size)]
+    size, blocks = len(source), getattr(source, "blocks", None)
+    keys = [example_at(step * batch_size + row, size, seed, blocks) for row in range(batch_size)]
     return [
         {"row": row, "epoch": epoch, "index": index, "id": source.describe(index)}
         for row, (epoch, index) in enumerate(keys)

@@ -7,6 +7,7 @@ every machine and in every version of numpy.
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int64
@@ -15,19 +16,47 @@ Draw = Callable[[int], int]  # from n to a random number below n
 EXAMPLE_STREAM = 1 << 63  # second key word of per-example generators; permutations use the epoch, which is smaller
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Consecutive examples that are read together, such as the row groups of a Parquet file.
+
+    `sizes` has the number of examples of each block. Training shuffles all blocks, and the examples within `window`
+    examples; see `permutation`.
+    """
+
+    sizes: Int64[np.ndarray, "blocks"]
+    window: int
+
+    def part(self, examples: range) -> "Blocks":
+        """Return the blocks of a range of the examples."""
+        sizes = np.diff(np.clip(np.cumsum(self.sizes), examples.start, examples.stop), prepend=examples.start)
+        return Blocks(sizes[sizes > 0], self.window)
+
+
 @functools.lru_cache(maxsize=2)
-def permutation(size: int, seed: int, epoch: int) -> Int64[np.ndarray, "{size}"]:
-    """Return the order of the examples in one epoch, a permutation of 0 … size-1."""
-    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(size)
-    order = np.argsort(bits, kind="stable")
+def permutation(size: int, seed: int, epoch: int, blocks: Blocks | None = None) -> Int64[np.ndarray, "{size}"]:
+    """Return the order of the examples in one epoch, a permutation of 0 … size-1.
+
+    With blocks, the blocks are permuted, and an example of a block that starts at position s is sorted by a number that
+    is uniform between s and s + window. An epoch therefore reads each block once if about window examples are kept,
+    and has a new mixture of blocks in every window. A window of `size` or more gives the order without blocks.
+    """
+    generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    keys = generator.random_raw(size)
+    if blocks is not None and blocks.window < size:
+        order = np.argsort(generator.random_raw(len(blocks.sizes)), kind="stable")
+        starts = np.empty(len(order), np.uint64)
+        starts[order] = np.cumsum(blocks.sizes[order]) - blocks.sizes[order]
+        keys = (np.repeat(starts, blocks.sizes) << 32) + (keys >> 32) * np.uint64(blocks.window)
+    order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order
 
 
-def example_at(position: int, size: int, seed: int) -> tuple[int, int]:
+def example_at(position: int, size: int, seed: int, blocks: Blocks | None = None) -> tuple[int, int]:
     """Return (epoch, example index) at a position of the endless training stream over `size` examples."""
     epoch, offset = divmod(position, size)
-    return epoch, int(permutation(size, seed, epoch)[offset])
+    return epoch, int(permutation(size, seed, epoch, blocks)[offset])
 
 
 def example_rng(seed: int, epoch: int, index: int) -> np.random.Generator:

@@ -1,5 +1,6 @@
 """Data sources: the interface of every kind of data, and `open_source`, which opens one by its kind."""
 
+import functools
 import importlib
 import logging
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
+from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ KINDS = {
     "folder": "input_pipeline.images.folder",
     "input_ids": "input_pipeline.text.tfrecord_tokens",
     "megatron": "input_pipeline.text.megatron",
+    "parquet": "input_pipeline.images.parquet",
     "scenes": "input_pipeline.images.scenes",
     "spans": "input_pipeline.text.targets",
     "stdlib": "input_pipeline.text.stdlib",
@@ -33,7 +36,10 @@ KINDS = {
 
 @runtime_checkable
 class Source(Protocol):
-    """Random access to the examples of a dataset split."""
+    """Random access to the examples of a dataset split.
+
+    A source that reads several examples together also has the attribute `blocks`, an `input_pipeline.shuffle.Blocks`.
+    """
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -133,6 +139,10 @@ class _WrappedSource:
             if hasattr(source, name):
                 setattr(self, name, getattr(source, name))
 
+    @property
+    def blocks(self) -> Blocks | None:
+        return getattr(self.source, "blocks", None)
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -152,6 +162,11 @@ class _RangeSource(_WrappedSource):
     def __init__(self, source: Source, indices: range):
         super().__init__(source)
         self.indices = indices
+
+    @functools.cached_property
+    def blocks(self) -> Blocks | None:
+        blocks = super().blocks
+        return None if blocks is None else blocks.part(self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -12,6 +12,7 @@ import pytest
 from trained_workdirs import load_params
 from training_runs import interrupted_before
 
+import input_pipeline
 from dcvit import evaluate, predict, train
 from dcvit.cli import run
 from dcvit.config import load as config
@@ -89,6 +90,18 @@ class TestRecipe:
 
     def test_table_of_evaluations_is_complete(self):
         assert set(config.load(I1K).evals) == set(EVALS)
+
+    def test_parquet_files_have_the_parts_of_the_splits(self):
+        """The other evaluation sets stay those of tensorflow-datasets."""
+        found = config.load(f"{I1K}:data=i1k")
+        data = {"input": found.input.data, **{name: found.evals[name].data for name in found.evals}}
+        files = {name: (d["split"], d["part"]) for name, d in data.items() if d["kind"] == "parquet"}
+        assert files == {
+            "input": ("train", (0.0, 0.99)), "minival": ("train", (0.99, 1.0)), "train": ("train", (0.0, 0.02)),
+            "val": ("validation", (0.0, 1.0)),
+        }  # fmt: skip
+        assert {d["data_dir"] for d in data.values() if d["kind"] == "parquet"} == {"i1k"}
+        assert {data[name]["name"] for name in data.keys() - files} == {EVALS[name][0] for name in EVALS.keys() - files}
 
     @pytest.mark.parametrize(
         ("arguments", "changed"),
@@ -187,9 +200,9 @@ def data_dir(tmp_path_factory):
 def i1k(tmp_path, monkeypatch, library_promotion):
     """Return a function that trains the unmodified config in small on the data of a folder: (exit status, workdir)."""
 
-    def train_it(data_dir, name):
+    def train_it(data_dir, name, arguments=""):
         monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
-        spec = f"{I1K}:variant=DCViT-S/16,runlocal=true"
+        spec = f"{I1K}:variant=DCViT-S/16,runlocal=true{arguments}"
         argv = ["--config", spec, "--workdir", str(tmp_path / name), "--config.tensorboard=false"]
         return run(train.main, argv), tmp_path / name
 
@@ -234,6 +247,30 @@ def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_pat
     image.write_bytes(image_datasets.jpeg(3))
     assert run(predict.main, ["--workdir", str(uninterrupted), str(image), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["label"].startswith("n")
+
+
+@pytest.mark.exhaustive
+def test_config_trains_and_resumes_from_parquet_files_as_from_tfds(i1k, data_dir, tmp_path, monkeypatch):
+    """The window covers all images, so that the runs have the same batches; a smaller one is resumed, too."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "validation"):
+        source = input_pipeline.open_source("tfds", name="imagenet2012", split=split, data_dir=str(data_dir))
+        examples = [source[i] for i in range(len(source))]
+        images = [{"bytes": e["image"], "path": None} for e in examples]
+        rows = pa.table({"image": images, "label": [e["label"] for e in examples]})
+        pq.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet", row_group_size=20)
+    arguments = f",data={tmp_path}"
+    found = {name: i1k(data_dir, name, arguments if name != "tfds" else "") for name in ("tfds", "parquet")}
+    with interrupted_before(monkeypatch, 8):
+        assert i1k(data_dir, "stopped", arguments)[0] == 130
+    found["stopped"] = i1k(data_dir, "stopped", arguments)
+    assert {status for status, _ in found.values()} == {0}
+    logs = {name: (workdir / "metrics.jsonl").read_bytes() for name, (_, workdir) in found.items()}
+    assert logs["tfds"] == logs["parquet"] == logs["stopped"]
+    trees = [jax.tree.leaves(load_params(workdir)) for _, workdir in found.values()]
+    for one, other, third in zip(*trees, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, third)
 
 
 @pytest.mark.slow

@@ -1,0 +1,320 @@
+"""Images in Parquet files as the Hugging Face Hub stores them: DATA_DIR/[data/]SPLIT-00000-of-00294.parquet.
+
+A row group is the smallest unit that can be read, because its pages are compressed and, in most files, one page holds
+all of its images. Training therefore shuffles within a window of row groups (`input_pipeline.shuffle.permutation`),
+so that each row group is read once in an epoch, and the row groups in use stay in memory.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline import memory
+from input_pipeline.errors import (
+    InputError,
+    MissingDataError,
+    ReadingError,
+    check_split,
+    first_line,
+    has_type,
+    nearest,
+)
+from input_pipeline.files import expand, named_errors
+from input_pipeline.optional import require
+from input_pipeline.shuffle import Blocks
+from input_pipeline.source import Example
+
+logger = logging.getLogger(__name__)
+
+SHARD_NUMBER = re.compile(r"-(\d{5}-of-(\d{5}))(-[0-9a-f]{16})?$")  # older files have a hash, too
+Columns = tuple[list[memoryview | None], list[int | None]]  # images and labels
+READ_BYTES = 1 << 20  # of a file at a time
+RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts would read row groups repeatedly
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Rows of a file that are read together.
+
+    `columns` are the columns of images and labels; `nbytes` is the size of all columns after decompression.
+    """
+
+    path: str
+    number: int
+    columns: tuple[str, str]
+    first_row: int
+    rows: int
+    nbytes: int
+
+
+class Layout(NamedTuple):
+    """Properties of a file that all files of a split share: the types of the columns, and the class names."""
+
+    image: object
+    label: object
+    class_names: tuple[str, ...] | None
+
+
+class File(NamedTuple):
+    """A file; `has_one_class` tells whether all rows of its first row group have the same label."""
+
+    path: str
+    layout: Layout
+    groups: list[RowGroup]
+    has_one_class: bool
+
+
+class Source:
+    """Images of one split. An example is `image` (the bytes of the image file) and `label` (int).
+
+    Class names are those of the metadata that the library `datasets` stores in a file. Parquet files usually contain
+    no checksums; where they do, they are verified.
+    """
+
+    def __init__(
+        self, data_dir: str, split: str = "train", image: str = "image", label: str = "label", window: int = 10_000
+    ):
+        """
+        Args:
+          data_dir: folder of the files, or a folder whose subfolder `data` contains them.
+          split: the part of the names before the number, such as "train" or "validation".
+          image: name of the column of images, either binary or a struct with the field `bytes`.
+          label: name of the column of labels, integers.
+          window: number of images among which training shuffles. They are kept in memory.
+
+        Raises:
+          MissingDataError: the folder does not exist or has no Parquet files.
+          InputError: the split is unknown, a shard is missing or damaged, a column is missing or of another type, the
+            files differ in their columns, or the window needs more memory than is available.
+        """
+        require("pyarrow.parquet")
+        if window < 1:
+            raise InputError(f"window={window} should be 1 or more")
+        with ThreadPoolExecutor(16) as threads:
+            files = list(threads.map(lambda path: _open(path, image, label), _shards(data_dir, split)))
+        for file in files:
+            if file.layout != files[0].layout:
+                raise InputError(
+                    f"{file.path} and {files[0].path} differ in the types or class names of {image!r} and {label!r}"
+                )
+        self.files, self.label, self.window = files, label, window
+        self.class_names = files[0].layout.class_names
+        self.groups = [group for file in files for group in file.groups]
+        self.ends = np.cumsum([group.rows for group in self.groups])
+        if self.groups:
+            in_window = int(RESERVE * window * self.nbytes() / len(self))
+            limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
+            _row_groups.reserve(limit, f"window={window} of {data_dir}")
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The row groups as blocks to shuffle; a warning is logged if their rows are sorted by class."""
+        if sum(file.has_one_class for file in self.files) > len(self.files) / 2 and self.window < len(self):
+            logger.warning(
+                "%s and other files are sorted by class, so training batches have few classes at a time; write them in "
+                "random order, or set a larger window than %s", self.files[0].path, f"{self.window:,}"
+            )  # fmt: skip
+        return Blocks(np.array([group.rows for group in self.groups], np.int64), self.window)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.groups else 0
+
+    def __getitem__(self, index: int) -> Example:
+        group, row = self._locate(index)
+        images, labels = _row_groups.get(group)
+        image, label = images[row], labels[row]
+        if image is None or label is None:
+            raise InputError(f"the {'image' if image is None else 'label'} is null")
+        if self.class_names is not None and not 0 <= label < len(self.class_names):
+            raise InputError(f"{self.label}={label} is not one of the {len(self.class_names)} classes, from 0")
+        return {"image": bytes(image), "label": label}
+
+    def describe(self, index: int) -> str:
+        """Return the file and row of an example."""
+        group, row = self._locate(index)
+        return f"{group.path}, row {group.first_row + row}"
+
+    def nbytes(self) -> int:
+        """Return the size of all images in bytes, without compression."""
+        return sum(group.nbytes for group in self.groups)
+
+    def _locate(self, index: int) -> tuple[RowGroup, int]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        if number == len(self.groups):
+            raise IndexError(index)
+        group = self.groups[number]
+        return group, index - (int(self.ends[number]) - group.rows)
+
+
+class _RowGroups:
+    """The row groups that are in use in this process, within a limit of memory. Several threads may read.
+
+    A row group is dropped after as many reads as it has rows, or when it was not used for the longest time.
+    """
+
+    def __init__(self) -> None:
+        self.limit, self.nbytes = 0, 0
+        self.held: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
+        self.reads: Counter[RowGroup] = Counter()
+        self.lock = threading.Lock()
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Raise the limit to `nbytes`. Raises InputError if they are not available; the message names `what`."""
+        available = memory.available()
+        if available is not None and nbytes - self.nbytes > available:
+            raise InputError(
+                f"{what} would keep {nbytes / 1e9:.1f} GB of row groups in memory, but only {available / 1e9:.1f} GB "
+                "are available; set a smaller window"
+            )
+        self.limit = max(self.limit, nbytes)
+
+    def get(self, group: RowGroup) -> Columns:
+        """Return the images and labels of a row group, read by the first thread that needs it."""
+        with self.lock:
+            missing = group not in self.held
+            if missing:
+                self.held[group] = Future()
+                self.nbytes += group.nbytes
+            future = self.held[group]
+            self.held.move_to_end(group)
+            self.reads[group] += 1
+            if self.reads[group] == group.rows:
+                self._drop(group)
+            while self.nbytes > self.limit and len(self.held) > 1:
+                self._drop(next(iter(self.held)))
+        if missing:
+            try:
+                future.set_result(_read(group))
+            except BaseException as e:
+                future.set_exception(e)
+                with self.lock:
+                    self._drop(group)
+        return future.result()
+
+    def _drop(self, group: RowGroup) -> None:
+        """Release a row group; threads that already have it keep it."""
+        if self.held.pop(group, None) is not None:
+            self.nbytes -= group.nbytes
+        self.reads.pop(group, None)
+
+
+_row_groups = _RowGroups()
+
+
+def _shards(data_dir: str, split: str) -> list[str]:
+    """Return the files of a split in the order of their numbers.
+
+    Raises:
+      MissingDataError: the folder does not exist or has no Parquet files.
+      InputError: there is no such split, or a shard is missing.
+    """
+    root = expand(data_dir)
+    if not root.is_dir():
+        raise MissingDataError(f"no folder {root}")
+    splits: dict[str, list[Path]] = {}
+    for folder in (root, root / "data"):
+        with named_errors(folder):
+            inside = sorted(folder.iterdir()) if folder.is_dir() and not splits else []
+        for file in inside:
+            if file.suffix == ".parquet" and not file.name.startswith("."):
+                splits.setdefault(SHARD_NUMBER.sub("", file.stem), []).append(file)
+    if not splits:
+        raise MissingDataError(f"{root} and its folder `data` hold no Parquet files (*.parquet)")
+    check_split(str(root), split, splits)
+    chosen = splits[split]
+    numbers = [SHARD_NUMBER.search(file.stem) for file in chosen]
+    found = Counter(number[1] if number else "" for number in numbers)
+    count = int(numbers[0][2]) if numbers[0] else 1
+    expected = [f"{i:05}-of-{count:05}" for i in range(count)] if numbers[0] else [""]
+    if missing := next((number for number in expected if number not in found), None):
+        raise InputError(f"{chosen[0].parent}: the file {split}-{missing}.parquet is missing; download it")
+    if found.total() != count:
+        raise InputError(
+            f"{root}: split {split!r} has {found.total()} files, but {count} according to {chosen[0].name}"
+        )
+    return [str(file) for file in chosen]
+
+
+def _open(path: str, image: str, label: str) -> File:
+    """Read the footer of a file and the labels of its first row group."""
+    pa, pq = require("pyarrow"), require("pyarrow.parquet")
+    if not Path(path).is_file():  # opening a pipe could block
+        raise InputError(f"{path} is not a regular file")
+    with _one_line_errors(path), pq.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        for name in (image, label):
+            if schema.names.count(name) != 1:
+                raise InputError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
+        images, labels = schema.field(image).type, schema.field(label).type
+        encoded = images.field("bytes").type if pa.types.is_struct(images) and "bytes" in images.names else images
+        if not pa.types.is_binary(encoded) and not pa.types.is_large_binary(encoded):
+            raise InputError(f"{path}: the column {image!r} should contain the bytes of image files, not {images}")
+        if not pa.types.is_integer(labels):
+            raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
+        first = file.read_row_group(0, columns=[label])[label].to_pylist() if metadata.num_row_groups else []
+    columns = (image if encoded == images else f"{image}.bytes", label)
+    parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
+        raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
+    starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
+    groups = [
+        RowGroup(path, number, columns, start, part.num_rows, part.total_byte_size)
+        for number, (part, start) in enumerate(zip(parts, starts, strict=False))
+        if part.num_rows
+    ]
+    layout = Layout(images, labels, _class_names(path, schema.metadata or {}, label))
+    return File(path, layout, groups, len(first) > 1 and len(set(first)) == 1)
+
+
+def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...] | None:
+    """Return the names of the classes from the metadata of the library `datasets`, or None if there are none."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        names = features.get(label, {}).get("names")
+    except (ValueError, AttributeError, RecursionError):
+        raise InputError(f"{path}: the metadata `huggingface` of its schema is damaged") from None
+    if names is not None and not has_type(names, Sequence[str]):
+        raise InputError(f"{path}: the class names in the metadata `huggingface` are not strings")
+    return None if names is None else tuple(names)
+
+
+def _read(group: RowGroup) -> Columns:
+    """Return the images and labels of a row group."""
+    pq = require("pyarrow.parquet")
+    options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
+    what = f"row group {group.number}"
+    with _one_line_errors(group.path, what), pq.ParquetFile(group.path, **options) as file:
+        table = file.read_row_group(group.number, columns=list(group.columns), use_threads=False)
+        images = table.column(1 - table.column_names.index(group.columns[1]))
+        if images.type.num_fields:  # a struct with one field
+            (images,) = images.flatten()
+    if table.num_rows != group.rows:
+        raise InputError(f"{what} changed after the file was opened")
+    buffers = [image.as_buffer() for image in images]
+    views = [None if buffer is None else memoryview(buffer) for buffer in buffers]
+    return views, table.column(group.columns[1]).to_pylist()
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: str, what: str = "") -> Iterator[None]:
+    """Convert the errors of pyarrow; those about damaged data are of its own classes, or have no errno."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
+        if isinstance(e, OSError) and e.errno:
+            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
+        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None

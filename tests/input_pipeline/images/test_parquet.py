@@ -1,0 +1,383 @@
+"""Parquet files of images: equal to tfds and pyarrow, read once in an epoch, and errors that name what is wrong."""
+
+import base64
+import itertools
+import json
+import os
+import shutil
+
+import image_datasets
+import numpy as np
+import pytest
+
+import input_pipeline as ip
+from input_pipeline import shuffle
+from input_pipeline.images import parquet
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+pytest_plugins = ["input_fixtures"]
+
+PP = 'decode|resize_pillow(8)|flip_lr|value_range(-1, 1)|onehot(1000)|keep("image", "labels")'
+NAMES = [f"class {i}" for i in range(1000)]
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def table(images, labels, names=NAMES, struct=STRUCT):
+    """Return the table of a shard, with the metadata of the library `datasets`."""
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    values = images if struct == pa.binary() else [{"bytes": image, "path": "a.jpg"} for image in images]
+    columns = {"image": pa.array(values, struct), "label": pa.array(labels, pa.int64())}
+    return pa.table(columns).replace_schema_metadata(metadata)
+
+
+def write(folder, rows, shards=3, group=10, **options):
+    """Write the rows of a table as the shards of the split train in folder/data; return the folder."""
+    (folder / "data").mkdir(parents=True)
+    ends = [i * len(rows) // shards for i in range(shards + 1)]
+    for i in range(shards):
+        part = rows.slice(ends[i], ends[i + 1] - ends[i])
+        name = f"train-{i:05}-of-{shards:05}.parquet"
+        pq.write_table(part, folder / "data" / name, row_group_size=group, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tfds_source(imagenet):
+    return ip.open_source("tfds", name="imagenet2012", split="train", data_dir=str(imagenet[0]["tfrecord"]))
+
+
+@pytest.fixture(scope="module")
+def shared_root(tfds_source, tmp_path_factory):
+    """The 120 images of `tfds_source` in three shards with row groups of ten, as no test changes them."""
+    examples = [tfds_source[i] for i in range(120)]
+    rows = table([e["image"] for e in examples], [e["label"] for e in examples])
+    return write(tmp_path_factory.mktemp("parquet") / "imagenet", rows)
+
+
+@pytest.fixture
+def root(shared_root, tmp_path):
+    return shutil.copytree(shared_root, tmp_path / "imagenet")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The row groups that are read, each as (path, number)."""
+    found, read = [], parquet._read
+    monkeypatch.setattr(parquet, "_row_groups", parquet._RowGroups())
+    monkeypatch.setattr(parquet, "_read", lambda g: found.append((g.path, g.number)) or read(g))
+    return found
+
+
+def open_parquet(root, **options):
+    return ip.open_source("parquet", data_dir=str(root), **options)
+
+
+def assert_same_batches(one, other, steps=None):
+    pairs = list(itertools.islice(zip(one, other, strict=steps is None), steps))
+    assert pairs
+    for a, b in pairs:
+        assert a.keys() == b.keys()
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key])
+            assert a[key].dtype == b[key].dtype
+
+
+class TestExamples:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"compression": "none", "use_dictionary": False, "write_page_index": True}, {"compression": "zstd"},
+         {"data_page_version": "2.0", "use_content_defined_chunking": True}],
+    )  # fmt: skip
+    def test_examples_are_those_of_tfds_and_of_read_table(self, shared_root, tfds_source, tmp_path, options):
+        rows = pa.concat_tables(map(pq.read_table, sorted((shared_root / "data").iterdir())))
+        source = open_parquet(write(tmp_path / "copy", rows, shards=2, group=7, **options))
+        assert len(source) == len(tfds_source) == 120
+        assert source.class_names == tuple(NAMES)
+        expected = rows.to_pylist()
+        for i in range(120):
+            assert source[i] == {"image": expected[i]["image"]["bytes"], "label": expected[i]["label"]}
+            assert source[i] == {key: tfds_source[i][key] for key in ("image", "label")}
+
+    def test_evaluation_batches_are_those_of_tfds(self, shared_root, tfds_source):
+        source = open_parquet(shared_root)
+        assert_same_batches(ip.eval_batches(source, PP, 32), ip.eval_batches(tfds_source, PP, 32))
+
+    def test_training_batches_are_those_of_tfds_if_the_window_covers_all_images(self, shared_root, tfds_source):
+        streams = [ip.train_batches(source, PP, 32, 3) for source in (open_parquet(shared_root), tfds_source)]
+        assert_same_batches(*streams, 10)
+
+    def test_files_of_the_library_datasets_are_read(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+        images = [image_datasets.jpeg(i) for i in range(9)]
+        rows = {"image": [{"bytes": image, "path": None} for image in images], "label": [i % 2 for i in range(9)]}
+        path = tmp_path / "validation-00000-of-00001-0123456789abcdef.parquet"
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(path, batch_size=4)
+        source = open_parquet(tmp_path, split="validation")
+        assert source.class_names == ("cat", "dog")
+        assert [source[i] for i in range(9)] == [{"image": e, "label": i % 2} for i, e in enumerate(images)]
+
+    def test_columns_may_have_other_names_and_binary_type(self, tmp_path):
+        rows = table([b"a", b"b"], [1, 0], struct=pa.binary()).rename_columns(["img", "fine"])
+        pq.write_table(rows.replace_schema_metadata(None), tmp_path / "test.parquet")
+        source = open_parquet(tmp_path, split="test", image="img", label="fine")
+        assert [source[i] for i in range(2)] == [{"image": b"a", "label": 1}, {"image": b"b", "label": 0}]
+        assert source.class_names is None
+        assert source.describe(1) == f"{tmp_path}/test.parquet, row 1"
+
+
+class TestOrder:
+    """Training shuffles within a window of row groups, as a function of seed and epoch."""
+
+    @pytest.mark.parametrize("sizes", [[10] * 60, [1, 30, 7] * 15])
+    def test_order_is_a_permutation_within_a_window(self, sizes):
+        blocks = shuffle.Blocks(np.array(sizes, np.int64), 100)
+        size = sum(sizes)
+        orders = [shuffle.permutation(size, seed, epoch, blocks) for seed in (0, 1) for epoch in (0, 1)]
+        assert len({tuple(order) for order in orders}) == 4
+        block = np.repeat(np.arange(len(sizes)), sizes)
+        for order in orders:
+            assert sorted(order) == list(range(size))
+            places = np.argsort(order)
+            spans = [np.ptp(places[block == b]) for b in range(len(sizes))]
+            assert max(spans) < 2 * 100
+            assert np.corrcoef(places, np.arange(size))[0, 1] < 0.5
+
+    def test_order_is_fixed_because_runs_are_resumed_from_it(self):
+        blocks = [shuffle.Blocks(np.array([4, 2, 2]), window) for window in (3, 8)]
+        assert [shuffle.permutation(8, 0, 0, b).tolist() for b in blocks] == [
+            [5, 4, 0, 2, 1, 3, 6, 7],
+            [0, 2, 1, 5, 4, 3, 6, 7],
+        ]
+
+    @pytest.mark.parametrize("hosts", [1, 2])
+    def test_each_row_group_is_read_once_in_an_epoch(self, shared_root, reads, hosts):
+        source = open_parquet(shared_root, window=40)
+        rows = range(12 // hosts)
+        stream = ip.train_batches(source, "keep('label')", 12, seed=0, rows=rows, threads=0)
+        for _ in range(10):
+            next(stream)
+        assert len(set(reads)) == 12
+        assert len(reads) <= 13  # the first example is read twice
+
+    def test_evaluation_reads_each_row_group_once_and_keeps_none(self, shared_root, reads):
+        list(ip.eval_batches(open_parquet(shared_root, window=1), "keep('label')", 7))
+        assert len(reads) <= 13
+        assert parquet._row_groups.nbytes <= 2 * 10 * 10_000
+
+    def test_memory_is_limited_to_the_window(self, shared_root, reads):
+        source = open_parquet(shared_root, window=20)
+        rng = np.random.default_rng(0)
+        for index in rng.integers(120, size=500).tolist():  # an order that reads row groups repeatedly
+            source[index]
+            assert parquet._row_groups.nbytes <= parquet._row_groups.limit < source.nbytes()
+        assert len(reads) > 12
+
+    def test_stream_can_start_at_any_step(self, shared_root):
+        source = open_parquet(shared_root, window=30)
+        complete = list(itertools.islice(ip.train_batches(source, PP, 24, seed=1), 8))
+        for step, expected in enumerate(complete):
+            stream = ip.train_batches(open_parquet(shared_root, window=30), PP, 24, seed=1, start_step=step)
+            assert_same_batches([expected], stream, 1)
+            stream.close()
+
+    def test_hosts_have_disjoint_and_complete_shares(self, shared_root):
+        source = open_parquet(shared_root, window=30)
+        one = ip.train_batches(source, PP, 24, seed=2)
+        many = [ip.train_batches(source, PP, 24, seed=2, rows=range(i, i + 8)) for i in (0, 8, 16)]
+        joined = (
+            {k: np.concatenate([part[k] for part in parts]) for k in parts[0]} for parts in zip(*many, strict=True)
+        )
+        assert_same_batches(one, joined, 5)
+        ids = [row["id"] for step in range(5) for row in ip.batch_ids(source, 24, 2, step)]
+        assert len(set(ids)) == 120
+
+    def test_parts_are_shuffled_within_their_own_row_groups(self, shared_root, reads):
+        parts = [open_parquet(shared_root, window=20, part=part) for part in ((0, 0.375), (0.375, 1))]
+        assert [part.blocks.sizes.tolist() for part in parts] == [[10] * 4 + [5], [5] + [10] * 7]
+        ids = [[row["id"] for row in ip.batch_ids(part, len(part), 0, 0)] for part in parts]
+        assert len({*ids[0], *ids[1]}) == 120
+        assert not reads
+
+    def test_files_sorted_by_class_are_reported_when_training_starts(self, tmp_path, caplog):
+        source = open_parquet(write(tmp_path, table([b""] * 60, sorted([*range(6)] * 10))), window=20)
+        assert not caplog.messages
+        ip.batch_ids(source, 8, 0, 0)
+        assert len(caplog.messages) == 1
+        assert "are sorted by class" in caplog.messages[0]
+
+
+def shard(root, number=1):
+    return root / "data" / f"train-{number:05}-of-00003.parquet"
+
+
+def overwrite(content):
+    return lambda root: shard(root).write_bytes(content)
+
+
+def cut(size):
+    return lambda root: os.truncate(shard(root), size)
+
+
+def replace(*arguments, **options):
+    """Return a function that replaces the second shard."""
+    return lambda root: pq.write_table(table(*arguments, **options), shard(root))
+
+
+def pipe(root):
+    shard(root).unlink()
+    os.mkfifo(shard(root))
+
+
+class Keys(pytest.importorskip("pyarrow.parquet.encryption").KmsClient):
+    """Keys for encrypted files, which are not secret."""
+
+    def wrap_key(self, key, name):
+        return base64.b64encode(key)
+
+
+def encrypt(**options):
+    """Return a function that encrypts the second shard, whose footer may be readable."""
+
+    def encrypt_it(root):
+        encryption = pq.encryption
+        configuration = encryption.EncryptionConfiguration("footer", column_keys={"key": ["label"]}, **options)
+        factory = encryption.CryptoFactory(lambda _: Keys())
+        properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), configuration)
+        pq.write_table(table([b"a"], [0]), shard(root), encryption_properties=properties)
+
+    return encrypt_it
+
+
+def columns(**values):
+    return lambda root: pq.write_table(pa.table(values), shard(root))
+
+
+def without(column):
+    return lambda root: pq.write_table(pq.read_table(shard(root)).drop_columns([column]), shard(root))
+
+
+def empty(root):
+    for file in (root / "data").iterdir():
+        file.unlink()
+
+
+def metadata(text):
+    return lambda root: pq.write_table(table([b""], [0]).replace_schema_metadata({"huggingface": text}), shard(root))
+
+
+DAMAGED = "train-00001-of-00003.parquet cannot be read as Parquet: "
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (overwrite(b""), DAMAGED),
+        (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), DAMAGED),
+        (overwrite(b"PAR1" + b"\xff" * 100 + b"PAR1"), DAMAGED),
+        (cut(5000), DAMAGED),
+        (encrypt(), DAMAGED),
+        (encrypt(plaintext_footer=True), DAMAGED),
+        (pipe, "train-00001-of-00003.parquet is not a regular file"),
+        (lambda root: shard(root).unlink(), "the file train-00001-of-00003.parquet is missing"),
+        (lambda root: shard(root, 2).unlink(), "the file train-00002-of-00003.parquet is missing"),
+        (lambda root: shutil.copy(shard(root), root / "data/train-00001-of-00002.parquet"), "has 4 files, but 3"),
+        (lambda root: shutil.copy(shard(root), root / "data/train.parquet"), "4 files, but 3"),
+        (without("label"), "train-00001-of-00003.parquet has no column 'label'; known: image"),
+        (without("image"), "train-00001-of-00003.parquet has no column 'image'; known: label"),
+        (columns(image=["a"], label=[0]), "the column 'image' should contain the bytes of image files, not string"),
+        (columns(image=[{"path": "a"}], label=[0]), "the column 'image' should contain the bytes of image files"),
+        (columns(image=[b"a"], label=["0"]), "the column 'label' should contain integers, not string"),
+        (replace([b"a"], [0], struct=pa.binary()), "differ in the types or class names of 'image' and 'label'"),
+        (replace([b"a"], [0], names=["cat", "dog"]), "differ in the types or class names"),
+        (replace([b"a"], [0], names=[1, 2]), "class names in the metadata `huggingface` are not strings"),
+        (metadata("{"), "the metadata `huggingface` of its schema is damaged"),
+        (metadata("[" * 100_000), "the metadata `huggingface` of its schema is damaged"),
+        (metadata('{"info": 3}'), "the metadata `huggingface` of its schema is damaged"),
+        (empty, "imagenet and its folder `data` hold no Parquet files"),
+        (shutil.rmtree, "no folder .*imagenet"),
+    ],
+)  # fmt: skip
+def test_damaged_folders_are_named_in_one_line(root, damage, message):
+    damage(root)
+    with pytest.raises(ip.InputError, match=message) as error:
+        open_parquet(root)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "validation"}, "imagenet has no split 'validation'; known: train"),
+        ({"split": "trian"}, "did you mean 'train'"),
+        ({"window": 0}, "window=0 should be 1 or more"),
+        ({"image": "images"}, "has no column 'images'; did you mean 'image'"),
+        ({"label": "image"}, "the column 'image' should contain integers"),
+        ({"data": "x"}, "did you mean 'data_dir'"),
+    ],
+)
+def test_invalid_options_are_named(shared_root, options, message):
+    with pytest.raises(ip.InputError, match=message):
+        open_parquet(shared_root, **options)
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "message"),
+    [(None, 0, "the image is null"), (b"a", None, "the label is null"), (b"a", -1, "label=-1 is not one of the 1000"),
+     (b"a", 1000, "label=1000 is not one of the 1000 classes")],
+)  # fmt: skip
+def test_row_without_a_valid_value_is_named_and_can_be_skipped(tmp_path, image, label, message):
+    good = image_datasets.jpeg(0)
+    source = open_parquet(write(tmp_path, table([good, image, good, good], [0, label, 1, 2]), shards=1))
+    with pytest.raises(ip.InputError, match=rf"train-00000-of-00001.parquet, row 1: {message}"):
+        list(ip.eval_batches(source, "keep('label')", 4))
+    (batch,) = ip.eval_batches(source, "keep('label')", 4, corrupt=ip.CorruptPolicy("skip"))
+    assert batch["_mask"].tolist() == [1, 0, 1, 1]
+
+
+def test_null_struct_is_a_null_image(tmp_path):
+    rows = pa.table({"image": pa.array([None], STRUCT), "label": [0]})
+    pq.write_table(rows, tmp_path / "train.parquet")
+    with pytest.raises(ip.InputError, match="the image is null"):
+        open_parquet(tmp_path)[0]
+
+
+def test_damaged_page_is_named_and_its_other_row_groups_are_read(root):
+    content = bytearray(shard(root).read_bytes())
+    content[4:60] = b"\xff" * 56  # the header of the first page
+    shard(root).write_bytes(content)
+    source = open_parquet(root)
+    for _ in range(2):
+        with pytest.raises(ip.InputError, match="row group 0 cannot be read as Parquet: "):
+            source[40]
+    assert source[50]["image"][:2] == b"\xff\xd8"
+
+
+def test_checksums_of_pages_are_verified(tmp_path):
+    rows = table([image_datasets.jpeg(i) for i in range(4)], [0] * 4)
+    path = write(tmp_path, rows, shards=1, write_page_checksum=True, compression="none") / "data"
+    (path,) = path.iterdir()
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\xff\xd9")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ip.InputError, match=r"row group 0 cannot be read as Parquet: .*CRC"):
+        open_parquet(tmp_path)[0]
+
+
+def test_file_that_changed_or_vanished_after_opening_is_named(root):
+    source = open_parquet(root)
+    pq.write_table(table([b""] * 5, [0] * 5), shard(root))
+    with pytest.raises(ip.InputError, match="row group 0 changed after the file was opened"):
+        source[40]
+    shard(root).unlink()
+    with pytest.raises(ip.ReadingError, match="No such file"):
+        source[50]
+
+
+def test_window_larger_than_the_available_memory_is_refused(shared_root, monkeypatch):
+    monkeypatch.setattr(parquet, "_row_groups", parquet._RowGroups())
+    monkeypatch.setattr(parquet.memory, "available", lambda: 10_000)
+    with pytest.raises(ip.InputError, match=r"window=10000 of .* would keep 0\.0 GB .* set a smaller window"):
+        open_parquet(shared_root)
