@@ -41,6 +41,7 @@ PARTS = {
     "images in folders": ("data", "train --config vit_folder:data_dir=images,val_fraction=0.5,variant=DCViT-mu/16,"
                           "res=32,batch_size=2,epochs=1 --workdir folder"),
     "tfds": ("data", "check-data --config vit_i1k"),
+    "Parquet": ("data", "check-data --config vit_i1k:data=parquet"),
     "BPE tokenizer": ("lm", ["train", "--config", "lm_text:data_dir=text,tokenizer=train,vocab_size=300", "--workdir",
                              "bpe", *SHORT]),
     "zstd": ("lm", ["train", "--config", "lm_text:data_dir=zstd", "--workdir", "zst", *SHORT]),
@@ -53,6 +54,7 @@ PARTS = {
 }  # fmt: skip
 # Errors of a part that works, which has no data or no server here.
 EXPECTED = {
+    "Parquet": "no folder parquet",
     "tfds": r"not prepared|not found|no dataset|download",
     "gs://": r"gs://dcvit-does-not-exist/run(?!.*needs gcsfs)",
 }
