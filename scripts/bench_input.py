@@ -1,10 +1,11 @@
 """Benchmark of the input pipeline with generated JPEGs of ImageNet's size.
 
-    python scripts/bench_input.py [--rounds 7] [--json docs/input.json]
+    python scripts/bench_input.py [--rounds 7] [--parquet] [--json docs/input.json]
 
 The benchmark measures the speed of training batches relative to the JPEG decoder alone, the time to the first batch of
 a resumed run, and the memory of the process. The JPEGs have 500×375 pixels, quality 90 and about 100 kB, and are stored
-as a dataset of tensorflow-datasets.
+as a dataset of tensorflow-datasets. With `--parquet`, they are also read from Parquet files with row groups of 100
+images and Snappy, as many data sets of the Hugging Face Hub have them.
 """
 
 import argparse
@@ -112,6 +113,21 @@ def prepare(folder: str, count: int) -> ip.Source:
     return ip.open_source("tfds", name="photos", split="train", data_dir=folder)
 
 
+def write_parquet(source: ip.Source, folder: str) -> ip.Source:
+    """Write the examples of a source as one Parquet file and open it with a window of half of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    schema = pa.schema({"image": image, "label": pa.int64()})
+    with pq.ParquetWriter(f"{folder}/train-00000-of-00001.parquet", schema) as writer:
+        for start in range(0, len(source), 100):
+            examples = [source[i] for i in range(start, min(start + 100, len(source)))]
+            rows = [{"image": {"bytes": e["image"], "path": None}, "label": e["label"]} for e in examples]
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+    return ip.open_source("parquet", data_dir=folder, window=len(source) // 2)
+
+
 def decoder_speed(source: ip.Source, threads: int) -> float:
     """Return the images/s of the decoder alone for the crops of training, with a loop in each thread."""
     tf = tensorflow()
@@ -206,8 +222,8 @@ def lines(result: Result) -> list[str]:
     ]
 
 
-def measure(source: ip.Source, rounds: int, batches: int) -> Result:
-    """Run all measurements."""
+def measure(source: ip.Source, rounds: int, batches: int, parquet: ip.Source | None = None) -> Result:
+    """Run all measurements; `parquet` has the same examples as `source`."""
     on_host = {"training pp without randaug": PP_WITHOUT_RANDAUG, "training pp": FULL_PP}
     measures: dict[str, Callable[[], float]] = {}
     measures[DECODER] = lambda: max(decoder_speed(source, CORES), decoder_speed(source, CORES + 1))
@@ -215,6 +231,9 @@ def measure(source: ip.Source, rounds: int, batches: int) -> Result:
         measures[name] = functools.partial(pipeline_speed, source, ip.defer_value_range(pp)[0])
     for name, pp in on_host.items():
         measures[f"{name}, value_range on the host too"] = functools.partial(pipeline_speed, source, pp)
+        if parquet is not None:
+            options = parquet, ip.defer_value_range(pp)[0]
+            measures[f"{name}, from Parquet files"] = functools.partial(pipeline_speed, *options)
     speed = interleaved(rounds, measures)
     large = RepeatedSource(source, IMAGENET_EXAMPLES)
     start = interleaved(
@@ -237,10 +256,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each value")
     parser.add_argument("--images", type=int, default=256, help="images in the dataset")
     parser.add_argument("--batches", type=int, default=2000, help="batches of 16 images for the memory measurement")
+    parser.add_argument("--parquet", action="store_true", help="measure Parquet files, too")
     parser.add_argument("--json", type=Path, help="file for the measurements")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(prepare(folder, args.images), args.rounds, args.batches)
+        source = prepare(folder, args.images)
+        parquet = write_parquet(source, folder) if args.parquet else None
+        result = measure(source, args.rounds, args.batches, parquet)
     print("\n".join(lines(result)))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
