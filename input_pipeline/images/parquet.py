@@ -59,19 +59,12 @@ class RowGroup:
     nbytes: int
 
 
-class Layout(NamedTuple):
-    """Properties of a file that all files of a split share: the types of the columns, and the class names."""
-
-    image: object
-    label: object
-    class_names: tuple[str, ...] | None
-
-
 class File(NamedTuple):
-    """A file; `has_one_class` tells whether all rows of its first row group have the same label."""
+    """A file: the types of its columns, its class names and row groups, and whether the first has a single label."""
 
     path: str
-    layout: Layout
+    types: tuple[object, object]
+    class_names: tuple[str, ...] | None
     groups: list[RowGroup]
     has_one_class: bool
 
@@ -99,18 +92,17 @@ class Source:
           InputError: the split is unknown, a shard is missing or damaged, a column is missing or of another type, the
             files differ in their columns, or the window needs more memory than is available.
         """
-        require("pyarrow.parquet")
+        require("pyarrow.parquet")  # before any other error
         if window < 1:
             raise InputError(f"window={window} should be 1 or more")
         with ThreadPoolExecutor(16) as threads:
             files = list(threads.map(lambda path: _open(path, image, label), _shards(data_dir, split)))
         for file in files:
-            if file.layout != files[0].layout:
+            if (file.types, file.class_names) != (files[0].types, files[0].class_names):
                 raise InputError(
                     f"{file.path} and {files[0].path} differ in the types or class names of {image!r} and {label!r}"
                 )
-        self.files, self.label, self.window = files, label, window
-        self.class_names = files[0].layout.class_names
+        self.files, self.label, self.window, self.class_names = files, label, window, files[0].class_names
         self.groups = [group for file in files for group in file.groups]
         self.ends = np.cumsum([group.rows for group in self.groups])
         if self.groups:
@@ -274,8 +266,8 @@ def _open(path: str, image: str, label: str) -> File:
         for number, (part, start) in enumerate(zip(parts, starts, strict=False))
         if part.num_rows
     ]
-    layout = Layout(images, labels, _class_names(path, schema.metadata or {}, label))
-    return File(path, layout, groups, len(first) > 1 and len(set(first)) == 1)
+    class_names = _class_names(path, schema.metadata or {}, label)
+    return File(path, (images, labels), class_names, groups, len(first) > 1 and len(set(first)) == 1)
 
 
 def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...] | None:
@@ -302,8 +294,7 @@ def _read(group: RowGroup) -> Columns:
             (images,) = images.flatten()
     if table.num_rows != group.rows:
         raise InputError(f"{what} changed after the file was opened")
-    buffers = [image.as_buffer() for image in images]
-    views = [None if buffer is None else memoryview(buffer) for buffer in buffers]
+    views = [memoryview(image.as_buffer()) if image.is_valid else None for image in images]
     return views, table.column(group.columns[1]).to_pylist()
 
 

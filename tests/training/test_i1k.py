@@ -200,10 +200,10 @@ def data_dir(tmp_path_factory):
 def i1k(tmp_path, monkeypatch, library_promotion):
     """Return a function that trains the unmodified config in small on the data of a folder: (exit status, workdir)."""
 
-    def train_it(data_dir, name, arguments=""):
+    def train_it(data_dir, name, arguments="", *overrides):
         monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
         spec = f"{I1K}:variant=DCViT-S/16,runlocal=true{arguments}"
-        argv = ["--config", spec, "--workdir", str(tmp_path / name), "--config.tensorboard=false"]
+        argv = ["--config", spec, "--workdir", str(tmp_path / name), "--config.tensorboard=false", *overrides]
         return run(train.main, argv), tmp_path / name
 
     return train_it
@@ -250,8 +250,8 @@ def test_config_trains_resumes_and_evaluates_on_every_set(i1k, data_dir, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_config_trains_and_resumes_from_parquet_files_as_from_tfds(i1k, data_dir, tmp_path, monkeypatch):
-    """The window covers all images, so that the runs have the same batches; a smaller one is resumed, too."""
+def test_config_trains_from_parquet_files_as_from_tfds_and_resumes(i1k, data_dir, tmp_path, monkeypatch):
+    """A window of all images gives tfds's batches; an interrupted run with a smaller one resumes."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for split in ("train", "validation"):
         source = input_pipeline.open_source("tfds", name="imagenet2012", split=split, data_dir=str(data_dir))
@@ -259,18 +259,18 @@ def test_config_trains_and_resumes_from_parquet_files_as_from_tfds(i1k, data_dir
         images = [{"bytes": e["image"], "path": None} for e in examples]
         rows = pa.table({"image": images, "label": [e["label"] for e in examples]})
         pq.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet", row_group_size=20)
-    arguments = f",data={tmp_path}"
-    found = {name: i1k(data_dir, name, arguments if name != "tfds" else "") for name in ("tfds", "parquet")}
+    arguments, window = f",data={tmp_path}", "--config.input.data.window=50"
+    assert i1k(data_dir, "tfds")[0] == i1k(data_dir, "all", arguments)[0] == 0
+    assert i1k(data_dir, "window", arguments, window)[0] == 0
     with interrupted_before(monkeypatch, 8):
-        assert i1k(data_dir, "stopped", arguments)[0] == 130
-    found["stopped"] = i1k(data_dir, "stopped", arguments)
-    assert {status for status, _ in found.values()} == {0}
-    logs = {name: (workdir / "metrics.jsonl").read_bytes() for name, (_, workdir) in found.items()}
-    assert logs["tfds"] == logs["parquet"] == logs["stopped"]
-    trees = [jax.tree.leaves(load_params(workdir)) for _, workdir in found.values()]
-    for one, other, third in zip(*trees, strict=True):
-        np.testing.assert_array_equal(one, other)
-        np.testing.assert_array_equal(one, third)
+        assert i1k(data_dir, "stopped", arguments, window)[0] == 130
+    assert i1k(data_dir, "stopped", arguments, window)[0] == 0
+    logs = {name: (tmp_path / name / "metrics.jsonl").read_bytes() for name in ("tfds", "all", "window", "stopped")}
+    trees = {name: jax.tree.leaves(load_params(tmp_path / name)) for name in logs}
+    for one, other in (("tfds", "all"), ("window", "stopped")):
+        assert logs[one] == logs[other]
+        assert all(np.array_equal(a, b) for a, b in zip(trees[one], trees[other], strict=True))
+    assert logs["all"] != logs["window"]
 
 
 @pytest.mark.slow
