@@ -168,3 +168,37 @@ def gated_elementwise(p, x, mask, heads, key_heads):
     scores, values = scores_of(p, x, heads, key_heads)
     gates = np.split(1 / (1 + np.exp(-x @ p["gated_elementwise"]["gate"]["kernel"])), heads, axis=1)
     return merge(p, [gates[h] * (softmax(scores[h], mask) @ values[h]) for h in range(heads)])
+
+
+def paired(p, x, mask, heads, key_heads, window=None, rotary=0):
+    """Paired heads (modded-nanogpt, pull request 191): one softmax over the keys of two heads, in the order of rows.
+
+    Rows 2t and 2t+1 are the first and the second head of a pair at token t. If the mask is causal, so is the order of
+    the rows, of which `window` are seen. A rotary embedding of `rotary` numbers has the number of a row as position.
+    """
+    q, k, v = (heads_of(p, name, x) for name in ("query", "key", "value"))
+    is_causal, half, shared = not np.triu(mask, 1).any(), heads // 2, heads // key_heads
+    outputs = [np.zeros((len(x), v.shape[-1])) for _ in range(heads)]
+    for pair in range(half):
+        first = pair // shared
+        for row in range(2 * len(x)):
+            seen = [
+                key for key in range(2 * len(x))
+                if mask[row // 2, key // 2] and (not is_causal or row - (window or row + 1) < key <= row)
+            ]  # fmt: skip
+            query = turned(q[row // 2, pair + row % 2 * half], row, rotary)
+            keys = [(key // 2, first + key % 2 * key_heads // 2) for key in seen]
+            scores = [query @ turned(k[at], key, rotary) for at, key in zip(keys, seen, strict=True)]
+            weights = softmax(np.array(scores) / math.sqrt(q.shape[-1]))
+            outputs[pair + row % 2 * half][row // 2] = weights @ np.stack([v[at] for at in keys])
+    return merge(p, outputs)
+
+
+def turned(x, position, rotary):
+    """Return a vector whose numbers i and i + rotary/2 are rotated by position · 10000^(-2i/rotary)."""
+    x, half = x.copy(), rotary // 2
+    for i in range(half):
+        angle = position * 10_000 ** (-2 * i / rotary)
+        pair = complex(x[i], x[i + half]) * complex(math.cos(angle), math.sin(angle))
+        x[i], x[i + half] = pair.real, pair.imag
+    return x

@@ -16,8 +16,7 @@ from dcvit.dcmha.segments import Segments, make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
 from dcvit.models import head_variants, sharded_attention
 from dcvit.models.composition import ComposeInput, ComposeParams, compose_inputs, compose_weights
-from dcvit.models.head_variants import Tokens
-from dcvit.models.projections import Projections
+from dcvit.models.head_variants import Tokens, VariantProjections
 from dcvit.parallel.mesh import BATCH, constrain, shard_as
 
 
@@ -52,26 +51,22 @@ class Prepared(NamedTuple):
     tokens: Tokens  # the new tokens
 
 
-class Attention(Projections):
+class Attention(VariantProjections):
     """Multi-head attention with optional dynamic composition (Section 3), also with a cache of earlier tokens.
 
     The parameter tree is that of flax's `MultiHeadDotProductAttention`, with `pre` and `post` for the compositions. The
-    module also has the fields of `Projections` and `AttentionFields`.
+    module also has the fields of `VariantProjections`, `Projections` and `AttentionFields`.
 
     Fields:
       causal, window: see `dcvit.dcmha.attention`.
       prefill_window: with `window`, the window of a call with several tokens; None means `window`.
       remat: recompute the attention in the backward pass instead of keeping arrays as large as T×S.
-      heads: a variant of `dcvit.models.head_variants` instead of a composition, or None.
-      layer: number of the layer, from 0; some variants depend on it.
     """
 
     causal: bool = False
     window: int | None = None
     prefill_window: int | None = None
     remat: bool = False
-    heads: str | None = None
-    layer: int = 0
 
     def __call__(
         self,
@@ -149,11 +144,13 @@ class Attention(Projections):
         new, tokens = cache_of(inputs), Tokens(x.q, v)
         window = self.window and (self.prefill_window or self.window)
         if x.cache is None or x.update is None:
-            return Prepared(inputs, self.causal, window, new, tokens)
+            return Prepared(self.arranged(inputs), self.causal, window, new, tokens)
         cache = extend(x.cache, new, x.update.start, x.update.added)
         if x.q.shape[1] > 1:  # several tokens attend to each other only, because the cache was empty
-            return Prepared(inputs, self.causal, window, cache, tokens)
-        return Prepared(attend_to_cache(cache, inputs, x.update, self.window), False, None, cache, tokens)
+            return Prepared(self.arranged(inputs), self.causal, window, cache, tokens)
+        inputs = attend_to_cache(cache, inputs, x.update, self.window)
+        inputs = self.arranged(inputs, x.update.start + x.update.added, self.window)
+        return Prepared(inputs, False, None, cache, tokens)
 
     def compose_weights(self, width: int, inputs: dict[str, ComposeInput]) -> dict[str, ComposeWeights]:
         """Return the weights of the composes "pre" and "post", as far as they exist."""
@@ -175,7 +172,8 @@ class Attention(Projections):
         if self.remat:
             maybe_remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
         if self.heads not in head_variants.MODULES:
-            return maybe_remat(inputs)
+            found = maybe_remat(inputs)
+            return found.reshape(*tokens.x.shape[:2], self.num_heads, -1) if self.heads == "paired" else found
         variant = head_variants.make_variant(
             self.heads, self.num_heads, layer=self.layer, kernel_init=self.kernel_init, dtype=self.dtype
         )
@@ -186,20 +184,9 @@ class Attention(Projections):
         """Return the output projection of all heads, sharded as `like`."""
         return shard_as(self.output(constrain(head_outputs, BATCH, "context", "tensor", None), like.shape[-1]), like)
 
-    def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        """Return queries, keys or values after the map of all heads that a head variant has."""
-        if self.heads != "knocking":
-            return x
-        mapped: Array = head_variants.SharedMap(self.dtype, name=f"knocking_{name}")(x)
-        return mapped
-
     def attended_groups(self) -> int:
         """Return the number of groups of heads in which a composition or a head variant composes."""
         return self.groups if self.compose else head_variants.groups_of(self.heads, self.num_heads)
-
-    def query_heads(self) -> int:
-        """Return the number of heads of the queries, which is twice `num_heads` for some variants."""
-        return head_variants.query_heads(self.heads, self.num_heads)
 
 
 def attend_to_cache(cache: Cache, inputs: Inputs, update: CacheUpdate, window: int | None) -> Inputs:

@@ -216,8 +216,8 @@ def check_variant(module: TransformerFields) -> None:
     key_heads = module.num_key_heads or module.num_heads
     if module.heads == "moh_topk" and module.num_heads % 4:
         raise ValueError(f"heads='moh_topk' needs a multiple of 4 heads, found num_heads={module.num_heads}")
-    if module.heads == "diff" and key_heads % 2:
-        raise ValueError(f"heads='diff' pairs heads and needs an even number of key heads, found {key_heads}")
+    if module.heads in ("diff", "paired") and key_heads % 2:
+        raise ValueError(f"heads={module.heads!r} pairs heads and needs an even number of key heads, found {key_heads}")
     if module.heads == "diff" and module.scan:
         raise ValueError("heads='diff' has another constant in each layer: set scan=False")
 

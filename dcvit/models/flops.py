@@ -75,7 +75,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     total = patches * p_h * p_w * channels * net.width
     block = _attention(net.width, _key_width(net), tokens, tokens, tokens**2)
     total += net.depth * (block + tokens * mlp)
-    total += sum(_across_heads(net, layer, tokens, tokens**2) for layer in range(net.depth))
+    total += sum(_across_heads(net, layer, tokens, tokens**2, 4 * tokens**2) for layer in range(net.depth))
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
     pooled = net.width * (2 if net.pool_type == "tok+gap" else 1)
@@ -104,7 +104,8 @@ def lm_flops(net: LM, length: int) -> int:
     for layer in range(net.depth):
         pairs = visible_pairs(length, windows[layer % len(windows)])
         total += _attention(net.width, _key_width(net), length, length, pairs)
-        total += _across_heads(net, layer, length, pairs)
+        row_pairs = visible_pairs(2 * length, windows[layer % len(windows)])
+        total += _across_heads(net, layer, length, pairs, row_pairs)
     return 2 * total
 
 
@@ -124,7 +125,7 @@ def _attention(width: int, key_width: int, queries: int, keys: int, pairs: int) 
     return 2 * (queries * width + keys * key_width + pairs) * width
 
 
-def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int) -> int:
+def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int, row_pairs: int) -> int:
     """Return multiply-adds of a layer's composition (`Composition.multiply_adds`), or of its head variant.
 
     moh        T·M·H for the router, T·M for the gates
@@ -134,6 +135,7 @@ def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int) -
     xsa        2·T·M for the product with the own value and its part
     knocking   T·D·(M + 2·K·D) for the maps of queries, keys and values
     gated_elementwise   T·M² for the gates, T·M for their product
+    paired     P'·M instead of 2·P·M, with the P' visible pairs (`row_pairs`) of 2·T rows of H/2 heads
     """
     heads, width = net.num_heads, net.width
     if net.heads is None:
@@ -149,6 +151,8 @@ def _across_heads(net: TransformerFields, layer: int, tokens: int, pairs: int) -
         return tokens * (width // heads) * (width + 2 * _key_width(net))
     if net.heads == "gated_elementwise":
         return tokens * (width + 1) * width
+    if net.heads == "paired":
+        return (row_pairs - 2 * pairs) * width
     shared, _ = shared_and_chosen(net.heads, heads)
     scores = heads + 2 * (shared > 0) - (shared == 1)
     return tokens * width * (scores + 1)

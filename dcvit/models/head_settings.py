@@ -19,6 +19,7 @@ built model is an ordinary composed one. The others (`VARIANTS`) have modules of
   xsa          z = y - (y·v)·v/‖v‖², own v: exclusive self-attention                        arXiv 2603.09078
   knocking     q·T_q, k·T_k, v·T_v with D×D maps of all heads: knocking heads               arXiv 2510.23052
   gated_elementwise   O' = O ⊙ σ(x·W): elementwise gated attention                          Qiu et al., 2025
+  paired       two heads in one softmax, with keys of both: paired heads                    modded-nanogpt, PR 191
 
 Differences from the papers. The static projections start near the identity (the skip connection and W_b) instead of at
 random. "mta" has neither the key-query convolution nor the group norm of that paper, and convolves all heads, or those
@@ -34,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise")
+VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
 STATIC = {"projection": False, "gate": False, "static": True}
 # The fields that a name stands for. `groups` of "folded" is the number of key heads.
 SETTINGS: dict[str, dict[str, object]] = {

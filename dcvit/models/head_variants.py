@@ -1,8 +1,8 @@
 """Modules of attention of other papers that is no setting of the composition: mixture-of-head, DIFF Transformer, …
 
 Each module takes the tokens that attend, the inputs of attention, and a function that computes attention, and returns
-the outputs of H heads. `SharedMap` maps queries, keys and values before. The names are those of
-`dcvit.models.head_settings`.
+the outputs of H heads. `SharedMap` maps queries, keys and values before, and `in_rows` arranges those of paired heads.
+The names are those of `dcvit.models.head_settings`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from jax.typing import DTypeLike
 
 from dcvit.dcmha.compose import ComposeWeights
 from dcvit.dcmha.inputs import Inputs
+from dcvit.dcmha.kv_cache import positions
 from dcvit.dcmha.numerics import statistics_dtype
-from dcvit.dcmha.shapes import Array, Float
+from dcvit.dcmha.segments import Segments
+from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.models import Params
 from dcvit.models.layers import in_float32
+from dcvit.models.projections import Projections
 from dcvit.parallel.mesh import BATCH, constrain
 
 BALANCE = 0.01  # weight of the load-balance loss of "moh_topk": β in the paper's experiments
@@ -223,6 +226,47 @@ class SharedMap(nn.Module):
         return jnp.einsum("bthd,de->bthe", x, matrix)
 
 
+def in_rows(x: Float[Array, "B T H D"]) -> Float[Array, "B 2*T H/2 D"]:
+    """Return the heads of "paired" as H/2 heads of 2T rows: head s·H/2 + j of token t is row 2t + s of head j.
+
+    Attention of these rows is that of paired heads (modded-nanogpt, pull request 191): both heads of a pair attend to
+    the keys of both in one softmax. If it is causal, the first one does not attend to its own token's key of the
+    second. The axes stay in their order, so that nothing is copied.
+    """
+    return x.reshape(x.shape[0], 2 * x.shape[1], x.shape[2] // 2, x.shape[3])
+
+
+def row_numbers(tokens: Int[Array, "B T"]) -> Int[Array, "B 2*T"]:
+    """Return the numbers of the rows of tokens by their positions; a rotary embedding takes them as positions."""
+    return jnp.stack([2 * tokens, 2 * tokens + 1], axis=-1).reshape(tokens.shape[0], -1)
+
+
+def paired(inputs: Inputs) -> Inputs:
+    """Return the inputs of attention of the rows of paired heads."""
+    mask, segments = inputs.mask, inputs.segments
+    if mask is not None:
+        for axis in (2, 3):
+            mask = mask if mask.shape[axis] == 1 else jnp.repeat(mask, 2, axis)  # 1 stands for any number
+    if segments is not None:
+        segments = Segments(*(jnp.repeat(ids, 2, axis=-1) for ids in segments))
+    return inputs._replace(q=in_rows(inputs.q), k=in_rows(inputs.k), v=in_rows(inputs.v), mask=mask, segments=segments)
+
+
+def paired_in_cache(inputs: Inputs, length: Int[Array, " B"], window: int | None) -> Inputs:
+    """Return `paired` inputs of one new token, whose mask has the order of the rows.
+
+    Args:
+      inputs: the query of the token, and the cached keys, values and mask.
+      length: the number of tokens, with the new one.
+      window: the number of rows that a row attends to.
+    """
+    rows = row_numbers(length[:, None] - 1)[:, None, :, None]
+    keys = row_numbers(positions(inputs.k.shape[1], length))[:, None, None]
+    seen = keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
+    arranged = paired(inputs)
+    return arranged._replace(mask=seen if arranged.mask is None else seen & arranged.mask)
+
+
 MODULES: dict[str, type[HeadVariant]] = {
     "moh": MixtureOfHeads, "moh_topk": MixtureOfHeads, "diff": Differential, "diff2": DifferentialV2,
     "xsa": ExclusiveSelf, "gated_elementwise": ElementwiseGates,
@@ -267,3 +311,38 @@ def with_balance(loss: Float[Array, ""], sown: Params) -> Float[Array, ""]:
     """
     found = [x.ravel() for x in jax.tree.leaves(sown)]
     return loss + BALANCE * jnp.mean(jnp.concatenate(found)) if found else loss
+
+
+class VariantProjections(Projections):
+    """Projections of a layer whose heads may be a variant. It also has the fields of `Projections`.
+
+    Fields:
+      heads: a variant of `dcvit.models.head_settings` instead of a composition, or None.
+      layer: number of the layer, from 0; some variants depend on it.
+    """
+
+    heads: str | None = None
+    layer: int = 0
+
+    def mapped(self, name: str, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        """Return queries, keys or values after the map of all heads that a head variant has."""
+        if self.heads != "knocking":
+            return x
+        mapped: Array = SharedMap(self.dtype, name=f"knocking_{name}")(x)
+        return mapped
+
+    def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
+        """Return queries or keys with their rotary embedding; the two of paired heads have different positions."""
+        if self.heads != "paired":
+            return super().rotated(x, positions)
+        return super().rotated(in_rows(x), row_numbers(positions)).reshape(x.shape)
+
+    def arranged(self, inputs: Inputs, length: Int[Array, " B"] | None = None, window: int | None = None) -> Inputs:
+        """Return the inputs of attention in the arrangement of a variant; with `length`, as `paired_in_cache`."""
+        if self.heads != "paired":
+            return inputs
+        return paired(inputs) if length is None else paired_in_cache(inputs, length, window)
+
+    def query_heads(self) -> int:
+        """Return the number of heads of the queries, which is twice `num_heads` for some variants."""
+        return query_heads(self.heads, self.num_heads)

@@ -93,6 +93,10 @@ class Projections(AttentionFields):
         """Return queries, keys or values, by their name, before norms and rotary embeddings; here as they are."""
         return x
 
+    def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
+        """Return queries or keys with their rotary embedding."""
+        return rotate(x, positions, width=self.rotary, base=self.rotary_base)
+
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
         """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
         head_dim = self.head_dim(x_q.shape[-1])
@@ -127,7 +131,7 @@ class Projections(AttentionFields):
         elif self.rotary:
             if positions is None:
                 positions = jnp.arange(x_q.shape[1])[None]
-            q, k = (rotate(x, positions, width=self.rotary, base=self.rotary_base) for x in (q, k))
+            q, k = (self.rotated(x, positions) for x in (q, k))
         return q, k, v
 
     def output(self, x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T _"]:

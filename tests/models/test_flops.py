@@ -135,6 +135,7 @@ VARIANTS = [
     {"heads": "xsa", **HEADS},
     {"heads": "knocking", **HEADS},
     {"heads": "gated_elementwise", **HEADS},
+    {"heads": "paired", **HEADS},
     {"compose": "both", "depth": 3, "compose_layers": (0, -1), "heads": "lightweight"},
     {"heads": "talking"},
     {"heads": "mta", "groups": 2},
@@ -211,7 +212,7 @@ COMPOSED_LMS = [
 ]
 
 
-VARIANT_LMS = [{"position": "learned", **fields} for fields in VARIANTS[:9]]  # D is odd
+VARIANT_LMS = [{"position": "learned", **fields} for fields in VARIANTS[:10]]  # D is odd
 
 
 @pytest.fixture

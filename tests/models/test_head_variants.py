@@ -15,7 +15,7 @@ from dcvit.models.fields import AttentionFields, values_of
 from dcvit.training.augment import Augmentation
 from dcvit.training.tasks import ImageTask, TokenTask
 
-NEW = {"xsa", "knocking", "gated_elementwise", "lightweight"}  # their gradients too are always compared
+NEW = {"xsa", "knocking", "gated_elementwise", "paired", "lightweight"}  # their gradients too are always compared
 ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
 LENGTH, WIDTH, LAYER = 6, 24, 2
 TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
@@ -38,9 +38,9 @@ def make_layer(name, heads, key_heads, **fields):
     return layer, random_params(shapes, std=0.4), x
 
 
-def expected(name, params, x, mask, heads, key_heads):
+def expected(name, params, x, mask, heads, key_heads, **more):
     """Return the output of the oracle for each example."""
-    more = {"layer": LAYER + 1} if name == "diff" else {}
+    more = {"layer": LAYER + 1} if name == "diff" else more
     oracle = functools.partial(getattr(head_oracle, name), heads=heads, key_heads=key_heads, **more)
     params = jax.tree.map(np.asarray, params)
     return np.stack([oracle(params, row, seen) for row, seen in zip(x, mask, strict=True)])
@@ -70,14 +70,16 @@ def test_outputs_with_grouped_queries_causality_a_window_and_a_mask_equal_the_fo
     query, key = np.mgrid[:LENGTH, :LENGTH]
     mask = (np.random.default_rng(1).random((2, LENGTH, LENGTH)) < 0.7) | np.eye(LENGTH, dtype=bool)
     layer, params, x = make_layer(name, 8, 2, causal=True, window=3)
-    wanted = expected(name, params, x, mask & (key <= query) & (key > query - 3), 8, 2)
+    more = {"window": 3} if name == "paired" else {}  # of rows, fewer than those of 3 tokens
+    wanted = expected(name, params, x, mask & (key <= query) & (key > query - 3), 8, 2, **more)
     found = output(layer, params, x, mask[:, None])
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["xsa", "knocking", "gated_elementwise", "lightweight", *map(exhaustive, sorted({*ORACLES} - NEW))]
+    "name",
+    ["xsa", "knocking", "gated_elementwise", "paired", "lightweight", *map(exhaustive, sorted({*ORACLES} - NEW))],
 )
 def test_gradients_equal_differences_of_the_formula_in_float64(name):
     """Of a weighted sum of the outputs, in random directions of every parameter."""
@@ -105,11 +107,13 @@ def test_gradients_equal_differences_of_the_formula_in_float64(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("xsa", None), ("knocking", None), ("gated_elementwise", None), ("lightweight", (-1,)), ("dcmha", (0,))],
-)
+    [("xsa", None), ("knocking", None), ("gated_elementwise", None), ("lightweight", (-1,)), ("dcmha", (0,)),
+     ("paired", None)],
+)  # fmt: skip
 def test_decoding_token_by_token_equals_the_whole_row(name, layers):
-    """The caches of layers that do not compose have no weights of keys."""
-    net, params = make_net(name, num_key_heads=2, depth=2, compose_layers=layers)
+    """The caches of layers that do not compose have no weights of keys. A window's cache has a slot for each token."""
+    more = {"window_pattern": "1:1", "window": 3} if name == "paired" else {}
+    net, params = make_net(name, num_key_heads=2, depth=2, compose_layers=layers, **more)
     tokens = make_tokens(2, 6)
     whole = jit(net.apply)({"params": params}, tokens)[0]
     cache = lm.init_cache(net, 2, 8)
@@ -176,6 +180,27 @@ def test_knocking_heads_start_as_plain_attention():
     np.testing.assert_allclose(output(layer, start, x), expected("mha", start, x, every, 4, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("rotary", [0, 4])
+def test_paired_heads_follow_their_order_in_masks_and_rotary_embeddings(rotary):
+    """The first head of a pair sees no key of the second at its own token, and nothing sees later tokens."""
+    layer, params, x = make_layer("paired", 4, 2, causal=True, rotary=rotary)
+    seen = np.tril(np.ones((2, LENGTH, LENGTH), bool))
+    wanted = expected("paired", params, x, seen, 4, 2, rotary=rotary)
+    np.testing.assert_allclose(output(layer, params, x), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    jacobian = jit(jax.jacobian(lambda x: layer.apply({"params": params}, x)[0].sum(-1)))(jnp.asarray(x, jnp.float32))
+    reached = np.abs(jacobian[:, 0]).max(-1) > 0  # T T
+    np.testing.assert_array_equal(reached, seen[0])
+    first = {**params, "out": {"kernel": params["out"]["kernel"].at[2:].set(0)}}  # without the second heads
+    moved = {**first, "value": {"kernel": params["value"]["kernel"].at[:, 1].add(1.0)}}  # values of the second heads
+    change = np.abs(output(layer, moved, x) - output(layer, first, x)).max(-1)
+    assert not change[:, 0].any()
+    assert change[:, 1:].all()
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 2]] * 2)
+    packed = jit(layer.apply)({"params": params}, jnp.asarray(x, jnp.float32), segments=ids)
+    masked = output(layer, params, x, ids[:, None, :, None] == ids[:, None, None, :])
+    np.testing.assert_allclose(packed, masked, atol=1e-5)
+
+
 def test_exclusive_attention_with_values_of_zeros_has_finite_gradients():
     """A value of zeros has no direction: the output stays, and gradients are finite."""
     layer, params, x = make_layer("xsa", 4, 4)
@@ -231,7 +256,7 @@ def test_gradients_are_finite_and_reach_every_parameter(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["diff2", "moh", "xsa", "knocking", "gated_elementwise", exhaustive("diff")]
+    "name", ["diff2", "moh", "xsa", "knocking", "gated_elementwise", "paired", exhaustive("diff")]
 )  # rounding changes the choice of "moh_topk"
 def test_bfloat16_is_near_float32(name):
     net, params = make_net(name)
@@ -243,7 +268,7 @@ def test_bfloat16_is_near_float32(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["moh_topk", "xsa", *map(exhaustive, ("diff", "diff2", "knocking", "gated_elementwise"))]
+    "name", ["moh_topk", "xsa", "paired", *map(exhaustive, ("diff", "diff2", "knocking", "gated_elementwise"))]
 )
 def test_outputs_on_a_mesh_equal_those_of_one_device(name):
     net, params = make_net(name)
@@ -334,6 +359,7 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
         ({"heads": "folded", "num_key_heads": 2, "groups": 4}, "heads='folded' means groups=2, found 4"),
         ({"heads": "moh_topk", "num_heads": 6, "width": 48}, "a multiple of 4 heads, found num_heads=6"),
         ({"heads": "diff", "num_key_heads": 1}, "an even number of key heads, found 1"),
+        ({"heads": "paired", "num_key_heads": 3}, "an even number of key heads, found 3"),
         ({"heads": "diff", "scan": True}, "set scan=False"),
         ({"heads": "xsaa"}, "heads='xsaa'; known: "),
     ],

@@ -252,7 +252,7 @@ def test_the_leaderboard_has_all_names_and_the_words_of_a_run_set_them():
             assert [getattr(make_model(config), f) for f in fields] == [getattr(expected, f) for f in fields], name
     flash = {name for name in heads.ARMS if heads.is_flash(heads.model_of(name))}
     assert flash == {
-        "mha", "gated", "folded", "moh", "moh_topk", "diff2", "xsa", "knocking", "gated_elementwise",
+        "mha", "gated", "folded", "moh", "moh_topk", "diff2", "xsa", "knocking", "gated_elementwise", "paired",
     }  # fmt: skip
 
 
