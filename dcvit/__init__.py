@@ -32,11 +32,17 @@ __version__ = "0.1.0"
 __all__ = ["DCMHA", "__version__", "dcmha", "list_models", "load", "quiet", "train"]
 
 
-def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> ImageModel | LanguageModel:
+def load(
+    source: str | Path,
+    *,
+    config: str | None = None,
+    sharding: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
+) -> ImageModel | LanguageModel:
     """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.training.trained.load`."""
     from dcvit.training import trained
 
-    return trained.load(source, config=config, sharding=sharding)
+    return trained.load(source, config=config, sharding=sharding, image_size=image_size)
 
 
 def list_models() -> list[str]:

@@ -24,9 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dcvit evaluate --workdir runs/digits",
             "dcvit evaluate --workdir runs/digits --checkpoint runs/digits/checkpoints/500 --out results.csv",
             "dcvit evaluate --workdir runs/digits --report report.html",
+            "dcvit evaluate --workdir runs/i1k --image-size 384",
         ],
     )
     cli.add_model_options(parser, weights=False)
+    parser.add_argument("--image-size", type=cli.image_size, help=cli.IMAGE_SIZE_HELP)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     multihost.add_options(parser)
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.configure()
     multihost.initialize(args)
     runtime.check_devices()
-    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides)
+    trained = open_trained(args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     rows, page = evaluate(trained, args.out, args.report)
     cli.show(rows, args.format)
     if args.out and multihost.is_first():

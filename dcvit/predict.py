@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
+    parser.add_argument("--image-size", type=cli.image_size, help=cli.IMAGE_SIZE_HELP)
     parser.add_argument("--topk", type=int, default=5, help="number of classes to show for each image")
     cli.add_model_options(parser)
     args, overrides = parser.parse(argv)
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runtime.configure()
     runtime.check_devices()
-    model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides)
+    model = open_model(images.ImageModel, args.workdir, args.config, args.checkpoint, overrides, args.image_size)
     failed: list[str] = []
 
     def fail(line: str) -> None:

@@ -282,20 +282,28 @@ def posemb_sincos_2d(rows: int, columns: int, width: int) -> Float[Array, "1 T M
     return jnp.asarray(np.concatenate(table, axis=1)[None], jnp.float32)
 
 
-def resample_posemb(old: Float[Array, "1 S M"], tokens: int) -> Float[Array, "1 T M"]:
-    """Interpolate the position embeddings of a square grid linearly (corners aligned) to `tokens` positions.
+def resample_grid(old: Float[Array, "1 S M"], grid: tuple[int, int], new: tuple[int, int]) -> Float[Array, "1 T M"]:
+    """Interpolate the position embeddings of a grid (rows, columns) linearly, with aligned corners, to another grid."""
+    table = np.asarray(old).reshape(*grid, -1)
+    for axis, (before, after) in enumerate(zip(grid, new, strict=True)):
+        at = np.linspace(0, before - 1, after)
+        low = np.floor(at).astype(int)
+        part = np.expand_dims(at - low, (1 - axis, 2))
+        high = np.minimum(low + 1, before - 1)
+        table = table.take(low, axis) * (1 - part) + table.take(high, axis) * part
+    return jnp.asarray(table.reshape(1, new[0] * new[1], -1), old.dtype)
 
-    Raises:
-      CheckpointError: either number of positions is not a square.
-    """
-    sizes = _grid_sizes(old.shape[1], tokens)
-    grid = np.asarray(old).reshape(sizes[0], sizes[0], -1)
-    at = np.linspace(0, sizes[0] - 1, sizes[1])
-    low = np.floor(at).astype(int)
-    high, part = np.minimum(low + 1, sizes[0] - 1), (at - low)
-    rows = grid[low] * (1 - part)[:, None, None] + grid[high] * part[:, None, None]
-    both = rows[:, low] * (1 - part)[None, :, None] + rows[:, high] * part[None, :, None]
-    return jnp.asarray(both.reshape(1, tokens, -1), old.dtype)
+
+def with_grid(tensors: Tensors, grid: tuple[int, int], new: tuple[int, int]) -> Tensors:
+    """Return parameters by path with the learned position embeddings, if there are any, of another grid of patches."""
+    old = tensors.get("pos_embedding")
+    if old is None or grid == new:
+        return tensors
+
+    def read() -> np.ndarray:
+        return np.asarray(resample_grid(jnp.asarray(old.read()), grid, new))
+
+    return {**tensors, "pos_embedding": old._replace(shape=(1, new[0] * new[1], old.shape[2]), read=read)}
 
 
 def _grid_sizes(*tokens: int) -> list[int]:
@@ -356,9 +364,11 @@ def load(
         old, new = loaded.get("pos_embedding"), init_params.get("pos_embedding")
         if old is None or new is None or len(old.shape) != 3 or old.shape[1] == new.shape[1]:
             return loaded
-        tokens = new.shape[1]
-        shape = (old.shape[0], tokens, old.shape[2])
-        resampled = old._replace(shape=shape, read=lambda: np.asarray(resample_posemb(jnp.asarray(old.read()), tokens)))
-        return {**loaded, "pos_embedding": resampled}
+
+        def read() -> np.ndarray:  # late: `dont_load` may name it
+            before, after = _grid_sizes(old.shape[1], new.shape[1])
+            return np.asarray(resample_grid(jnp.asarray(old.read()), (before, before), (after, after)))
+
+        return {**loaded, "pos_embedding": old._replace(shape=(old.shape[0], new.shape[1], old.shape[2]), read=read)}
 
     return load_params_into(init_params, init_file, dont_load, convert, upcycle)

@@ -36,8 +36,9 @@ from dcvit.weights import pretrained
 from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.loading import holds_weights, load_params, open_described
-from dcvit.weights.modules import build, errors_name_file, example
+from dcvit.weights.modules import at_image_size, build, errors_name_file, example
 from dcvit.weights.placement import check_finite, place_params
+from dcvit.weights.preprocessing import at_size
 from dcvit.weights.tensors import Json, tokenizer_of
 from input_pipeline.text.megatron_format import find_prefix, read_description
 from input_pipeline.text.synthetic_tasks import WORDS
@@ -49,8 +50,23 @@ SHARDINGS = {"ddp": "data", "fsdp": "fsdp", "tensor": "tensor"}  # the mesh axis
 class TrainedModel:
     """A model as its config describes it, and the checkpoint of its parameters; `open_trained` finds both."""
 
-    def __init__(self, config: ConfigDict, checkpoint: Folder, tokenizer: str | None = None):
-        """`config` must be complete: see `complete` of the tasks. `tokenizer` is the tokenizer.json of the run."""
+    def __init__(
+        self,
+        config: ConfigDict,
+        checkpoint: Folder,
+        tokenizer: str | None = None,
+        image_size: tuple[int, int] | None = None,
+    ):
+        """
+        Args:
+          config: must be complete: see `complete` of the tasks.
+          checkpoint: the parameters.
+          tokenizer: the tokenizer.json of the run.
+          image_size: height and width of images, if other than those of the config.
+        """
+        self._pp, self._image_size = config.pp_predict, image_size
+        if image_size:
+            config = _at_image_size(config, image_size)
         self._config, self._task, self._tokenizer = config, task_class(config), tokenizer
         self.checkpoint = checkpoint
         self.num_outputs: int = config[self._task.outputs_key]
@@ -108,8 +124,15 @@ class TrainedModel:
 
         weights = open_described(self.checkpoint)
         if weights:
-            warn_of_other_function(weights, self.model, self.pp_predict)
-        return load_params(weights or self.checkpoint, make_like)
+            warn_of_other_function(weights, self.model, self._pp)
+        return load_params(weights or self.checkpoint, make_like, self._at_size if self._image_size else None)
+
+    def _at_size(self, tensors: Tensors) -> Tensors:
+        """Return the parameters for images of the size that was asked for."""
+        assert self._image_size
+        description = Description(self._config.model_name, self.num_outputs, {}, self._pp)
+        with errors_name_file(self.checkpoint):
+            return at_image_size(description, tensors, self._image_size)[1]
 
     def check_params(self, params: Params, inputs: jax.ShapeDtypeStruct, what: str) -> None:
         """Raise CheckpointError if the parameters are not those of the model for inputs of a shape."""
@@ -166,6 +189,26 @@ class TrainedModel:
             raise ConfigError(f"config.model_name={self._config.model_name!r}: this needs a language model, 'lm'")
 
 
+def _at_image_size(config: ConfigDict, size: tuple[int, int]) -> ConfigDict:
+    """Return a config whose preprocessing, except that of training, yields images of a height and width.
+
+    Raises:
+      ConfigError: the model is not one of images, or a preprocessing has no size that could be changed.
+    """
+    if config.model_name != "vit":
+        raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found {config.model_name!r}")
+    config = config.copy_and_resolve_references()
+    places = {"config.pp_predict": config} | {f"config.evals.{name}.pp": each for name, each in config.evals.items()}
+    for name, place in places.items():
+        key = name.rpartition(".")[2]
+        if place.get(key):
+            try:
+                place[key] = at_size(place[key], size)
+            except CheckpointError as e:
+                raise ConfigError(f"{name}: {e}") from None
+    return config
+
+
 def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
     """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
     if workdir is None and (config is None or checkpoint is None):
@@ -175,7 +218,11 @@ def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder
 
 
 def open_trained(
-    workdir: Folder | None, config: str | None, checkpoint: Folder | None, overrides: Sequence[str] = ()
+    workdir: Folder | None,
+    config: str | None,
+    checkpoint: Folder | None,
+    overrides: Sequence[str] = (),
+    image_size: tuple[int, int] | None = None,
 ) -> TrainedModel:
     """Open the model that the options `--workdir`, `--config` and `--checkpoint` name together.
 
@@ -185,6 +232,8 @@ def open_trained(
       config: "NAME[:key=value,…]", instead of the workdir's config.
       checkpoint: a checkpoint, a workdir or weights of any format, instead of the workdir's.
       overrides: "a.b=value" for `config`.
+      image_size: height and width of images, if other than those of the config. Learned position embeddings are
+        interpolated.
 
     Raises:
       ConfigError: too few options, or a config that is invalid or incomplete.
@@ -209,6 +258,7 @@ def open_trained(
         task_class(found).complete(found, run),
         folder,
         stored_tokenizer(workdir or folder) if trains_tokenizer(found) else None,
+        image_size,
     )
 
 
@@ -222,7 +272,13 @@ def _text_options(config: ConfigDict) -> Mapping[str, Any]:
     return {**stated, **options}
 
 
-def load(source: str | Path, *, config: str | None = None, sharding: str | None = None) -> ImageModel | LanguageModel:
+def load(
+    source: str | Path,
+    *,
+    config: str | None = None,
+    sharding: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
+) -> ImageModel | LanguageModel:
     """Load a trained model.
 
     Args:
@@ -231,6 +287,8 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
       config: "NAME[:key=value,…]", the config of a checkpoint that is in no workdir.
       sharding: splits the parameters over all devices as `config.sharding_strategy`: "fsdp", "tensor" or "ddp" (the
         whole model on each device). By default the model is on the first device.
+      image_size: height and width of images, or one number for both, if other than the model was trained with. Learned
+        position embeddings are interpolated, and the preprocessing is scaled.
 
     Raises:
       CheckpointError: the source is missing, damaged, of an unknown format, or does not fit its config.
@@ -238,6 +296,7 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
     """
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
     try:
         path = folder(pretrained.resolve(str(source)))
     except ValueError as e:
@@ -250,8 +309,8 @@ def load(source: str | Path, *, config: str | None = None, sharding: str | None 
             raise CheckpointError(
                 f"{source} is no run; copy weights of other libraries to a local folder, to read them"
             )
-        return _load_weights(path, sharding)
-    return load_trained(open_trained(workdir, config, path), workdir, sharding)
+        return _load_weights(path, sharding, size)
+    return load_trained(open_trained(workdir, config, path, image_size=size), workdir, sharding)
 
 
 def open_model(
@@ -260,13 +319,14 @@ def open_model(
     config: str | None,
     checkpoint: Folder | None,
     overrides: Sequence[str] = (),
+    image_size: tuple[int, int] | None = None,
 ) -> Kind:
     """Load the model that the options `--workdir`, `--config` and `--checkpoint` name together.
 
     Args:
       kind: the class of model that the command needs.
       workdir: a training run; or, without other options, anything else that `load` opens.
-      config, checkpoint, overrides: see `open_trained`.
+      config, checkpoint, overrides, image_size: see `open_trained`.
 
     Raises:
       CheckpointError: see `load`.
@@ -274,9 +334,9 @@ def open_model(
     """
     alone = config is None and checkpoint is None and not overrides
     if workdir is not None and alone and (workdirs.find(workdir) not in (None, workdir) or holds_weights(workdir)):
-        model: LoadedModel = load(str(workdir))
+        model: LoadedModel = load(str(workdir), image_size=image_size)
     else:
-        model = load_trained(open_trained(workdir, config, checkpoint, overrides), workdir)
+        model = load_trained(open_trained(workdir, config, checkpoint, overrides, image_size), workdir)
     return of_kind(model, kind, config or workdir)
 
 
@@ -301,15 +361,17 @@ def load_trained(
     )
 
 
-def _load_weights(path: Path, sharding: str | None) -> ImageModel | LanguageModel:
+def _load_weights(path: Path, sharding: str | None, size: tuple[int, int] | None) -> ImageModel | LanguageModel:
     """Load weights of another library."""
     weights = open_weights(path)
-    described = weights.description
+    described, tensors = weights.description, weights.params
     with errors_name_file(path):
+        if size:
+            described, tensors = at_image_size(described, tensors, size)
         module = build(described)
-        shapes = param_shapes(module, example(described, weights.params))
+        shapes = param_shapes(module, example(described, tensors))
     mesh = _mesh(sharding, module)
-    params = place_params(weights.params, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
+    params = place_params(tensors, with_shardings(shapes, mesh, sharding or "ddp"), str(weights.path))
     config = {"model_name": described.model_name, "model": dict(described.fields), "pp_predict": described.pp}
     common: Json = {"params": params, "config": config, "source": path.name or str(path), "mesh": mesh}
     if isinstance(module, LM):

@@ -71,13 +71,18 @@ def open_parameters(source: Folder | Weights) -> Tensors:
     return adapters.merged(base, tensors, about, str(source))
 
 
-def load_params(source: Folder | Weights, make_like: Callable[[Tensors], Params]) -> Params:
+def load_params(
+    source: Folder | Weights,
+    make_like: Callable[[Tensors], Params],
+    convert: Callable[[Tensors], Tensors] | None = None,
+) -> Params:
     """Load the parameters of a model from a source of `open_parameters`.
 
     Args:
       source: see `open_parameters`.
       make_like: returns the model's parameters as `jax.ShapeDtypeStruct` with shardings, given the source's tensors.
         Layers may be stacked in one and single in the other.
+      convert: function from the tensors of the source to those of the model, which precedes `make_like`.
 
     Raises:
       CheckpointError: see `open_parameters`; or the parameters are not those of the model.
@@ -86,8 +91,9 @@ def load_params(source: Folder | Weights, make_like: Callable[[Tensors], Params]
     if not isinstance(source, Weights) and restoring.is_checkpoint(source):
         source = checkpoint = steps.step_folder(source)  # a running training may save a later one meanwhile
     tensors = open_parameters(source)
+    tensors = convert(tensors) if convert else tensors
     like = make_like(tensors)
-    same_layout = {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
+    same_layout = not convert and {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
     if same_layout and checkpoint is not None and not steps.about(checkpoint).get("base"):
         return restoring.restore_params(checkpoint, like)  # each process reads its part only
     return place_params(tensors, like, str(source.path if isinstance(source, Weights) else source))

@@ -75,6 +75,25 @@ def example(description: Description, params: Tensors) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *size, channels), np.float32)
 
 
+def at_image_size(description: Description, params: Tensors, size: tuple[int, int]) -> tuple[Description, Tensors]:
+    """Return a described model, and its parameters, for images of another height and width.
+
+    Learned position embeddings are interpolated, and the preprocessing is that of `preprocessing.at_size`.
+
+    Raises:
+      ConfigError: the model is not one of images, or its patches do not divide the size.
+      CheckpointError: see `example` and `preprocessing.at_size`.
+    """
+    if description.model_name != "vit":
+        raise ConfigError(f"image_size={size[0]}x{size[1]} is for models of images, found a language model")
+    old, patch = example(description, params).shape[1:3], params["embedding/kernel"].shape[:2]
+    if any(side < 1 or side % p for side, p in zip(size, patch, strict=True)):
+        raise ConfigError(f"image_size={size[0]}x{size[1]}: patches of {patch[0]}x{patch[1]} do not divide it")
+    grids = [(height // patch[0], width // patch[1]) for height, width in (old, size)]
+    pp = preprocessing.at_size(description.pp, size) if description.pp else ""
+    return description._replace(pp=pp), vit.with_grid(params, *grids)
+
+
 def param_shapes(description: Description, params: Tensors) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model by its path; `params` tell the size of its images.
 

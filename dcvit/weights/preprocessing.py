@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, InputError
 from dcvit.models.trees import Tensor, Tensors
-from input_pipeline.preprocess.builder import Step, decoding, parsed
+from input_pipeline.preprocess.builder import Step, calls, decoding, parsed
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of DINOv2 by its authors
@@ -20,7 +21,7 @@ METHODS = {"bicubic": "bicubic", "bilinear": "bilinear", "lanczos": "lanczos3", 
 DECODERS, RANGES = ("decode", "decode_jpeg_and_inception_crop"), ("value_range", "vgg_value_range")
 NO_STEP = ("keep", "drop", "flatten", "onehot")  # ops that do not change the image
 RANGE = re.compile(r"\b(?:vgg_)?value_range\b(?:\(.*?\))?(?=\s*(?:\||$))")
-SIZES = ("size", "smaller_size", "larger_size", "crop_size", "border")  # arguments of ops, in pixels
+SIZES = ("size", "smaller_size", "longer_size", "crop_size", "border")  # arguments of ops, in pixels
 LARGEST = 1 << 14  # pixels of a side
 SMALLEST = 1e-4  # of a range of pixels in [0, 255]; normalized pixels of smaller ones would not be accurate
 GEOMETRIES = (["resize"], ["resize_pillow"], ["resize_small", "central_crop"], ["resize", "central_crop"],
@@ -129,6 +130,39 @@ def training(pp: str) -> dict[str, str]:
     return {"pp": "|".join([decoding(pp), crop, "flip_lr", *([value_range[0]] if value_range else [])])}
 
 
+def at_size(pp: str, size: tuple[int, int]) -> str:
+    """Return a preprocessing string for images of another height and width.
+
+    All lengths in it are scaled, so that crops keep their part of the image. Where it has none, images are resized.
+
+    Raises:
+      CheckpointError: the string is invalid, or its images have no fixed size.
+    """
+    steps = _all_steps(pp)
+    texts = [ast.unparse(call) for call in calls(pp)]
+    if not any(step.arguments.get(name) for step in steps for name in SIZES):
+        at = next((i + 1 for i, step in enumerate(steps) if step.op in DECODERS), 0)
+        texts.insert(at, f"resize_pillow(size={list(size)})")
+    else:
+        scales = [new / old for new, old in zip(size, size_of(pp), strict=True)]
+        for i, step in enumerate(steps):
+            scaled = {k: _scaled(k, v, scales) for k, v in step.arguments.items() if k in SIZES and v}
+            if scaled:
+                shown = {k: v for k, v in (step.arguments | scaled).items() if v != "image"}
+                texts[i] = f"{step.op}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+    found = "|".join(texts)
+    if size_of(found) != size:
+        raise CheckpointError(f"pp={pp!r} cannot yield images of {size[0]}x{size[1]}")
+    return found
+
+
+def _scaled(name: str, value: int | Sequence[int], scales: Sequence[float]) -> int | list[int]:
+    """Return a size of an op for larger or smaller images; one length of a window becomes two if its scales differ."""
+    if isinstance(value, int) and (name not in ("size", "crop_size") or scales[0] == scales[1]):
+        return round(value * max(scales))
+    return [round(side * scale) for side, scale in zip(np.broadcast_to(value, 2).tolist(), scales, strict=True)]
+
+
 def mean_and_std(pp: str) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel that a preprocessing string applies to pixels in [0, 1].
 
@@ -179,8 +213,13 @@ def size_of(pp: str) -> tuple[int, int]:
 
 def _steps(pp: str) -> list[Step]:
     """Return the ops that change the image. Raises CheckpointError if the string is invalid."""
+    return [step for step in _all_steps(pp) if step.arguments.get("outkey", "image") == "image"]
+
+
+def _all_steps(pp: str) -> list[Step]:
+    """Return all ops. Raises CheckpointError if the string is invalid."""
     try:
-        return [step for step in parsed(pp) if step.arguments.get("outkey", "image") == "image"]
+        return parsed(pp)
     except InputError as e:
         raise CheckpointError(f"pp={pp!r}: {e}") from None
 

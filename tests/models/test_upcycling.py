@@ -219,3 +219,5 @@ def test_fields_of_images_that_change_the_function_are_found():
     changed = functools.partial(fields_that_change_the_function, plain)
     assert changed(vit.Model(7, variant="DCViT-S/16", dropout=0.1, head_bias_init=-7.0)) == {}
     assert changed(vit.Model(7, variant="DCViT-S/16", pool_type="0")) == {"pool_type": ("gap", "0")}
+    rotary = vit.Model(7, variant="DCViT-S/16", posemb="rotary2d", qkv_bias="qv")
+    assert changed(rotary) == {"posemb": ("learn", "rotary2d"), "qkv_bias": ("qkv", "qv")}

@@ -66,6 +66,16 @@ def opened_by_predict_as_a_scan(call, place, folder):
     return call(predict.main, *with_config("images", place, **{"model.scan": True}), SEVEN, "--format", "csv")
 
 
+def opened_by_predict_at_another_size(call, place, folder):
+    return call(predict.main, *with_config("images", place), SEVEN, "--image-size", "12x16", "--format", "csv")
+
+
+def opened_by_evaluate_at_another_size(call, place, folder):
+    words = (*with_config("images", place), "--image-size", "12x16", "--format", "json")
+    (row,) = json.loads(call(evaluate.main, *words))
+    return {name: row[name] for name in ("top1", "loss", "n", "parameters", "image_size")}
+
+
 def opened_by_evaluate(call, place, folder):
     (row,) = json.loads(call(evaluate.main, *with_config("images", place), "--format", "json"))
     return {name: row[name] for name in ("top1", "loss", "n", "parameters")}
@@ -107,6 +117,7 @@ def opened_by_evaluate_of_texts(call, place, folder):
 COMMANDS = {
     "images": (
         opened_by_predict, opened_by_predict_with_a_config, opened_by_predict_as_a_scan, opened_by_evaluate,
+        opened_by_predict_at_another_size, opened_by_evaluate_at_another_size,
         opened_by_explore, opened_by_convert, opened_by_model_init,
     ),
     "texts": (opened_by_generate, opened_by_generate_with_a_config, opened_by_evaluate_of_texts),
