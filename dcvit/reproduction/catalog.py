@@ -144,7 +144,7 @@ ENTRIES = {
     ),
     "optimizers": Entry(
         "AdamW and Muon with plain and composed attention, not in the paper",
-        "4 small language models at 3 learning rates",
+        "4 small language models at 4 learning rates",
         compute=Trained(optimizers.plan, optimizers.table, arms.STEPS, "optimizers"),
     ),
     "image_digits": Entry(

@@ -1,4 +1,4 @@
-"""AdamW and Muon with plain and composed attention, at three learning rates: a comparison that is not in the paper.
+"""AdamW and Muon with plain and composed attention, at four learning rates: a comparison that is not in the paper.
 
 The models are those of `dcvit.reproduction.arms` on embedded text. Every learning rate is in the table, because the
 two optimizers need not agree on the best one.
@@ -15,7 +15,7 @@ from dcvit.reproduction.tables import Chart, Row, Table
 
 OPTIMIZERS: dict[str, dict[str, object]] = {"AdamW": {}, "Muon": {"optax_name": "muon", "optax": {}}}
 COMPOSE = {"plain": None, "composed": "both"}
-RATES = (1.5e-3, 3e-3, 6e-3)
+RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 
 
 def runs(folder: Path, steps: int) -> dict[tuple[str, str, float], Run]:

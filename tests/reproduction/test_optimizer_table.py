@@ -22,7 +22,7 @@ def test_runs_differ_in_optimizer_attention_and_learning_rate_alone(tmp_path):
         assert config.pop("lr") == lr
         assert (config["total_steps"], config["seed"]) == (7, 3)
         seen.append(config)
-    assert len(seen) == 12
+    assert len(seen) == 16
     assert all(config == seen[0] for config in seen)
 
 
