@@ -47,7 +47,8 @@ def token_xent(
       hidden: hidden states that predict the targets.
       targets: the tokens, below V.
       chunk: number of positions whose logits exist at the same time, in the forward pass and, recomputed, in the
-        backward pass. The B·T·V logits of a long batch may not fit into memory. None: all positions.
+        backward pass; on each device of the axis "context", if there is one. The B·T·V logits of a long batch may not
+        fit into memory. None: all positions.
       z_loss: weight of the z-loss.
     """
 
@@ -62,9 +63,8 @@ def token_xent(
     parts = context_parts(length)  # a chunk has positions of every device of the axis "context"
     length //= parts
     hidden, targets = hidden.reshape(batch, parts, length, width), targets.reshape(batch, parts, length)
-    if chunk is None or chunk >= parts * length:
+    if chunk is None or chunk >= length:
         return nats(hidden, targets).reshape(batch, -1)
-    chunk = max(1, chunk // parts)
     pieces = -(-length // chunk)
     rest = pieces * chunk - length
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (0, rest), (0, 0)]).reshape(batch, parts, pieces, chunk, width)
