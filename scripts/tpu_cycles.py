@@ -3,7 +3,8 @@
 The TPU compiler writes the cycles that it expects of an instruction, `estimated_cycles`, next to the instruction. It
 writes none for calls of Pallas kernels; theirs come from the schedules of the kernels (scripts/tpu_bundles.py).
 Instructions in the body of a loop count as often as the loop runs. Other instructions without an estimate count
-nothing: collectives, copies between HBM and VMEM that run beside the computation, and operations on scalars.
+nothing: collectives, copies between HBM and VMEM that run beside the computation, and operations on scalars. `UNKNOWN`
+cycles, which libtpu 0.0.42 writes for copies in programs of TPU7x, are replaced by those that HBM needs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dcvit.parallel.hlo import Instruction
 MXU = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "TPU7x": 2**19}
 HBM = {"v4": 1228e9, "v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "TPU7x": 3700e9}
 
+UNKNOWN = 2**63 - 1
 KINDS = ("matmul", "relayout", "elementwise", "kernel")
 MOVES = {"copy", "transpose", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse"}
 PASSIVE = {
@@ -117,6 +119,8 @@ def costs(text: str, kernels: Mapping[str, float], bytes_per_cycle: float = math
             source = lines.get(frame[1], "") if frame else ""
             in_place = any(y.op == "dynamic-update-slice" for y, _ in whole)
             work, cycles = sum(flops(*one) for one in whole), float(estimate[1]) if estimate else 0.0
+            if cycles >= UNKNOWN:
+                cycles = _moved(x, shapes) / bytes_per_cycle
             if kernel is not None:
                 cycles = sum(map(_in_hbm, [kernel.shape, *map(its_shapes.get, kernel.operands)])) / bytes_per_cycle
             cost = Cost(

@@ -130,6 +130,13 @@ def test_a_kernel_takes_at_least_the_time_of_its_arrays_in_hbm():
     assert {c.schedule for c in kernels.values()} == {"dcmha_forward.1"}
 
 
+def test_an_unknown_estimate_is_replaced_by_the_time_of_hbm():
+    text = TEXT.replace(estimated(7), estimated(tpu_cycles.UNKNOWN))
+    found = {cost.name: cost.cycles for cost in tpu_cycles.costs(text, {"dcmha_forward.1": 50.0}, 4.0)}
+    assert found["pad.1"] == 4 * 8 * 128 / 4.0
+    assert (found["mix"], found["s"]) == (4, 5)
+
+
 def in_hbm(bytes_per_cycle):
     return {cost.name: cost for cost in tpu_cycles.costs(TEXT, {"dcmha_forward.1": 50.0}, bytes_per_cycle)}
 
