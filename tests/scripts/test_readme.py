@@ -84,6 +84,9 @@ def test_its_evidence_is_that_of_the_benchmarks():
     ours, plain_vit = (images[f"{name} on digits"] for name in ("DCViT", "ViT"))
     cells = [f"{float(row['top-1 %']):.1f} ± {float(row['± 95 %']):.1f}" for row in (ours, plain_vit)]
     assert f"| {cells[0]} | {cells[1]} |" in README
+    with (ROOT / "docs" / "reproduction" / "image_scenes.csv").open() as file:
+        plain_scenes, scenes = (f"{float(r['top-1 %']):.1f} ± {float(r['± 95 %']):.1f}" for r in csv.DictReader(file))
+    assert f"| {scenes} | **{plain_scenes}** |" in README
     for epochs, gain in ((90, "+2.8"), (300, "+0.3")):
         column = f"ImageNet-1k, {epochs} epochs, paper"
         assert f"{float(ours[column]) - float(plain_vit[column]):+.1f}" == gain
