@@ -1,10 +1,14 @@
 """AdamW and Muon: the words of a run set them, and differences are those of paired seeds with one learning rate."""
 
+import csv
+
 import pytest
 from fake_training import FakeTraining, set_times
+from markdown_pages import ROOT
 
 from dcvit.config.load import load
 from dcvit.reproduction import optimizers
+from dcvit.reproduction.optimizers import COMPOSE, OPTIMIZERS
 from dcvit.reproduction.seeded import train_all
 
 LOSS = {"AdamW": 3.0, "Muon": 2.5, "plain": 0.0, "composed": -0.2}
@@ -40,3 +44,13 @@ def test_the_table_has_differences_of_paired_seeds(tmp_path, monkeypatch):
     assert last["bits per byte"] == pytest.approx(2.5 - 0.2 + 0.06 + 0.5)
     assert (last["to plain"], last["to AdamW"]) == (pytest.approx(-0.2), pytest.approx(-0.5))
     assert last["to plain ± 95 %"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_page_has_the_results():
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    with (ROOT / "docs" / "reproduction" / "optimizers.csv").open() as file:
+        rows = {row["run"]: (float(row["bits per byte"]), float(row["± 95 %"])) for row in csv.DictReader(file)}
+    for lr in optimizers.RATES:
+        names = [f"{optimizer} {attention} {lr:g}" for optimizer in OPTIMIZERS for attention in COMPOSE]
+        cells = [f"{mean:.3f} ± {interval:.3f}" for mean, interval in map(rows.get, names)]
+        assert f"| {lr:g} | {' | '.join(cells)} |" in page
