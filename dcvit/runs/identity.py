@@ -43,8 +43,10 @@ class Differences(NamedTuple):
 
 
 def data_identity(source: Source) -> Record:
-    """Identify a data source by its size, its class names, and a hash of examples at regular distances."""
+    """Identify a data source by its size, class names and blocks, and a hash of examples at regular distances."""
     digest = hashlib.sha256()
+    if (blocks := getattr(source, "blocks", None)) is not None:  # they determine the order of training
+        digest.update(blocks.sizes.tobytes())
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:
             example = source[index]

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trained_workdirs import DIGITS, load_params
 from training_runs import same
@@ -16,6 +17,7 @@ from dcvit.runs import identity, lock, workdir
 from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError
+from input_pipeline.shuffle import Blocks
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -131,6 +133,12 @@ def test_data_is_identified_by_its_content():
     assert identity.data_identity(one)["sample"] != identity.data_identity(other)["sample"]
     assert identity.data_identity(Examples(one[:50]))["examples"] == 50
     assert identity.data_identity(Examples(one[:1])) != identity.data_identity(Examples(one[1:2]))
+    found = []
+    for sizes in ([50, 50], [40, 60]):  # the same examples in other row groups are trained in another order
+        other = Examples(one)
+        other.blocks = Blocks(np.array(sizes), window=10)
+        found.append(identity.data_identity(other)["sample"])
+    assert len({*found, identity.data_identity(one)["sample"]}) == 3
 
 
 def test_damaged_example_identifies_the_data_too():
