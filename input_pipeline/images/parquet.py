@@ -191,8 +191,9 @@ class _RowGroups:
                 future.set_result(_read(group))
             except BaseException as e:
                 future.set_exception(e)
-                with self.lock:
-                    self._drop(group)
+                if not isinstance(e, InputError) or isinstance(e, ReadingError):  # damage is there at the next read too
+                    with self.lock:
+                        self._drop(group)
         return future.result()
 
     def _drop(self, group: RowGroup) -> None:
@@ -260,6 +261,8 @@ def _open(path: str, image: str, label: str) -> File:
     parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
         raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
+    if any(part.total_byte_size < part.num_rows for part in parts):
+        raise InputError(f"{path} is damaged: its footer has no sizes of row groups")
     starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
     groups = [
         RowGroup(path, number, columns, start, part.num_rows, part.total_byte_size)

@@ -344,7 +344,7 @@ def test_null_struct_is_a_null_image(tmp_path):
         open_parquet(tmp_path)[0]
 
 
-def test_damaged_page_is_named_and_its_other_row_groups_are_read(root):
+def test_damaged_page_is_read_once_and_named_and_other_row_groups_are_read(root, reads):
     content = bytearray(shard(root).read_bytes())
     content[4:60] = b"\xff" * 56  # the header of the first page
     shard(root).write_bytes(content)
@@ -353,6 +353,20 @@ def test_damaged_page_is_named_and_its_other_row_groups_are_read(root):
         with pytest.raises(ip.InputError, match="row group 0 cannot be read as Parquet: "):
             source[40]
     assert source[50]["image"][:2] == b"\xff\xd8"
+    assert reads.count((str(shard(root)), 0)) == 1
+
+
+def test_footer_without_the_size_of_a_row_group_is_refused(root):
+    """The memory for row groups is reserved by these sizes."""
+    size, encoded = 2 * pq.ParquetFile(shard(root)).metadata.row_group(0).total_byte_size, b""  # Thrift: zigzag, 7 bits
+    while size:
+        size, bits = divmod(size, 128)
+        encoded += bytes([bits | 128 * (size > 0)])
+    content = shard(root).read_bytes()
+    assert encoded in content
+    shard(root).write_bytes(content.replace(encoded, b"\x80" * (len(encoded) - 1) + b"\0"))
+    with pytest.raises(ip.InputError, match="is damaged: its footer has no sizes of row groups"):
+        open_parquet(root)
 
 
 def test_checksums_of_pages_are_verified(tmp_path):
