@@ -66,6 +66,7 @@ class ModelSizes(Protocol):
     mlp_dim: int | None
     compose: str | None
     groups: int
+    heads: str | None
 
 
 class DeviceCountError(ConfigError):
@@ -165,6 +166,8 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
     for name, size in sizes.items():
         if size % tensor:
             raise ConfigError(f"config.mesh: tensor {tensor} does not divide {name} {size}")
+    if net.heads == "paired" and net.num_heads // 2 % tensor:
+        raise ConfigError(f"config.mesh: tensor {tensor} does not divide the {net.num_heads // 2} pairs of heads")
     if net.compose and net.groups > 1 and net.groups % tensor:
         raise ConfigError(
             f"config.model.groups={net.groups} is not a multiple of tensor {tensor}: each group is composed on one "

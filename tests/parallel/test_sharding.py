@@ -253,6 +253,13 @@ BAD = {
         },
         "config.model.groups=2 is not a multiple of tensor 4",
     ),
+    "pairs": (
+        {
+            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
+            "model.heads": "paired", "model.num_heads": 4,
+        },
+        "tensor 4 does not divide the 2 pairs of heads",
+    ),
 }  # fmt: skip
 
 
