@@ -17,6 +17,7 @@ is computed from the query and the key.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def load(
     *,
     config: str | None = None,
     sharding: str | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | Sequence[int] | None = None,
 ) -> ImageModel | LanguageModel:
     """Load a trained model, such as `dcvit.load("runs/W").predict("image.png")`; see `dcvit.training.trained.load`."""
     from dcvit.training import trained

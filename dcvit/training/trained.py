@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def load(
     *,
     config: str | None = None,
     sharding: str | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | Sequence[int] | None = None,
 ) -> ImageModel | LanguageModel:
     """Load a trained model.
 
@@ -296,7 +297,7 @@ def load(
     """
     if sharding is not None and sharding not in SHARDINGS:
         raise ConfigError(f"sharding={sharding!r}; {nearest(sharding, SHARDINGS)}")
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    size = None if image_size is None else _height_and_width(image_size)
     try:
         path = folder(pretrained.resolve(str(source)))
     except ValueError as e:
@@ -311,6 +312,16 @@ def load(
             )
         return _load_weights(path, sharding, size)
     return load_trained(open_trained(workdir, config, path, image_size=size), workdir, sharding)
+
+
+def _height_and_width(image_size: object) -> tuple[int, int]:
+    """Return the size of images as two numbers, or raise ConfigError."""
+    numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    with contextlib.suppress(TypeError, ValueError):
+        height, width = map(operator.index, numbers)
+        if min(height, width) > 0:
+            return height, width
+    raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width")
 
 
 def open_model(

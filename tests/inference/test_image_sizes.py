@@ -143,6 +143,13 @@ def test_bad_sizes_are_one_line(digits_workdir, size, message, capsys):
             dcvit.load(digits_workdir, image_size=13)
 
 
+def test_sizes_that_are_none_are_refused_in_one_line():
+    for size in ((8, 8, 3), (8,), [], 0, (8, -8)):
+        with pytest.raises(ConfigError, match=r"^image_size=.*: expected the number of pixels, or height and width$"):
+            dcvit.load("digits", image_size=size)
+    assert dcvit.load("digits", image_size=[8, 12]).features(np.zeros((1, 8, 12, 3), np.uint8)).shape[0] == 1
+
+
 @pytest.mark.slow
 def test_language_models_have_no_images(lm_workdir, capsys):
     with pytest.raises(ConfigError, match="image_size=16x16 is for models of images"):
