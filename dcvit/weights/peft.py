@@ -67,7 +67,7 @@ def merged(base: Tensors, folder: Path) -> Tensors:
 
 def _adapted(base: Tensor, low: Tensor, high: Tensor, config: Json, module: str) -> Tensor:
     """Return a weight to which the scaled product of two factors is added."""
-    in_out = config.get("fan_in_fan_out") is True
+    in_out = re.search(r"[.]h[.]\d+[.]\w+[.]c_\w+$", module) is not None  # GPT-2, as PEFT corrects fan_in_fan_out
     outputs, *inputs = base.shape[::-1] if in_out else base.shape
     rank = low.shape[0] if low.shape else 0
     if rank < 1 or low.shape != (rank, *inputs) or high.shape != (outputs, rank):

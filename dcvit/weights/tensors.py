@@ -105,12 +105,12 @@ def tokenizer_of(weights: Path) -> Path | None:
 
 
 def adapted_base(folder: Path) -> Path | None:
-    """Return the folder of the model that an adapter of PEFT adapts; None for others than adapters.
+    """Return the folder of the model that an adapter of PEFT adapts; None for others, as for merged models beside one.
 
     Raises:
       CheckpointError: the adapter names no folder with a whole model.
     """
-    if not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER).is_file() or any((folder / name).is_file() for name in FILE_NAMES):
         return None
     name = read_json(folder / ADAPTER).get("base_model_name_or_path")
     with contextlib.suppress(TypeError, OSError, InputError):  # no path, or none that can exist

@@ -130,6 +130,8 @@ def test_adapters_of_peft_give_its_logits(family, options, tmp_path):
     expected, found = their_logits(base, tmp_path / "adapter"), our_logits(tmp_path / "adapter")
     assert largest_difference(their_logits(base), expected) > 0.3
     assert largest_difference(found, expected) < 1e-5
+    contradicting = edited(tmp_path / "adapter", tmp_path / "edited", fan_in_fan_out=family != "gpt2")
+    assert largest_difference(our_logits(contradicting), expected) < 1e-5  # PEFT corrects it, too
 
 
 def test_an_adapter_of_a_run_is_read_back_with_the_parameters_of_the_run(adapted):
@@ -224,6 +226,12 @@ def test_a_damaged_or_unknown_adapter_is_one_line(name, adapted, tmp_path):
         open_weights(edited(adapted / "adapter", tmp_path / "adapter", change, **properties))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_merged_model_beside_its_adapter_opens_as_a_model(adapted, tmp_path):
+    merged = shutil.copytree(adapted / "base", tmp_path / "merged")
+    (merged / ADAPTER).write_text('{"base_model_name_or_path": "meta/llama"}')
+    assert open_weights(merged).family == "llama"
 
 
 def test_truncated_files_and_an_adapter_of_an_adapter_are_one_line(adapted, tmp_path, capsys):

@@ -240,7 +240,8 @@ def write_peft(weights: Weights, folder: Path) -> None:
     tensors = peft.tensors(WRITTEN[family].links(weights.description), factors, shapes, in_out)
     write_shards(folder, iter(tensors.items()), max_shard_bytes=ONE_FILE)
     (folder / "model.safetensors").rename(folder / peft.FILE)
-    _write_json(folder / ADAPTER, peft.config(lora, tensors, base.path, in_out))
+    base_folder = base.path if base.path.is_dir() else base.path.parent
+    _write_json(folder / ADAPTER, peft.config(lora, tensors, base_folder, in_out))
 
 
 def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
