@@ -2,9 +2,9 @@
 
     python -m dcvit.tokenize --data PATH --tokenizer tokenizer.json --out PREFIX
 
-The command reads .txt, .jsonl and .jsonl.zst files. It writes PREFIX.bin and PREFIX.idx, which `kind="megatron"` reads,
-with one sequence per document that ends with the end of text, and PREFIX.json, which describes the tokens. If it fails,
-it leaves none of these files.
+The command reads .txt, .jsonl, .jsonl.zst and .parquet files. It writes PREFIX.bin and PREFIX.idx, which
+`kind="megatron"` reads, with one sequence per document that ends with the end of text, and PREFIX.json, which describes
+the tokens. If it fails, it leaves none of these files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=["dcvit tokenize --data text/ --tokenizer tokenizer.json --out tokens/all"],
     )
     parser.add_argument(
-        "--data", type=cli.path, required=True, help="file, folder or glob of .txt, .jsonl or .jsonl.zst files"
+        "--data",
+        type=cli.path,
+        required=True,
+        help="file, folder or glob of .txt, .jsonl, .jsonl.zst or .parquet files",
     )
     parser.add_argument(
         "--tokenizer", type=cli.path, help="tokenizer.json or its folder; by default, tokens are UTF-8 bytes"

@@ -10,7 +10,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 
-from input_pipeline.errors import MissingLibraryError, ReadingError, first_line_with_type
+from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line, first_line_with_type
 
 LM_LIBRARIES = ("tokenizers", "zstandard")  # in the extra `lm`; all other optional libraries are in the extra `data`
 
@@ -93,3 +93,16 @@ def _flush() -> None:
     """Write what Python buffers for stderr, which can be absent or closed."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def parquet_errors(path: str, what: str = "") -> Iterator[None]:
+    """Convert the errors of pyarrow; those about damaged data are of its own classes, or have no errno."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
+        if isinstance(e, OSError) and e.errno:
+            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
+        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None

@@ -5,7 +5,6 @@ all of its images. Training therefore shuffles within a window of row groups (`i
 so that each row group is read once in an epoch, and the row groups in use stay in memory.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -13,7 +12,7 @@ import logging
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,11 @@ from input_pipeline.errors import (
     MissingDataError,
     ReadingError,
     check_split,
-    first_line,
     has_type,
     nearest,
 )
 from input_pipeline.files import expand, named_errors
-from input_pipeline.optional import require
+from input_pipeline.optional import parquet_errors, require
 from input_pipeline.shuffle import Blocks
 from input_pipeline.source import Example
 
@@ -245,7 +243,7 @@ def _open(path: str, image: str, label: str) -> File:
     pa, pq = require("pyarrow"), require("pyarrow.parquet")
     if not Path(path).is_file():  # opening a pipe could block
         raise InputError(f"{path} is not a regular file")
-    with _one_line_errors(path), pq.ParquetFile(path) as file:
+    with parquet_errors(path), pq.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
         for name in (image, label):
             if schema.names.count(name) != 1:
@@ -290,7 +288,7 @@ def _read(group: RowGroup) -> Columns:
     pq = require("pyarrow.parquet")
     options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
     what = f"row group {group.number}"
-    with _one_line_errors(group.path, what), pq.ParquetFile(group.path, **options) as file:
+    with parquet_errors(group.path, what), pq.ParquetFile(group.path, **options) as file:
         table = file.read_row_group(group.number, columns=list(group.columns), use_threads=False)
         images = table.column(1 - table.column_names.index(group.columns[1]))
         if images.type.num_fields:  # a struct with one field
@@ -299,16 +297,3 @@ def _read(group: RowGroup) -> Columns:
         raise InputError(f"{what} changed after the file was opened")
     views = [memoryview(image.as_buffer()) if image.is_valid else None for image in images]
     return views, table.column(group.columns[1]).to_pylist()
-
-
-@contextlib.contextmanager
-def _one_line_errors(path: str, what: str = "") -> Iterator[None]:
-    """Convert the errors of pyarrow; those about damaged data are of its own classes, or have no errno."""
-    try:
-        yield
-    except (InputError, MemoryError):
-        raise
-    except (require("pyarrow").ArrowException, LookupError, OSError, ValueError) as e:
-        if isinstance(e, OSError) and e.errno:
-            raise ReadingError(f"cannot read {path}: {e.strerror}") from None
-        raise InputError(f"{what or path} cannot be read as Parquet: {first_line(e)}") from None

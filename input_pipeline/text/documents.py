@@ -1,6 +1,7 @@
 """Documents of text files, read once, in order and in little memory.
 
-A .txt file is one document. Each line of a .jsonl or .jsonl.zst file is one document.
+A .txt file is one document. Each line of a .jsonl or .jsonl.zst file is one document, and so is each row of a .parquet
+file.
 """
 
 import glob
@@ -16,17 +17,19 @@ import numpy as np
 from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
-from input_pipeline.optional import require
+from input_pipeline.optional import parquet_errors, require
 from input_pipeline.text.tokenizer import Tokenizer
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
-SUFFIXES = (".txt", *LINE_SUFFIXES)
+PARQUET = ".parquet"
+SUFFIXES = (".txt", *LINE_SUFFIXES, PARQUET)
 INDEX_SUFFIX = ".offsets"  # of the index that `input_pipeline.tfrecord` stores next to a file
 PIECE_BYTES = 1 << 16  # bytes read at a time
 # Bytes read at a time from zstd files. At zstd's best ratio, a block of four bytes, they decompress to 32 MB.
 COMPRESSED_PIECE_BYTES = 1 << 10
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 MAX_WINDOW_BYTES = 1 << 31  # the largest zstd window, of --long=31; memory is allocated only for files that use it
+ROWS = 256  # of a Parquet file that are decoded at a time
 MAX_LINE_BYTES = 1 << 27  # about fifty novels; parsing JSON takes up to twenty times as much memory
 
 
@@ -101,8 +104,8 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
 
     Raises:
       InputError: a file is damaged or cut off, a line has more than MAX_LINE_BYTES, a .txt file does not fit in memory,
-        the text is not UTF-8, a line is not a JSON object, or a key is missing or is not a string. The message names
-        the file and the line.
+        the text is not UTF-8, a line is not a JSON object, or a key (a column of a .parquet file) is missing or is not
+        a string. The message names the file and the line or row.
     """
     before = 0
     for file in files.paths:
@@ -114,6 +117,10 @@ def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:
                     texts = _strings(line, keys, location)
                     if any(texts) or len(keys) > 1:
                         yield Document(texts, location, f"{name}:{number}", before + read)
+            elif file.name.endswith(PARQUET):
+                for number, texts, read in _rows(file, keys):
+                    if any(texts) or len(keys) > 1:
+                        yield Document(texts, f"{file}:{number}", f"{name}:{number}", before + read)
             elif text := _decode(_read_whole(file), f"{file}:1"):
                 yield Document((text,), f"{file}:1", f"{name}:1", before + file.stat().st_size)
             before += file.stat().st_size
@@ -197,6 +204,25 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
             raise InputError(f"{file}:{number + 1}: a line of more than {MAX_LINE_BYTES:,} bytes is too long")
     if (line := b"".join(rest)).strip():
         yield number + 1, line, read
+
+
+def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
+    """Yield (number, strings of some columns, bytes of the file read so far) of each row of a Parquet file."""
+    types, parquet = require("pyarrow.types"), require("pyarrow.parquet")
+    with parquet_errors(str(file)), parquet.ParquetFile(file, page_checksum_verification=True) as opened:
+        schema, total, size = opened.schema_arrow, opened.metadata.num_rows, file.stat().st_size
+        for key in keys:
+            if schema.names.count(key) != 1:
+                raise InputError(f"{file}: no column {key!r}; {nearest(key, schema.names)}")
+            if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
+                raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
+        number = 0
+        for batch in opened.iter_batches(ROWS, columns=list(keys), use_threads=False):
+            for texts in zip(*(batch.column(key).to_pylist() for key in keys), strict=True):
+                number += 1
+                if None in texts:
+                    raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
+                yield number, texts, size * number // total
 
 
 def _read_whole(file: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Text files (.txt, .jsonl and .jsonl.zst) that are tokenized when they are opened."""
+"""Text files (.txt, .jsonl, .jsonl.zst and .parquet) that are tokenized when they are opened."""
 
 import logging
 import time
@@ -45,11 +45,12 @@ class Source:
     ):
         """
         Args:
-          path: a file, folder or glob. A .txt file is one document, and so is each line of .jsonl and .jsonl.zst files.
+          path: a file, folder or glob. A .txt file is one document, and so is each line of .jsonl and .jsonl.zst files
+            and each row of .parquet files.
           context: number of tokens in a model input; a row has one token more.
           tokenizer: path of a tokenizer.json or of its folder; by default the tokens are UTF-8 bytes.
           end_of_text: the tokenizer's special token that ends a document.
-          key: key of the text in the JSON object of a line.
+          key: key of the text in the JSON object of a line, or its column in a .parquet file.
           split: "train" or "validation".
           validation_fraction: approximate fraction of the documents in the split "validation"; the documents are
             chosen by a hash of their file name and line number.

@@ -29,7 +29,7 @@ def tokenize_files(
     """Tokenize text files and write the tokens to PREFIX.bin, PREFIX.idx and PREFIX.json, one sequence per document.
 
     Args:
-      data: a file, folder or glob of .txt, .jsonl or .jsonl.zst files.
+      data: a file, folder or glob of .txt, .jsonl, .jsonl.zst or .parquet files.
       tokenizer: path of a tokenizer.json or of its folder; None for bytes.
       prefix: path of the files to write, without suffix.
       key: key of the text in the JSON object of a line.

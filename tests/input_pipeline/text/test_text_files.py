@@ -139,3 +139,36 @@ def test_progress_is_logged_if_tokenizing_takes_long(tmp_path, monkeypatch, capl
     monkeypatch.setattr(files, "SILENT_SECONDS", -1.0)
     open_text(path)
     assert caplog.messages == [f"tokenizing {path}: 0 of 0 MB"]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_rows_of_parquet_files_are_documents(tmp_path, kind):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"document {i} é" for i in range(700)] + ["", "last"]
+    table = pa.table({"id": range(702), "body": pa.array(texts, getattr(pa, kind)())})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=300)
+    lines = corpora.write_jsonl(tmp_path / "b.jsonl", texts)
+    found, expected = open_text(tmp_path / "a.parquet", key="body").tokens, open_text(lines).tokens
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("texts", "damage", "message"),
+    [
+        (["a"], lambda data: data[:-9], "a.parquet cannot be read as Parquet: "),
+        (["a"], lambda data: data[:1], "a.parquet cannot be read as Parquet: "),
+        (["a", None], bytes, "a.parquet:2: 'text' is null, expected a string"),
+        ([1, 2], bytes, "a.parquet: the column 'text' should contain strings, not int64"),
+        (["valid"], lambda data: data.replace(b"valid", b"v\xfflid"), "a.parquet cannot be read as Parquet: "),
+        (["a"], lambda data: data.replace(b"text", b"txet"), "a.parquet: no column 'text'; did you mean 'txet'?"),
+    ],
+)
+def test_invalid_parquet_files_are_named(tmp_path, texts, damage, message):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, compression="none", store_schema=False)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ip.InputError) as error:
+        open_text(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
