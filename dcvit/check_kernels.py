@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcvit import cli
+from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.configure()
     runtime.check_devices()
     store = verdicts.Verdicts(verdicts.environment(jax.local_devices()[0]))
-    if args.again and cli.RESTARTS not in os.environ:
+    if args.again and process.RESTARTS not in os.environ:
         store.path.unlink(missing_ok=True)
     if args.config:
         found = _of_config(args.config, overrides, args.seconds, store)

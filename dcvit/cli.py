@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dcvit import process
 from dcvit.errors import CheckpointError, ConfigError, InputError, MetricsError, escaped, first_line, nearest
 from dcvit.runs import files
 from input_pipeline.files import expand
 
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
-RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
@@ -290,7 +290,11 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
     130. Any other exception is a bug and propagates, except in a run of several processes, where the other processes
     are informed first. If the reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently
     with status 141. Characters that the encoding of stdout or stderr does not have are written as escapes.
+
+    The process of a command, where `argv` is None, uses huge pages; see `dcvit.process.use_huge_pages`.
     """
+    if argv is None:
+        process.use_huge_pages()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -313,20 +317,11 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
         except Exception as e:
             if type(e).__name__ == "DeviceHungError" and argv is None and not _multihost():
                 print_error(str(e))
-                _restart()  # without the kernel, which has a verdict
+                process.restart()  # without the kernel, which has a verdict
             message, status = _report(e)
         if multihost := _multihost():
             multihost.fail(message, status)
         return status
-
-
-def _restart() -> None:
-    """Replace this process by a new one that runs the same command; return if that happened too often."""
-    count = int(os.environ.get(RESTARTS, "0"))
-    if count < MOST_RESTARTS:
-        os.environ[RESTARTS] = str(count + 1)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def print_error(message: str) -> None:

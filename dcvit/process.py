@@ -1,0 +1,49 @@
+"""The process of a command, and its replacement by a new one that runs the same command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+RESTARTS, MOST_RESTARTS = "DCVIT_RESTARTS", 20  # environment variable with the number of restarts of this command
+TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"  # environment variable, and a setting of malloc
+LINUX_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def use_huge_pages(setting: Path = LINUX_SETTING) -> None:
+    """Make glibc ask the kernel for huge pages, if programs may ask and the environment has no setting of glibc.
+
+    XLA allocates the memory of a training step again in each step. glibc returns blocks of 32 MiB and more to the
+    kernel, which clears them page by page when they are used again: up to 40 % of the time of a step on a CPU
+    (docs/performance_notes.md). glibc reads the setting when a process starts, so the process is replaced.
+
+    Args:
+      setting: the file in which Linux says who gets huge pages: "always", "madvise" (who asks) or "never".
+    """
+    if TUNABLES not in os.environ and _are_for_asking(setting):
+        os.environ[TUNABLES] = HUGE_PAGES
+        with contextlib.suppress(OSError):  # the command runs without
+            _replace()
+
+
+def restart() -> None:
+    """Replace this process, to run the command again; return if that happened too often."""
+    count = int(os.environ.get(RESTARTS, "0"))
+    if count < MOST_RESTARTS:
+        os.environ[RESTARTS] = str(count + 1)
+        _replace()
+
+
+def _are_for_asking(setting: Path) -> bool:
+    try:
+        return "[madvise]" in setting.read_text()
+    except OSError:  # no Linux
+        return False
+
+
+def _replace() -> None:
+    if sys.stdout:
+        sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
