@@ -190,15 +190,18 @@ def add_model_options(parser: Parser, *, weights: bool = True) -> None:
     parser.add_argument("--format", choices=FORMATS, default="table", help="format of the output")
 
 
-def image_size(text: str) -> tuple[int, int]:
+def add_image_size(parser: Parser) -> None:
+    """Add the option `--image-size`: a height and a width."""
+    text = "size of images in pixels, such as 256 or 256x320 (height x width), instead of that of training"
+    parser.add_argument("--image-size", type=_image_size, help=text)
+
+
+def _image_size(text: str) -> tuple[int, int]:
     """Return the height and width that the text of an option gives: "256", or "256x320"."""
     found = re.fullmatch(r"([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", text, re.ASCII)
     if not found:
         raise argparse.ArgumentTypeError(f"expected pixels, such as 256 or 256x320, found {text!r}")
     return int(found[1]), int(found[2] or found[1])
-
-
-IMAGE_SIZE_HELP = "size of images in pixels, such as 256 or 256x320 (height x width), instead of that of training"
 
 
 class _LineFormatter(logging.Formatter):

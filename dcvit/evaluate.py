@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     cli.add_model_options(parser, weights=False)
-    parser.add_argument("--image-size", type=cli.image_size, help=cli.IMAGE_SIZE_HELP)
+    cli.add_image_size(parser)
     parser.add_argument("--out", type=cli.path, help="CSV file to which the rows are appended")
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     multihost.add_options(parser)

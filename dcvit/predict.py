@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     parser.add_argument("images", nargs="*", type=cli.path, help="image files, and folders of them")
-    parser.add_argument("--image-size", type=cli.image_size, help=cli.IMAGE_SIZE_HELP)
+    cli.add_image_size(parser)
     parser.add_argument("--topk", type=int, default=5, help="number of classes to show for each image")
     cli.add_model_options(parser)
     args, overrides = parser.parse(argv)

@@ -18,7 +18,7 @@ import numpy as np
 from input_pipeline.errors import InputError, MissingLibraryError, ReadingError, first_line_with_type
 from input_pipeline.preprocess.builder import Preprocess
 from input_pipeline.shuffle import example_at, example_rng
-from input_pipeline.source import Source
+from input_pipeline.source import Source, blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def train_batches(
       ReadingError: an example could not be read for another reason.
     """
     preprocess, corrupt, size = Preprocess(pp), corrupt or CorruptPolicy(), len(source)
-    rows, blocks = _checked_rows(rows, batch_size), getattr(source, "blocks", None)
+    rows = _checked_rows(rows, batch_size)
 
     def load(key: ExampleKey) -> LoadedExample:
         for skipped in range(size):
@@ -154,7 +154,7 @@ def train_batches(
     def plans() -> Iterator[list[ExampleKey]]:
         start = start_step * batch_size
         while True:
-            yield [ExampleKey(*example_at(start + row, size, seed, blocks)) for row in rows]
+            yield [_training_key(source, start + row, seed) for row in rows]
             start += batch_size
 
     for batch in _prepare(plans(), load, len(rows), threads):
@@ -200,12 +200,16 @@ def batch_ids(source: Source, batch_size: int, seed: int, step: int) -> list[Bat
     """
     if batch_size < 1 or step < 0:
         raise InputError(f"no batch at step {step} of size {batch_size}: expected a step from 0 and a size from 1")
-    size, blocks = len(source), getattr(source, "blocks", None)
-    keys = [example_at(step * batch_size + row, size, seed, blocks) for row in range(batch_size)]
+    keys = [_training_key(source, step * batch_size + row, seed) for row in range(batch_size)]
     return [
         {"row": row, "epoch": epoch, "index": index, "id": source.describe(index)}
         for row, (epoch, index) in enumerate(keys)
     ]
+
+
+def _training_key(source: Source, position: int, seed: int) -> ExampleKey:
+    """Return the example at a position of the whole order of training."""
+    return ExampleKey(*example_at(position, len(source), seed, blocks_of(source)))
 
 
 def active_reads() -> list[str]:

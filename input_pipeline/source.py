@@ -38,7 +38,7 @@ KINDS = {
 class Source(Protocol):
     """Random access to the examples of a dataset split.
 
-    A source that reads several examples together also has the attribute `blocks`, an `input_pipeline.shuffle.Blocks`.
+    A source that reads several examples together also has the attribute `blocks`; see `blocks_of`.
     """
 
     @property
@@ -92,6 +92,11 @@ class TaskSource(TokenSource, Protocol):
         """Names of the tasks."""
 
 
+def blocks_of(source: Source) -> Blocks | None:
+    """Return the blocks of examples that a source reads together, or None; they determine the order of training."""
+    return getattr(source, "blocks", None)
+
+
 def open_source(
     kind: str,
     *,
@@ -141,7 +146,7 @@ class _WrappedSource:
 
     @property
     def blocks(self) -> Blocks | None:
-        return getattr(self.source, "blocks", None)
+        return blocks_of(self.source)
 
     def __len__(self) -> int:
         return len(self.source)

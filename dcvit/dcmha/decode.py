@@ -56,10 +56,7 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     scores = scores * jnp.asarray(options.scale, wide)
     if pre is not None:
         scores = compose(scores, pre, options.groups)
-    attended = visible(
-        1, keys, causal=options.causal, window=options.window, mask=mask, segments=segments,
-        first_query=options.first_query,
-    )  # fmt: skip
+    attended = visible(1, keys, options, mask, segments)
     weights = masked_softmax(scores, None if attended is None else attended[:, 0, 0, :, None], axis=1)
     if post is not None:
         weights = compose(weights, post, options.groups)

@@ -34,20 +34,17 @@ class Dropout(NamedTuple):
 def visible(
     queries: int,
     keys: int,
-    *,
-    causal: bool = False,
-    window: int | None = None,
+    options: Options,
     mask: Bool[Array, "#B 1 #T #S"] | None = None,
     segments: Segments | None = None,
-    first_query: int = 0,
 ) -> Bool[Array, "#B 1 T S"] | None:
     """Return which keys each query attends to, or None if every query attends to every key."""
-    query, key = first_query + jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+    query, key = options.first_query + jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
     conditions = []
-    if causal or window is not None:
+    if options.causal or options.window is not None:
         conditions.append((key <= query)[None, None])
-    if window is not None:
-        conditions.append((key > query - window)[None, None])
+    if options.window is not None:
+        conditions.append((key > query - options.window)[None, None])
     if mask is not None:
         conditions.append(jnp.broadcast_to(mask, (mask.shape[0], 1, queries, keys)))
     if segments is not None:
@@ -88,15 +85,12 @@ def attention_matrices(inputs: Inputs, options: Options, compose: Callable[..., 
     `compose` computes Eqn 7. The values are unused.
     """
     q, k, _, pre, post, mask, segments = inputs
-    mask = visible(
-        q.shape[1], k.shape[1], causal=options.causal, window=options.window, mask=mask, segments=segments,
-        first_query=options.first_query,
-    )  # fmt: skip
+    seen = visible(q.shape[1], k.shape[1], options, mask, segments)
     wide = statistics_dtype(q.dtype)
     k = _repeat(k, q.shape[2])
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(options.scale, wide)
     composed = scores if pre is None else compose(scores, pre, groups=options.groups)
-    weights = masked_softmax(composed, mask)
+    weights = masked_softmax(composed, seen)
     return AttentionMatrices(
         scores, composed, weights, weights if post is None else compose(weights, post, groups=options.groups)
     )

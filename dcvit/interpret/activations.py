@@ -35,6 +35,7 @@ from flax.linen.module import InterceptorContext
 from jax.tree_util import Partial
 
 from dcvit.dcmha.compose import ComposeWeights, compose
+from dcvit.dcmha.inputs import Options
 from dcvit.dcmha.numerics import statistics_dtype
 from dcvit.dcmha.reference import masked_softmax, visible
 from dcvit.dcmha.shapes import Array, Float, Int
@@ -189,9 +190,7 @@ def _attend(module: Attention, inputs: LayerInputs, tap: Callable[[str, Array], 
         for where, some in weights.items()
     }  # fmt: skip
     window = module.window and (module.prefill_window or module.window)
-    seen = visible(
-        q.shape[1], k.shape[1], causal=module.causal, window=window, mask=inputs.mask, segments=inputs.segments
-    )
+    seen = visible(q.shape[1], k.shape[1], Options(module.causal, window), inputs.mask, inputs.segments)
     wide = statistics_dtype(q.dtype)
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     a = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcvit.dcmha.compose import ComposeWeights
+from dcvit.dcmha.inputs import Options
 from dcvit.dcmha.reference import visible
 from dcvit.dcmha.segments import make_segments
 from dcvit.dcmha.shapes import Array, Bool, Float, Int
@@ -177,7 +178,7 @@ def attended(
         windows = lm.layer_windows(model)
         window = windows[layer % len(windows)] and (model.prefill_window or model.window)
         segments = make_segments(token_context(inputs, model.end_of_text).segments)
-        seen = visible(tokens, tokens, causal=True, window=window, segments=segments)
+        seen = visible(tokens, tokens, Options(causal=True, window=window), segments=segments)
     return jnp.broadcast_to(True if seen is None else seen[:, 0], (len(inputs), tokens, tokens))
 
 

@@ -20,6 +20,7 @@ from dcvit.errors import ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
+from input_pipeline.source import blocks_of
 
 Record = dict[str, Any]  # a JSON object
 Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only
@@ -45,7 +46,7 @@ class Differences(NamedTuple):
 def data_identity(source: Source) -> Record:
     """Identify a data source by its size, class names and blocks, and a hash of examples at regular distances."""
     digest = hashlib.sha256()
-    if (blocks := getattr(source, "blocks", None)) is not None:  # they determine the order of training
+    if (blocks := blocks_of(source)) is not None:
         digest.update(blocks.sizes.tobytes())
     for index in sorted({i * (len(source) - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
         try:

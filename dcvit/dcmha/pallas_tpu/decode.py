@@ -107,10 +107,7 @@ def attention(inputs: Inputs, options: Options, *, interpret: Interpret | None =
     decode.check_one_query(q)
     check_dtypes(q, k, v)
     config = make_config(inputs, options, vmem_limit())
-    attended = visible(
-        1, k.shape[1], causal=options.causal, window=options.window, mask=inputs.mask, segments=inputs.segments,
-        first_query=options.first_query,
-    )  # fmt: skip
+    attended = visible(1, k.shape[1], options, inputs.mask, inputs.segments)
     return _attention((config, interpret), inputs._replace(mask=attended, segments=None))
 
 
