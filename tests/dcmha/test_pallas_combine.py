@@ -89,10 +89,12 @@ def test_cases_without_a_kernel_say_so(sizes, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "is_used"), [(300, True), (200, False)])
-def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows(monkeypatch, length, is_used):
+@pytest.mark.parametrize(
+    ("length", "branches", "is_used"), [(300, "qpg", True), (200, "qpg", False), (300, "qg", False)]
+)
+def test_folded_attention_on_a_tpu_uses_the_kernel_for_long_rows_and_no_gates(monkeypatch, length, branches, is_used):
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
-    args, options = random_case(length, heads=4, head_dim=16, key_heads=2, groups=2, branches="qpg", causal=True)
+    args, options = random_case(length, heads=4, head_dim=16, key_heads=2, groups=2, branches=branches, causal=True)
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
         jaxpr = jax.make_jaxpr(lambda *a: dcmha.attention(*a, **options))(*args)
     assert ("dcmha_combine" in str(jaxpr)) == is_used
