@@ -22,7 +22,7 @@ def use_huge_pages(setting: Path = LINUX_SETTING) -> None:
     Args:
       setting: the file in which Linux says who gets huge pages: "always", "madvise" (who asks) or "never".
     """
-    if TUNABLES not in os.environ and _are_for_asking(setting):
+    if TUNABLES not in os.environ and _is_command() and _are_for_asking(setting):
         os.environ[TUNABLES] = HUGE_PAGES
         with contextlib.suppress(OSError):  # the command runs without
             _replace()
@@ -34,6 +34,12 @@ def restart() -> None:
     if count < MOST_RESTARTS:
         os.environ[RESTARTS] = str(count + 1)
         _replace()
+
+
+def _is_command() -> bool:
+    """Return True if Python was started with a command of this package, and not by a program that calls one."""
+    program = Path(sys.argv[0])
+    return program.name == "dcvit" or program.parent == Path(__file__).parent
 
 
 def _are_for_asking(setting: Path) -> bool:

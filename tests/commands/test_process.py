@@ -13,13 +13,14 @@ PROGRAM = """
 import os, pathlib, sys
 from dcvit.process import use_huge_pages
 print("start", sys.argv[1:], os.getpid())
+sys.argv[0] = os.environ.get("PROGRAM", "dcvit")
 use_huge_pages(pathlib.Path(sys.argv[1]))
 print("run", os.environ.get("GLIBC_TUNABLES"))
 """
 
 
 def run(setting, environment=None):
-    """Run the program with the file of the kernel's setting, and return its lines."""
+    """Run the program, which takes itself for the command `dcvit`, with the file of the kernel's setting."""
     clean = {key: value for key, value in os.environ.items() if key != TUNABLES}
     command = [sys.executable, "-c", PROGRAM, str(setting), "two words"]
     result = subprocess.run(command, env={**clean, **(environment or {})}, capture_output=True, text=True, check=True)
@@ -47,6 +48,13 @@ def test_a_setting_of_the_user_stays(tmp_path):
     setting = tmp_path / "enabled"
     setting.write_text("[madvise]")
     assert run(setting, {TUNABLES: "glibc.malloc.check=0"})[1:] == ["run glibc.malloc.check=0"]
+
+
+def test_a_program_that_calls_a_command_is_not_replaced(tmp_path):
+    setting = tmp_path / "enabled"
+    setting.write_text("[madvise]")
+    for program in ("-c", "-", "", "/usr/lib/pytest/__main__.py"):
+        assert run(setting, {"PROGRAM": program})[1:] == ["run None"]
 
 
 def test_a_command_prints_the_same_with_and_without_a_setting():
