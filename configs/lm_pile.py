@@ -63,8 +63,8 @@ Ablations and trade-offs override fields of the preset, as --config.model.FIELD=
     Section 3.2                groups=2
 
 The data is one of three kinds. `kind=megatron` reads Pythia's pre-tokenized files; `data` is the path of the .bin file,
-and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl and .jsonl.zst files with
-`tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
+and the last `validation` rows are the validation split. `kind=text` reads .txt, .jsonl, .jsonl.zst and .parquet files
+with `tokenizer=…/tokenizer.json`, and `kind=input_ids` reads TFRecords; both expect the folders DATA/train and
 DATA/validation. docs/text.md has the details. Tokens of another vocabulary also need --config.vocab_size=N and, for
 both kinds of tokenized data, --config.input.data.vocab_size=N and --config.evals.validation.data.vocab_size=N.
 --config.document_mask=True masks attention between documents, which the paper does not do. If the data does not define

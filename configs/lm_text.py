@@ -5,11 +5,11 @@
     dcvit train --config configs/lm_text.py:data_dir=books,init=gpt2,attention=dcmha --workdir W
     dcvit generate --workdir W --prompt "Once upon a time"
 
-`data_dir` is a folder, file or glob of .txt, .jsonl and .jsonl.zst files. Tokens are bytes; `tokenizer=train` trains a
-BPE tokenizer on the text and stores it in the workdir, and `tokenizer=PATH/tokenizer.json` uses a given one. The last
-tenth of the text, with files in alphabetical order, is the validation split. 1,000 steps take minutes on two CPU cores;
-train longer (`--config.total_steps`), and larger models (`--config.model.width=512`), on more than a few megabytes of
-text. The text in a line of .jsonl files has the key "text", or that of `--config.input.data.key` and
+`data_dir` is a folder, file or glob of .txt, .jsonl, .jsonl.zst and .parquet files. Tokens are bytes; `tokenizer=train`
+trains a BPE tokenizer on the text and stores it in the workdir, and `tokenizer=PATH/tokenizer.json` uses a given one.
+The last tenth of the text, with files in alphabetical order, is the validation split. 1,000 steps take minutes on two
+CPU cores; train longer (`--config.total_steps`), and larger models (`--config.model.width=512`), on more than a few
+megabytes of text. The text of .jsonl and .parquet files has the key "text", or that of `--config.input.data.key` and
 `--config.evals.validation.data.key`.
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, or weights of transformers. The model and the

@@ -88,7 +88,7 @@ KEYS = {
     "ema_decay": Key(float, 0.0, "Decay of the exponential moving average of the weights. 0: no average."),
     "mesh": Key(
         Sequence, (("data", -1),),
-        'Pairs (axis, size) of the device mesh; axes are "data", "fsdp" and "tensor". -1: all remaining devices.',
+        'Pairs (axis, size) of the device mesh; axes are "data", "fsdp", "context" and "tensor". -1: all others.',
     ),
     "sharding_strategy": Key(
         str | Sequence, "ddp",

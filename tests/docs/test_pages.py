@@ -257,7 +257,11 @@ def test_the_figures_of_the_recipe_are_those_of_its_file():
         f"| {x['resident_megabytes']:,.0f} |"
         for x in found["input"]
     ]
+    estimates = {(x["topology"], x["config"]): x for x in json.loads((ROOT / "docs" / "tpu_step.json").read_text())}
     for row in found["hours"]:
+        if tpu := re.fullmatch(r"(v\d\w)-(\d+)", row["slice"]):
+            step = estimates[f"{tpu[1]}:2x2", f"vit_i1k:variant={row['model']}"]
+            assert row["images/s"] == round(int(tpu[2]) * step["examples"] / step["seconds"])
         cells = [f"{x:.1f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values()]
         lines.append(f"| {' | '.join(cells)} |")
     assert [line for line in lines if line not in page] == []
