@@ -293,11 +293,7 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
     130. Any other exception is a bug and propagates, except in a run of several processes, where the other processes
     are informed first. If the reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently
     with status 141. Characters that the encoding of stdout or stderr does not have are written as escapes.
-
-    The process of a command, where `argv` is None, uses huge pages; see `dcvit.process.use_huge_pages`.
     """
-    if argv is None:
-        process.use_huge_pages()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dcvit import cli
+from dcvit import cli, process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=cli.path, help="HTML file for a report of a classifier, replaced if it exists")
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
+    process.use_huge_pages()
 
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.parallel import runtime

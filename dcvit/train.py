@@ -19,7 +19,7 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcvit import cli
+from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
 from dcvit.training.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
+    process.use_huge_pages()
 
     import jax
 

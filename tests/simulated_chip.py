@@ -1,9 +1,10 @@
-"""Command of the package on a simulated TPU: `python tests/simulated_chip.py KERNEL COMMAND …`.
+"""Command of the package on a simulated TPU: `KERNEL=NAME python tests/simulated_chip.py COMMAND …`.
 
 The CPU is taken for a TPU, and `pallas_tpu` is replaced by a function of this module; all else is the code of a chip.
 """
 
 import functools
+import os
 import sys
 import time
 
@@ -53,9 +54,9 @@ if __name__ == "__main__":
     kernels.Selection = functools.partial(Selection, seconds=10.0)
     dispatch.platform = lambda: "tpu"
     tiling.device_kind = lambda: "TPU v5 lite"
-    if sys.argv[1] == "fast":
+    kernel = os.environ["KERNEL"]
+    if kernel == "fast":
         for name in ("blockwise", "reference"):
             dispatch.IMPLEMENTATIONS[name] = delayed(dispatch.IMPLEMENTATIONS[name])
-    dispatch.IMPLEMENTATIONS["pallas_tpu"] = globals()[sys.argv[1]]
-    sys.argv = [sys.argv[0], *sys.argv[2:]]
+    dispatch.IMPLEMENTATIONS["pallas_tpu"] = globals()[kernel]
     sys.exit(cli.run(command))

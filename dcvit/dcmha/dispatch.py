@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TypeAlias
 
@@ -54,11 +54,6 @@ def _on_first_use(module: str) -> Implementation:
     return attention
 
 
-def _folded(inputs: Inputs, options: Options) -> Array:
-    """Compute attention with the composition folded into queries and outputs, around the fastest plain attention."""
-    return fold(attention, inputs, options)
-
-
 def fold(attend: Implementation, inputs: Inputs, options: Options) -> Array:
     """Fold the composition into queries and outputs of the plain attention that `attend` computes.
 
@@ -99,21 +94,15 @@ def _combines_by_kernel(x: Array, w: Array) -> bool:
 
     arrays = shapes_of((x, w))
     candidates = {"pallas_tpu": by(combine.combine_heads), "xla": by(folded.combine_heads)}
-    case = Case(
-        "combined heads",
-        f"combined heads: {describe(arrays)}",
-        arrays,
-        candidates,
-        frozenset({"pallas_tpu"}),
-        candidates["xla"],
-    )
+    key = f"combined heads: {describe(arrays)}, {_facts(_settings())}"
+    case = Case("combined heads", key, arrays, candidates, frozenset({"pallas_tpu"}), candidates["xla"])
     return selection.order(case)[0] == "pallas_tpu"
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.attention,
     "elementwise": elementwise.attention,
-    "folded": _folded,
+    "folded": lambda inputs, options: fold(attention, inputs, options),  # around the fastest plain attention
     "blockwise": blockwise.attention,
     "decode": decode.attention,
     "cudnn": cudnn.attention,
@@ -140,13 +129,14 @@ class NotFusedError(ValueError):
 
 
 def platform() -> str:
-    """Return "cpu", "gpu" or "tpu": the platform of the current mesh (`jax.set_mesh`), or JAX's default without one.
+    """Return "cpu", "gpu" or "tpu": the platform of the current mesh (`jax.set_mesh`), or of JAX's default device.
 
     The devices of a mesh may be those of a topology that is not attached to this host.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    name = jax.default_backend() if device is None or device.platform is None else device.platform
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]  # of `jax.default_device`
+    device = default if mesh.empty else mesh.abstract_device
+    name = device if isinstance(device, str) else getattr(device, "platform", None) or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
@@ -221,12 +211,23 @@ def make_case(names: Sequence[str], inputs: Inputs, options: Options) -> Case:
         return lambda inputs: implementation(inputs, options)
 
     functions = {name: of_arrays(IMPLEMENTATIONS[name]) for name in names}
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    facts = ", ".join(f"{k}={v}" for k, v in {**dataclasses.asdict(options), "precision": precision}.items())
+    key = f"{describe(arrays._asdict())}, {_facts({**dataclasses.asdict(options), **_settings()})}"
     return Case(
-        _describe(inputs, options), f"{describe(arrays._asdict())}, {facts}", arrays, functions,
+        _describe(inputs, options), key, arrays, functions,
         frozenset(names) & {*KERNELS}, of_arrays(_by_example), is_inference=inputs.q.shape[1] == 1,
     )  # fmt: skip
+
+
+def _settings() -> dict[str, object]:
+    """Return the settings of JAX by which the same call is computed in another way, or not supported."""
+    return {
+        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+    }
+
+
+def _facts(facts: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _by_example(inputs: Inputs, options: Options) -> Array:

@@ -27,7 +27,7 @@ Combine: TypeAlias = Callable[[Array, Array], Array]  # the type of `combine_hea
 
 
 def compose_heads(
-    x: Float[Array, "B T H D"], w: ComposeWeights | None, *, groups: int, combine: Combine | None = None
+    x: Float[Array, "B T H D"], w: ComposeWeights | None, *, groups: int, combine: Combine
 ) -> Float[Array, "B T H D"]:
     """Combine the vectors of the heads of each group as a compose without key-wise branches combines their scores.
 
@@ -35,7 +35,7 @@ def compose_heads(
       x: vectors of heads.
       w: weights of the compose, if there is one.
       groups: the number of groups of heads.
-      combine: the function that combines vectors; `combine_heads` if None.
+      combine: the function that combines vectors, such as `combine_heads`.
 
     Returns:
       The vectors in the dtype of `x`, computed in float32, or in float64 for float64 inputs.
@@ -45,7 +45,7 @@ def compose_heads(
     batch, length, heads, _ = x.shape
     groups = groups if Composition.of_weights(w, None).mixes_heads else heads
     matrix = query_map(w, batch=batch, length=length, heads=heads, groups=groups, dtype=statistics_dtype(x.dtype))
-    return (combine or combine_heads)(x, matrix)
+    return combine(x, matrix)
 
 
 def combine_heads(x: Float[Array, "B T H D"], w: Float[Array, "#B #T G J J"]) -> Float[Array, "B T H D"]:

@@ -46,7 +46,7 @@ class Selection:
 
 
 _SELECTION: ContextVar[Selection | None] = ContextVar("selection", default=None)
-_CHOSEN: dict[str, str] = {}  # by code that is not inside `selecting`
+_CHOSEN: dict[str, dict[str, str]] = {}  # by kind of device, in code that is not inside `selecting`
 
 
 def default_policy() -> Policy:
@@ -59,7 +59,7 @@ def default_policy() -> Policy:
 
 def current() -> Selection:
     """Return the selection of `selecting`, or else the one by `default_policy`, which may raise ValueError."""
-    return _SELECTION.get() or Selection(default_policy(), chosen=_CHOSEN)
+    return _SELECTION.get() or Selection(default_policy(), chosen=_CHOSEN.setdefault(_device_kind(), {}))
 
 
 @contextlib.contextmanager
@@ -158,6 +158,12 @@ def _warn_once(message: str) -> None:
 def _device() -> jax.Device | None:
     """Return the first device of this process, or None if the current mesh is of devices of another kind."""
     device = jax.local_devices()[0]
+    return device if device.device_kind == _device_kind() else None
+
+
+def _device_kind() -> str:
+    """Return the kind of the devices of the current mesh, or of this process's without one."""
     mesh = jax.sharding.get_abstract_mesh()
-    wanted = None if mesh.empty else mesh.abstract_device
-    return None if wanted is not None and wanted.device_kind != device.device_kind else device
+    device = None if mesh.empty else mesh.abstract_device
+    kind: str = jax.local_devices()[0].device_kind if device is None else device.device_kind
+    return kind

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,8 +27,10 @@ PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED = (
 )  # fmt: skip
 # What compiles programs: its versions and its flags.
 PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
 )  # fmt: skip
+DRIVER = Path("/proc/driver/nvidia/version")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 STATUSES = (PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED)
 
@@ -79,7 +80,17 @@ def environment(device: jax.Device) -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
     backend = " ".join(device.client.platform_version.split())
     flags = {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
-    return {"device": device.device_kind, **versions, "backend": backend, **flags, "code": _hash_of_code()}
+    return {
+        "device": device.device_kind, **versions, "backend": backend, "driver": _driver(), **flags,
+        "code": _hash_of_code(),
+    }  # fmt: skip
+
+
+def _driver() -> str:
+    """Return the version of the NVIDIA driver, or "" without one."""
+    with contextlib.suppress(OSError):
+        return DRIVER.read_text().partition("\n")[0]
+    return ""
 
 
 @functools.cache
@@ -98,6 +109,7 @@ def _locked(path: Path) -> Iterator[None]:
 
     Without flock, on Windows and some network file systems, of two verdicts written at the same time one may be lost.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -117,25 +129,43 @@ class Verdicts:
 
     def read(self, key: str) -> dict[str, Verdict]:
         """Return the verdicts on a case by implementation. A file that is not as written counts as absent."""
-        return self._read().get(key, {})
-
-    def write(self, key: str, name: str, verdict: Verdict) -> None:
-        """Add a verdict. Where the folder cannot be written, verification is repeated at each start."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return self._read().get(key, {})
+        except OSError as e:
+            LOG.warning("attention: cannot read the verdicts in %s: %s", self.path, e)
+            return {}
+
+    def write(self, key: str, name: str, verdict: Verdict | None) -> None:
+        """Add a verdict, or remove it. Where the folder cannot be written, verification is repeated at each start."""
+        try:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._read()  # another process may have added verdicts
-                found.setdefault(key, {})[name] = verdict
+                some = found.setdefault(key, {})
+                some.pop(name, None)
+                if verdict is not None:
+                    some[name] = verdict
                 cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
                 content = {"format": FORMAT, "environment": self.environment, "cases": cases}
-                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                    json.dump(content, file, indent=1)
-                Path(file.name).replace(self.path)
+                file = self.path.with_suffix(".tmp")  # of the process that has the lock
+                file.write_text(json.dumps(content, indent=1))
+                file.replace(self.path)
         except OSError as e:
             LOG.warning("attention: verdicts are not kept: %s", e)
 
+    @contextlib.contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Wait until no other process verifies, and make the others wait."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # the folder cannot be written, which `write` reports
+                stack.enter_context(_locked(self.path.with_suffix(".verifying.lock")))
+            yield
+
     def _read(self) -> dict[str, dict[str, Verdict]]:
-        """Return all verdicts of the file; none, after a warning, if it is damaged or of another environment."""
+        """Return all verdicts of the file; none, after a warning, if it is damaged or of another environment.
+
+        Raises:
+          OSError: the file exists and cannot be read.
+        """
         try:
             content = json.loads(self.path.read_text())
             if content["format"] != FORMAT or content["environment"] != self.environment:
@@ -145,7 +175,7 @@ class Verdicts:
             }
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             LOG.warning("attention: ignored the verdicts in %s: %s", self.path, e)
             return {}
 

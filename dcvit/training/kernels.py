@@ -31,7 +31,7 @@ def select(policy: Policy | None, about: Facts) -> Selection:
     found = multihost.gather("kernels", {"policy": policy, "same": before.get("environment") == _environment()})
     if len(policies := {each["policy"] for each in found}) > 1:
         raise ConfigError(f"processes differ in {VARIABLE}: {' and '.join(sorted(policies))}; expected one for all")
-    chosen = {key: name for key, name in before["chosen"].items() if name} if found[0]["same"] else {}
+    chosen = dict(before["chosen"]) if found[0]["same"] else {}
     return Selection(policy, chosen=chosen, share=_share)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -53,11 +52,12 @@ def train(
     with open_run(setup, workdir, accept) as run:
         trainer = Trainer(run)
         with jax.set_mesh(setup.model.mesh), selecting(run.selection), preemption.saving(trainer.finish):
+            failed = True
             try:
                 with preemption.saving(trainer.stop, trainer.gate.end):
                     trainer.run_steps(start_state(run))
+                failed = False
             finally:
-                failed = sys.exception() is not None
                 try:
                     if not failed or multihost.is_single_process():  # others may not finish a common save
                         run.watchdog("finishing the last checkpoint", saves=True)

@@ -1,4 +1,4 @@
-"""The process of a command asks for huge pages where the kernel gives them to programs that ask, and nowhere else."""
+"""A command asks for huge pages where the kernel gives them to programs that ask; no other process is replaced."""
 
 import os
 import subprocess
@@ -6,30 +6,39 @@ import sys
 
 import pytest
 
-from dcvit.process import TUNABLES
+from dcvit.process import ASKED, TUNABLES
 
 # It prints a line before and one after the call; a replaced process prints the first line twice.
 PROGRAM = """
 import os, pathlib, sys
 from dcvit.process import use_huge_pages
-print("start", sys.argv[1:], os.getpid())
-sys.argv[0] = os.environ.get("PROGRAM", "dcvit")
-use_huge_pages(pathlib.Path(sys.argv[1]))
+{before}
+print("start", sys.argv[1:], os.getpid(), flush=True)
+use_huge_pages(pathlib.Path(os.environ["SETTING"]))
 print("run", os.environ.get("GLIBC_TUNABLES"))
 """
 
 
-def run(setting, environment=None):
-    """Run the program, which takes itself for the command `dcvit`, with the file of the kernel's setting."""
-    clean = {key: value for key, value in os.environ.items() if key != TUNABLES}
-    command = [sys.executable, "-c", PROGRAM, str(setting), "two words"]
-    result = subprocess.run(command, env={**clean, **(environment or {})}, capture_output=True, text=True, check=True)
+@pytest.fixture
+def setting(tmp_path):
+    path = tmp_path / "enabled"
+    path.write_text("always [madvise] never\n")
+    return path
+
+
+def run(setting, *, name="dcvit", before="", environment=None, stdin=False):
+    """Run the program as a file with a name, or from stdin, with the kernel's setting, and return its lines."""
+    clean = {key: value for key, value in os.environ.items() if key not in (TUNABLES, ASKED)}
+    file = setting.parent / name
+    file.write_text(PROGRAM.format(before=before))
+    result = subprocess.run(
+        [sys.executable, "-" if stdin else str(file), "two words"], input=file.read_text() if stdin else None,
+        env={**clean, "SETTING": str(setting), **(environment or {})}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return result.stdout.splitlines()
 
 
-def test_the_process_is_replaced_once_with_the_same_arguments(tmp_path):
-    setting = tmp_path / "enabled"
-    setting.write_text("always [madvise] never\n")
+def test_the_process_is_replaced_once_with_the_same_arguments(setting):
     first, second, last = run(setting)
     assert first == second
     assert "'two words'" in first
@@ -37,32 +46,37 @@ def test_the_process_is_replaced_once_with_the_same_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[always] madvise never", "always madvise [never]", "", None])
-def test_other_settings_of_the_kernel_need_no_request(tmp_path, text):
-    setting = tmp_path / "enabled"
+def test_other_settings_of_the_kernel_need_no_request(setting, text):
+    setting.unlink()
     if text is not None:
         setting.write_text(text)
     assert run(setting)[1:] == ["run None"]
 
 
-def test_a_setting_of_the_user_stays(tmp_path):
-    setting = tmp_path / "enabled"
-    setting.write_text("[madvise]")
-    assert run(setting, {TUNABLES: "glibc.malloc.check=0"})[1:] == ["run glibc.malloc.check=0"]
+def test_a_setting_of_the_user_stays(setting):
+    environment = {TUNABLES: "glibc.malloc.check=0"}
+    assert run(setting, environment=environment)[1:] == ["run glibc.malloc.check=0"]
 
 
-def test_a_program_that_calls_a_command_is_not_replaced(tmp_path):
-    setting = tmp_path / "enabled"
-    setting.write_text("[madvise]")
-    for program in ("-c", "-", "", "/usr/lib/pytest/__main__.py"):
-        assert run(setting, {"PROGRAM": program})[1:] == ["run None"]
+def test_a_system_that_removes_the_setting_is_asked_once(setting):
+    """Programs with capabilities lose GLIBC_TUNABLES when they start."""
+    assert run(setting, environment={ASKED: "1"})[1:] == ["run None"]
 
 
-def test_a_command_prints_the_same_with_and_without_a_setting():
-    clean = {key: value for key, value in os.environ.items() if key != TUNABLES}
-    command = [sys.executable, "-m", "dcvit", "--version"]
-    outputs = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        for environment in (clean, {**clean, TUNABLES: ""})
-    ]
-    assert outputs[0] == outputs[1]
-    assert outputs[0].startswith("dcvit ")
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"name": "program.py"},  # that calls a command
+        {"before": 'sys.argv = ["dcvit", "train"]', "stdin": True},  # whose text is not there a second time
+        {"before": 'sys.argv[1:] = ["other"]'},
+        {"before": "sys.argv = []"},
+        {"before": "sys.executable = None"},
+        {"before": "sys.settrace(lambda *_: None)"},  # a debugger would lose its breakpoints
+    ],
+)
+def test_other_programs_are_not_replaced(setting, case):
+    assert run(setting, **case)[1:] == ["run None"]
+
+
+def test_an_interpreter_that_cannot_be_started_again_runs_on(setting):
+    assert run(setting, before='sys.executable = "/missing/python"')[1:] == ["run glibc.malloc.hugetlb=1"]

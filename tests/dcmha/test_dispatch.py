@@ -307,3 +307,20 @@ def test_attention_that_is_not_fused_is_refused_on_accelerators_on_request(platf
         pytest.raises(ValueError, match=f"attention is not fused: {refused}") if refused else contextlib.nullcontext(),
     ):
         trace(**options)
+
+
+def test_the_platform_is_that_of_the_default_device(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert dispatch.platform() == "gpu"
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert dispatch.platform() == "cpu"
+
+
+def test_cases_with_and_without_64_bit_numbers_have_verdicts_of_their_own():
+    q = jnp.ones((1, 8, 2, 16), jnp.float32)
+    case, keys = checked(Inputs(q, q, q)), set()
+    for enabled in (False, True):
+        with jax.enable_x64(enabled):
+            keys.add(dispatch.make_case(["reference"], *case).key)
+    assert len(keys) == 2

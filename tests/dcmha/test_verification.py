@@ -279,7 +279,63 @@ print(verified(case(ends))[0])
     assert "it ended its process twice" in run.stderr
 
 
-@pytest.mark.parametrize("change", ["jax", "backend", "device", "code"])
+def test_an_interrupted_verification_is_no_verdict(cache):
+    """Ctrl-C, however often, says nothing about the kernel."""
+    code = """
+import _thread, sys, threading
+sys.path.insert(0, "tests/dcmha")
+from test_verification import *
+def waits(x):
+    wait = callback(lambda: (_thread.interrupt_main(), time.sleep(1), np.float32(0))[2], jax.lax.stop_gradient(x))
+    return 0 * wait + right(x)
+for _ in range(3):
+    with pytest.raises(KeyboardInterrupt):
+        verified(case(waits))
+    assert "waits" not in Verdicts(verdicts.environment(jax.local_devices()[0])).read("matmul")
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_processes_that_start_together_verify_one_after_the_other(cache):
+    code = """
+import sys
+sys.path.insert(0, "tests/dcmha")
+from test_verification import *
+logging.basicConfig(level=logging.INFO)
+def waits(x):
+    time.sleep(2)  # while it is compiled
+    return right(x)
+print(verified(case(waits, plain=slow))[0])
+"""
+    command = [sys.executable, "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    found = [process.communicate() for process in [subprocess.Popen(command, **pipes) for _ in range(3)]]
+    assert [out for out, _ in found] == ["('waits', 'plain')\n"] * 3, found
+    assert sum("attention: verifying" in err for _, err in found) == 1
+
+
+def test_a_plain_implementation_that_is_slow_is_no_hung_device():
+    def sluggish(x):
+        return callback(lambda: (time.sleep(0.5), np.float32(0))[1], jax.lax.stop_gradient(x)) * 0 + right(x)
+
+    assert verified(case(right, plain=sluggish), seconds=1)[0] == ("right", "plain")
+
+
+def test_choices_for_a_device_that_is_not_attached_are_not_those_of_the_attached_one(monkeypatch):
+    monkeypatch.setattr(selection, "_CHOSEN", {})
+    other = jax.sharding.AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=other)
+
+    def lowered():
+        with jax.sharding.use_abstract_mesh(mesh):
+            return order(case(right, plain=slow))
+
+    both = lambda: (lowered(), order(case(right, plain=slow)), lowered())  # noqa: E731
+    assert without_selection(both) == (("plain",), ("right", "plain"), ("plain",))
+
+
+@pytest.mark.parametrize("change", ["jax", "backend", "driver", "device", "code"])
 def test_verdicts_of_another_environment_do_not_count(change):
     here = verdicts.environment(jax.local_devices()[0])
     Verdicts({**here, change: "other"}).write("matmul", "right", Verdict("passed", 0.0, 1e-9))

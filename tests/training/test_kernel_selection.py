@@ -25,7 +25,7 @@ TRAIN = ["train", "--config", "vit_digits:attention=dcmha", "--config.total_step
 def start(kernel, workdir, cache, *words):
     """Start the command."""
     env = {**os.environ, "DCVIT_CACHE": str(cache), "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "tests/simulated_chip.py", kernel, *TRAIN, "--workdir", str(workdir), *words]
+    command = [sys.executable, "tests/simulated_chip.py", *TRAIN, "--workdir", str(workdir), *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -119,9 +119,9 @@ def test_an_unknown_policy_in_the_environment_ends_a_command_in_one_line(command
 
 def test_a_resumed_run_takes_over_the_choice_on_the_same_devices_and_software():
     first = kernels.select("verify", {})
-    first.chosen["a case"] = "pallas_tpu"
+    first.chosen |= {"a case": "pallas_tpu", "without a kernel": ""}
     about = json.loads(json.dumps({"kernels": kernels.record(first)}))
-    assert kernels.select("verify", about).chosen == {"a case": "pallas_tpu"}
+    assert kernels.select("verify", about).chosen == {"a case": "pallas_tpu", "without a kernel": ""}
     about["kernels"]["environment"]["jax"] = "0.0.0"
     assert kernels.select("verify", about).chosen == {}
     assert kernels.select("off", {}) == Selection("off", share=kernels._share)
