@@ -41,6 +41,7 @@ WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 POSITIONS = ("rotary", "learned")
 NORMS = ("layernorm", "rmsnorm")
 MLP_NAMES = ("in", "gate", "out")  # in the parameter tree
+MAX_TOKENS = 2**31 - 1  # of caches without global layers: the lengths are int32
 
 
 class LM(TransformerFields):
@@ -105,8 +106,9 @@ class LM(TransformerFields):
           tokens: integers below `vocab_size`.
           train: unused, because the models have no dropout.
           cache: returned by `init_cache`, for decoding. Several tokens may fill an empty cache; after that, give one
-            token at a time. The extended cache is `out["cache"]`. The logits of several tokens after others are NaN,
-            because the number of tokens in a cache is not known while a program is traced.
+            token at a time. The extended cache is `out["cache"]`. The number of tokens in a cache is not known while a
+            program is traced: the logits of several tokens after others, and of more tokens than the cache is for, are
+            NaN.
           count: with `cache`, number of real tokens of each example; the rest at its end is padding.
 
         Raises:
@@ -131,8 +133,10 @@ class LM(TransformerFields):
         out["pre_logits"] = x
         kernel = embed.embedding.T if self.tied else _Head(self.vocab_size, self.init_std, name="head")(self.width)
         out["logits"] = unembed(x, kernel)
-        if start is not None and tokens.shape[1] > 1:
-            out["logits"] = jnp.where(start[:, None, None] == 0, out["logits"], jnp.nan)
+        if cache is not None and update:
+            fits = update.start + update.added <= _capacity(self, cache["layers"])
+            fits &= (update.start == 0) | (tokens.shape[1] == 1)
+            out["logits"] = jnp.where(fits[:, None, None], out["logits"], jnp.nan)
         return out["logits"], out
 
     @nn.nowrap
@@ -218,7 +222,12 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     """Return an empty cache for decoding `batch` examples of up to `length` tokens; see `LM.__call__`.
 
     A local layer has a ring of `window` slots, a global layer `length` slots.
+
+    Raises:
+      ValueError: `length` is above the number of learned positions.
     """
+    if net.position == "learned" and length > net.context:
+        raise ValueError(f"a cache of {length} tokens is longer than the {net.context} learned positions")
     slots = [min(window or length, length) for window in layer_windows(net)]
     period = len(slots)
     repeats = net.depth // period if net.scan else 0
@@ -230,6 +239,14 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
         layers["group"] = jax.tree.map(lambda x: jnp.zeros((repeats, *x.shape), x.dtype), caches)
     zeros = jnp.zeros(batch, jnp.int32)
     return {"length": zeros, "first": zeros, "layers": layers}
+
+
+def _capacity(net: LM, layers: Any) -> int:
+    """Return the number of tokens that the caches of all layers are for; local layers alone have no limit."""
+    if None not in layer_windows(net)[: net.depth]:
+        return MAX_TOKENS
+    caches = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, Cache))
+    return max(int(cache.k.shape[-2]) for cache in caches)  # global layers have the most slots
 
 
 def _layer_cache(net: LM, layer: int, batch: int, slots: int) -> Cache:
