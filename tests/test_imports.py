@@ -26,7 +26,7 @@ LAYERS = [
     ["dcvit.weights", "dcvit.runs"],
     ["dcvit.models"],
     ["dcvit.parallel", "dcvit.config"],
-    ["dcvit.dcmha", "input_pipeline", "dcvit.errors", "dcvit.versions"],
+    ["dcvit.dcmha", "input_pipeline", "dcvit.errors", "dcvit.process", "dcvit.versions"],
 ]
 # Module -> what its functions import from a higher layer.
 UPWARDS = {

@@ -31,7 +31,7 @@ COMMANDS = {
     "train", "evaluate", "predict", "generate", "tokenize", "lm_eval", "explore", "plot", "convert", "aot",
     "check_data", "check_kernels", "reproduce",
 }  # fmt: skip
-ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "versions"}
+ROOT_MODULES = {"__init__", "__main__", "cli", "errors", "process", "versions"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
