@@ -112,12 +112,12 @@ def test_run_on_a_new_slice(sandbox):
     assert sandbox.verbs == ["tpu-vm create"]
     assert sandbox.calls[:3] == [*QUERIES, [*CREATE, *WHERE]]
     for worker in WORKERS:
+        wait_for((sandbox.folder / f"home{worker}" / "dcvit-run" / "status").exists)
         (run,) = sandbox.lines(f"runs{worker}")
         assert run == [
             str(sandbox.folder / f"home{worker}" / "dcvit"),
             ["-u", "-m", "dcvit.train", *RUN, "--config.seed=1"],
         ]
-        wait_for((sandbox.folder / f"home{worker}" / "dcvit-run" / "status").exists)
         assert (sandbox.folder / f"home{worker}" / "dcvit-run" / "status").read_text() == "0\n"
         assert f"on worker {worker}" in (sandbox.folder / f"home{worker}" / "dcvit-run" / "log").read_text()
     assert (sandbox.folder / "setup").read_text().splitlines() == [f"{i} python3 tpu,data,lm,gcs" for i in WORKERS]
