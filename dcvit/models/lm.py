@@ -241,7 +241,7 @@ def init_cache(net: LM, batch: int, length: int) -> dict[str, Any]:
     return {"length": zeros, "first": zeros, "layers": layers}
 
 
-def _capacity(net: LM, layers: Mapping[str, object]) -> int:
+def _capacity(net: LM, layers: object) -> int:
     """Return the number of tokens that the caches of all layers are for; local layers alone have no limit."""
     if None not in layer_windows(net)[: net.depth]:
         return MAX_TOKENS
