@@ -285,6 +285,7 @@ def test_an_interrupted_verification_is_no_verdict(cache):
 import signal, sys, threading
 sys.path.insert(0, "tests/dcmha")
 from test_verification import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process inherits that it is ignored
 to_come = []
 def interrupt():
     if to_come:
