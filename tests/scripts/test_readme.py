@@ -35,7 +35,7 @@ def test_its_commands_run_as_written(tmp_path, monkeypatch, library_promotion):
         program, *words = shlex.split(command)
         assert program == "dcvit"
         assert cli.run(entry.dispatch, words) == 0, command
-    assert (tmp_path / "runs/curves.png").exists()
+    assert all((tmp_path / name).exists() for name in ("explore.html", "runs/report.html"))
     (snippet,) = blocks(PAGE, "python", MARKER)
     exec(compile(snippet, "README.md", "exec"), {})
 
