@@ -41,7 +41,7 @@ class Verdict:
 
     Fields:
       status: one of `STATUSES`. "started" is written before the implementation runs; if it is found later, the process
-        ended meanwhile, and the implementation is tried once more.
+        ended meanwhile, and the implementation is tried once more, with the reason "again".
       error: largest error of the output and the gradients relative to the reference, in the 2-norm; None if unknown.
       milliseconds: median time of the output and the gradients; None if it was not timed.
       reason: why the status is not "passed".
