@@ -76,7 +76,9 @@ SMALL = {
     )
 }  # fmt: skip
 runtime.skip_absent_tpu()  # before `backend` asks for the devices
-TILED = ("blockwise",) if backend() == "cpu" else ("blockwise", f"pallas_{backend()}")
+TILED = {
+    "cpu": ("blockwise",), "gpu": ("blockwise", "elementwise", "pallas_gpu"), "tpu": ("blockwise", "pallas_tpu"),
+}[backend()]  # fmt: skip
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16

@@ -15,6 +15,7 @@ from dcvit.versions import interprets_gpu_layouts
 QUERIES = 64  # rows of a tile: the only number of rows of Hopper's matrix instruction
 MIN_ROW_MAX = -1e20  # lower bound of row maxima, so that the sum of a fully masked row is 0
 PRODUCER_REGISTERS = 24  # of each thread of the warpgroup that only copies
+REGISTERS, WARPGROUP = 65536, 128  # registers of a multiprocessor, and threads of a warpgroup
 
 Side: TypeAlias = Literal["q", "k"]
 Which: TypeAlias = Literal["pre", "post"]
@@ -76,8 +77,13 @@ class KernelConfig:
 
     @property
     def registers(self) -> int:
-        """Register of each thread of a computing warpgroup: all that the copying warpgroup does not use."""
-        return min(240, (65536 // 128 - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
+        """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use.
+
+        A block starts with an equal number for each of its threads, and cannot use more than these later.
+        """
+        at_start = min(255, REGISTERS // (WARPGROUP * (self.warpgroups + 1))) // 8 * 8
+        total = at_start * (self.warpgroups + 1)
+        return min(240, (total - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
     @property
     def key_tiles(self) -> int:

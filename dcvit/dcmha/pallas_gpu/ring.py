@@ -78,6 +78,8 @@ class Ring:
             slot = lax.rem(number * c.group_heads + head, jnp.int32(c.stages))
             plgpu.barrier_wait(self.scratch.full.at[slot])
             carry = body(head, slot, carry)
+            if number < self.sweeps - 1:  # the last sweep does so when it commits its outputs
+                plgpu.commit_smem()  # the reads must be complete, not only issued, before the slot is filled again
             plgpu.barrier_arrive(self.scratch.empty.at[slot])
             return carry
 
