@@ -76,6 +76,11 @@ class KernelConfig:
         return QUERIES, self.tile_keys
 
     @property
+    def block_keys(self) -> int:
+        """Keys of all warpgroups of a block."""
+        return self.warpgroups * self.tile_keys
+
+    @property
     def registers(self) -> int:
         """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use.
 

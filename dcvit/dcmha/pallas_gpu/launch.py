@@ -74,12 +74,12 @@ def scratch_shapes(
     """Return the shared memory and barriers of a block by their name in `Scratch`."""
     c, transforms = config, swizzled(config.head_dim, jnp.bfloat16)
     left = plgpu.SMEM((c.stages, c.parts, QUERIES, c.head_dim), jnp.bfloat16, transforms=transforms)
-    right = plgpu.SMEM((c.stages, c.parts, c.warpgroups, c.tile_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
-    copies = 1 + pairs * c.parts * (1 + c.warpgroups) + c.warpgroups
+    right = plgpu.SMEM((c.stages, c.parts, c.block_keys, c.head_dim), jnp.bfloat16, transforms=transforms)
+    copies = 2 + 2 * pairs * c.parts
     found: dict[str, object] = {
         "scores": [(left, right)] * pairs,
         "rows": plgpu.SMEM((c.stages, rows, QUERIES), jnp.float32),
-        "cols": plgpu.SMEM((c.stages, c.warpgroups, cols, c.tile_keys), jnp.float32),
+        "cols": plgpu.SMEM((c.stages, cols, c.block_keys), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
         "row_sums": None,
@@ -174,7 +174,7 @@ def run(kind: Kind, config: KernelConfig, operands: Operands) -> Results:
     kernel = plgpu.kernel(
         entry,
         out_type=list(shapes.values()),
-        grid=(c.key_tiles // c.warpgroups, c.queries // QUERIES, c.groups, c.batch),
+        grid=(c.keys // c.block_keys, c.queries // QUERIES, c.groups, c.batch),
         grid_names=("j", "i", "g", "b"),
         num_threads=c.warpgroups + 1,
         thread_name="w",

@@ -28,22 +28,16 @@ class Ring:
         b, c, scratch = self.block, self.config, self.scratch
         h = b.head(head)
         key_head = lax.div(h, jnp.int32(c.heads_per_key_head))
-        found = [(b.operands.rows.at[b.example, h, :, b.query_span], scratch.rows.at[slot])]
+        keys = pl.ds(b.j * c.block_keys, c.block_keys)
+        found = [
+            (b.operands.rows.at[b.example, h, :, b.query_span], scratch.rows.at[slot]),
+            (b.operands.cols.at[b.example, h, :, keys], scratch.cols.at[slot]),
+        ]
         for (left, right), (lefts, rights) in zip(b.operands.pairs, scratch.scores, strict=True):
             for part in range(c.parts):
                 found.append((left[part].at[b.example, b.query_span, h], lefts.at[slot, part]))
-                for w in range(c.warpgroups):
-                    keys = self.key_span(w)
-                    found.append((right[part].at[b.example, keys, key_head], rights.at[slot, part, w]))
-        for w in range(c.warpgroups):
-            keys = self.key_span(w)
-            found.append((b.operands.cols.at[b.example, h, :, keys], scratch.cols.at[slot, w]))
+                found.append((right[part].at[b.example, keys, key_head], rights.at[slot, part]))
         return found
-
-    def key_span(self, warpgroup: int) -> slice | pl.Slice:
-        """Return the keys of a warpgroup of this block."""
-        c = self.config
-        return pl.ds((self.block.j * c.warpgroups + warpgroup) * c.tile_keys, c.tile_keys)
 
     def fill(self, step: Array) -> None:
         """Start the copies of one step."""

@@ -27,6 +27,7 @@ class Tile:
 
     def __init__(self, block: Block, bias: Array) -> None:
         self.block, self.config, self.scratch, self.bias = block, block.config, block.scratch, bias
+        self.keys = pl.ds(block.warpgroup * block.config.tile_keys, block.config.tile_keys)  # among those of the block
 
     def product(self, slot: Array, pair: int = 0) -> Array:
         """Return q·k (pair 0) or dO·v (pair 1) of one head: 64 queries × keys, float32."""
@@ -34,13 +35,12 @@ class Tile:
         # The product of both low parts is below the rounding error of float32.
         terms = [(0, 0), (0, 1), (1, 0)][: 1 if self.config.parts == 1 else 3]
         if self.config.without_layouts:
-            warpgroup = self.block.warpgroup
-            own = [(left[a].astype(jnp.float32), right[b, warpgroup].astype(jnp.float32)) for a, b in terms]
+            own = [(left[a].astype(jnp.float32), right[b, self.keys].astype(jnp.float32)) for a, b in terms]
             return sum((jnp.dot(a, b.T) for a, b in own), jnp.zeros(self.config.tile, jnp.float32))
 
         def multiply(accumulator: Ref) -> Array:
             for a, b in terms:
-                keys = right.at[b, self.block.warpgroup].transpose((1, 0))
+                keys = right.at[b, self.keys].transpose((1, 0))
                 plgpu.wgmma(accumulator, left.at[a], keys)  # type: ignore[arg-type]
             return accumulator[...]
 
@@ -53,7 +53,7 @@ class Tile:
 
     def col(self, slot: Array, channel: int) -> Array:
         """Return a key-wise weight as a tile."""
-        return self.block.broadcast(self.scratch.cols[slot, self.block.warpgroup, channel], 1)
+        return self.block.broadcast(self.scratch.cols[slot, channel, self.keys], 1)
 
     def weights(self, slot: Array, which: Which, up: bool) -> list[Array]:
         """Return the up or down projection weights of one head for each hidden plane of a compose."""
