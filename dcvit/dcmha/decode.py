@@ -7,7 +7,7 @@ bandwidth is the limit. Scores have the layout S×H, as the key-wise weights. Th
 H×H matrix for each example (`map_of_heads`). Sums over the heads, which are the innermost axis, are products with a
 matrix of ones: on CPUs they take half the time of XLA's reduction.
 
-scripts/bench_dcmha.py measured this on two CPU cores. The speed on GPUs has not been measured.
+scripts/bench_dcmha.py measured this on two CPU cores. On an H200, the start of the programs takes most of the time.
 """
 
 from __future__ import annotations

@@ -176,6 +176,27 @@ def test_the_table_of_the_input_pipeline_is_what_the_benchmark_measured():
         assert line in page
 
 
+def test_the_times_on_a_gpu_are_those_of_their_files():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    attention, training = (json.loads((ROOT / "docs" / f"gpu_{x}.json").read_text()) for x in ("attention", "training"))
+    shapes = {
+        "vit_s16": "256 × 196 tokens, 6 heads of 64", "lm_405m": "8 × 2,048 causal tokens, 16 heads of 64",
+        "lm_6.9b": "2 × 2,048 causal tokens, 32 heads of 128",
+    }  # fmt: skip
+    columns = [
+        "plain, XLA", "plain, jax.nn", "plain, pallas_gpu", "DC, reference", "DC, elementwise", "DC, pallas_gpu",
+    ]  # fmt: skip
+    times = {(row["shape"], row["pass"], row["row"]): f"{row['ms']:.2f}" for row in attention}
+    for shape, words in shapes.items():
+        for kind in ("forward", "forward + backward"):
+            assert f"| {words} | {kind} | {' | '.join(times[shape, kind, column] for column in columns)} |" in page
+    steps = {(row["model"], row["row"]): row["ms"] for row in training}
+    for model, words in (("405M", "405M, batch 8"), ("6.9B", "6.9B, 4 layers, batch 2")):
+        xla, cudnn, composed = (steps[model, row] for row in ("plain, XLA", "plain, best", "DC, best"))
+        ratios = f"{composed / xla:.2f} | {composed / cudnn:.2f}"
+        assert f"| {words} | {xla} | {cudnn} | {composed} | {ratios} |" in page
+
+
 def test_the_table_of_gpu_traffic_is_that_of_its_file():
     page = (ROOT / "docs" / "performance_notes.md").read_text()
     for row in json.loads((ROOT / "docs" / "gpu_traffic.json").read_text()):
