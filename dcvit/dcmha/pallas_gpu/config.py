@@ -84,7 +84,7 @@ class KernelConfig:
     def registers(self) -> int:
         """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use.
 
-        A block starts with an equal number for each of its threads, and cannot use more than these later.
+        A block starts with equally many for each of its threads; its warpgroups can only divide these anew.
         """
         at_start = min(255, REGISTERS // (WARPGROUP * (self.warpgroups + 1))) // 8 * 8
         total = at_start * (self.warpgroups + 1)

@@ -1,7 +1,7 @@
 """Staging of a GPU kernel's outputs in shared memory, and their copies to global memory.
 
 The threads of a warpgroup only write its staging buffers, and the copy engine and the tensor cores only read them.
-`reuse` and `commit` contain all required barriers, and the kernels are compiled without automatic ones.
+`reuse` and `commit` contain all barriers that the buffers require, and the kernels are compiled without automatic ones.
 
 A sum over the 64 queries would cross all lanes and warps of a warpgroup. It is computed as a matrix product with a
 one-hot matrix instead, which adds the sums of head j to row j of an accumulator that all heads share.
