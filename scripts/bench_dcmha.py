@@ -31,6 +31,7 @@ import numpy as np
 from tpu_bundles import AttentionShape, bundles
 
 from dcvit.dcmha import ComposeWeights, attention
+from dcvit.dcmha.dispatch import BY_PLATFORM
 from dcvit.dcmha.dispatch import platform as backend
 from dcvit.parallel import hlo, runtime
 from dcvit.reproduction.speeds import device, interleaved
@@ -76,9 +77,7 @@ SMALL = {
     )
 }  # fmt: skip
 runtime.skip_absent_tpu()  # before `backend` asks for the devices
-TILED = {
-    "cpu": ("blockwise",), "gpu": ("blockwise", "elementwise", "pallas_gpu"), "tpu": ("blockwise", "pallas_tpu"),
-}[backend()]  # fmt: skip
+TILED = tuple(dict.fromkeys(("blockwise", *reversed(BY_PLATFORM[backend()]))))  # the fastest is the last
 STEP = ("decode", "pallas_tpu_decode") if backend() == "tpu" else ("decode",)
 SHAPES = (GPU if backend() == "gpu" else CPU) | DECODE | SMALL
 DTYPE = jnp.float32 if backend() == "cpu" else jnp.bfloat16

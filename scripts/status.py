@@ -55,13 +55,15 @@ def feature_of(case: str, implementation: str) -> str:
 
 def has_run(platform: str) -> set[str]:
     """Return the features that have run on a platform."""
+    *_, images, text, _, _ = FEATURES
     rows = read(f"check_kernels_{platform}")
     found = {feature_of(row["case"], row["implementation"]) for row in rows if row["verdict"] in RIGHT}
     if platform == "cpu":
         shown = [*read(PASSED.stem), *(row["model"] for row in read("demo"))]
         found |= {feature for feature, evidence in FEATURES.items() if evidence in shown}
-    if platform == "gpu":  # the models are language models
-        found |= {"training DCFormer" for row in read("gpu_training") if row["row"].startswith("DC")}
+    if platform == "gpu":
+        steps = [row for row in read("gpu_training") if row["row"].startswith("DC")]
+        found |= {images if row["model"].startswith("vit") else text for row in steps}
     return found
 
 

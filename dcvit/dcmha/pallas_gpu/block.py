@@ -81,10 +81,10 @@ class Block:
         if not c.causal:
             return None
         first_query = self.i * QUERIES + c.offset
-        first_key = self.j * (c.warpgroups * c.tile_keys)
+        first_key = self.j * c.block_keys
         found = first_key <= first_query + (QUERIES - 1)
         if c.window is not None:
-            found = jnp.logical_and(found, first_key + c.warpgroups * c.tile_keys - 1 > first_query - c.window)
+            found = jnp.logical_and(found, first_key + c.block_keys - 1 > first_query - c.window)
         return found
 
     # Layouts annotate registers.

@@ -123,7 +123,7 @@ def make_config(inputs: Inputs, static: Static, rectangle: Rectangle, *, backwar
     if stages < 2:  # float32 heads with many dimensions
         config = dataclasses.replace(config, warpgroups=1)
         stages = max_stages(config, pairs)
-    padded_keys = round_up(keys, config.warpgroups * tile_keys)
+    padded_keys = round_up(keys, config.block_keys)
     return dataclasses.replace(config, keys=padded_keys, stages=min(stages, MAX_STAGES))
 
 
@@ -138,7 +138,7 @@ def interpretable_warpgroups() -> int:
 def max_stages(config: KernelConfig, pairs: int) -> int:
     """Return the number of ring slots that fit into shared memory beside the staging buffers."""
     c = config
-    wide, itemsize = c.warpgroups * c.tile_keys, jnp.dtype(c.dtype).itemsize
+    wide, itemsize = c.block_keys, jnp.dtype(c.dtype).itemsize
     rows = 2 + c.pre.channels("q") + c.post.channels("q")
     cols = 2 + c.pre.channels("k") + c.post.channels("k")
     slot = pairs * c.parts * (QUERIES + wide) * c.head_dim * 2 + 4 * (rows * QUERIES + cols * wide)
