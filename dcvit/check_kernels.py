@@ -1,9 +1,9 @@
 """Verification of the kernels of attention on this device: `python -m dcvit.check_kernels [WORD …] [--config CONFIG]`.
 
-For each case, compiles and runs every implementation of the platform, forward and backward, and compares its
-output and gradients with the reference in float32. The verdicts are kept (`dcvit.dcmha.verdicts`): programs use the
-fastest implementation that passed. The cases are those of ViT-S/16, of language models, of decoding, and less usual
-ones; with --config, those of a config's training step on this machine.
+For each case, compiles and runs every implementation of the platform, forward and backward, and compares its output and
+gradients with the reference in float32. The verdicts are kept (`dcvit.dcmha.verdicts`): programs use the fastest
+implementation that passed. The cases are those of ViT-S/16, of language models, of decoding, and less usual ones; with
+--config, those of a config's training step on this machine.
 
 The exit status is 1 if a kernel is wrong, fails or times out. `--again` verifies what has a verdict.
 """

@@ -278,15 +278,14 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     may not be the fastest.
 
     On CPUs, composed attention takes `blockwise`, and small plain attention takes `reference`, by the measurements at
-    `MAX_SCORES_FOR_PLAIN_XLA`. Attention of one
-    query, as in decoding or in a pooling head, is a matrix-vector product: `decode` does not copy the keys, and the
-    gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s time. On TPUs, `decode` and its kernel
-    are preferred because they read less memory in fewer, larger products; this has not been measured. On an H200,
-    `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu` 0.15 to 0.36 (docs/performance.md);
-    `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer of 405M, batch 1 and 8).
-    `pallas_gpu` is a candidate on Hopper GPUs only, and for all queries; a part of them (`Options.first_query`) takes
-    `blockwise`, which holds no scores either. `cudnn` computes plain attention, also that inside `folded`, and
-    holds no scores in memory.
+    `MAX_SCORES_FOR_PLAIN_XLA`. Attention of one query, as in decoding or in a pooling head, is a matrix-vector product:
+    `decode` does not copy the keys, and the gradient of a pooling head over 64 × 196 tokens takes half of `reference`'s
+    time. On TPUs, `decode` and its kernel are preferred because they read less memory in fewer, larger products; this
+    has not been measured. On an H200, `elementwise` takes 0.38 to 0.67 of the time of `reference`, and `pallas_gpu`
+    0.15 to 0.36 (docs/performance.md); `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer
+    of 405M, batch 1 and 8). `pallas_gpu` is a candidate on Hopper GPUs only, and for all queries; a part of them
+    (`Options.first_query`) takes `blockwise`, which holds no scores either. `cudnn` computes plain attention, also that
+    inside `folded`, and holds no scores in memory.
     """
     queries, keys, key_heads = inputs.q.shape[1], *inputs.k.shape[1:3]
     here = platform()

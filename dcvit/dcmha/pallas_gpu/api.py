@@ -16,10 +16,9 @@ bfloat16 values, which takes three products instead of one and has an error of a
 the kernels are interpreted, slowly.
 
 docs/performance.md has times on an H200. Compiled for sm_90a with ptxas 13 at rank 2 and D = 64, the kernels do not
-spill. Instructions of a warp for each head and sweep, before the kernels ran: for 16 scores a thread, 126 and 284
-(statistics), 290 and 368 (weights); for 8 scores a thread, 91, 244 and 561 (post_grad), 290 and 560 (pre_grad). The
-keys of a tile and the number of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those tried
-(docs/performance_notes.md).
+spill. Instructions of a warp for each head and sweep: for 16 scores a thread, 131 and 289 (statistics), 296 and 359
+(weights); for 8 scores a thread, 97, 256 and 546 (post_grad), 296 and 543 (pre_grad). The keys of a tile and the number
+of warpgroups in `dcvit.dcmha.pallas_gpu.tiling` are the fastest of those tried (docs/performance_notes.md).
 """
 
 from __future__ import annotations

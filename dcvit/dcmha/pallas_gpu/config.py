@@ -82,9 +82,10 @@ class KernelConfig:
 
     @property
     def registers(self) -> int:
-        """Registers of each thread of a computing warpgroup: all that the copying warpgroup does not use.
+        """Registers of each thread of a computing warpgroup.
 
-        A block starts with equally many for each of its threads; its warpgroups can only divide these anew.
+        A block is launched with the same number of registers for each thread. Its warpgroups can exchange these, but
+        not get more: a larger number blocks forever.
         """
         at_start = min(255, REGISTERS // (WARPGROUP * (self.warpgroups + 1))) // 8 * 8
         total = at_start * (self.warpgroups + 1)
