@@ -25,6 +25,16 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     Raises:
       UnsupportedError: the case is not plain attention that cuDNN supports, or cuDNN is not installed.
     """
+    check_supported(inputs, options)
+    options = dataclasses.replace(options, causal=options.causal or options.window is not None, groups=1)
+    try:
+        return _attention(options, inputs)
+    except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
+        raise UnsupportedError(f"cuDNN: {str(error).strip().splitlines()[0]}") from error
+
+
+def check_supported(inputs: Inputs, options: Options) -> None:
+    """Raise UnsupportedError if cuDNN does not support the arguments; the widths of heads are not checked."""
     q, k, v, pre, post, mask, segments = inputs
     if pre is not None or post is not None:
         raise UnsupportedError("cuDNN does not compose heads")
@@ -35,13 +45,8 @@ def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
         raise UnsupportedError("segments: jax.nn.dot_product_attention has none for cuDNN")
     if mask is not None:
         raise UnsupportedError("cuDNN adds a mask to the scores, and a query without keys would not have the output 0")
-    options = dataclasses.replace(options, causal=options.causal or options.window is not None, groups=1)
-    if options.causal and q.shape[1] != k.shape[1]:
+    if (options.causal or options.window is not None) and q.shape[1] != k.shape[1]:
         raise UnsupportedError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
-    try:
-        return _attention(options, inputs)
-    except (NotImplementedError, RuntimeError) as error:  # the width of a head; no cuDNN
-        raise UnsupportedError(f"cuDNN: {str(error).strip().splitlines()[0]}") from error
 
 
 def _call(options: Options, inputs: Inputs) -> Array:

@@ -35,6 +35,9 @@ LOG = logging.getLogger(__name__)
 # The rows of 128 and 256 tokens are causal. Composed attention therefore takes `blockwise` at every size.
 MAX_SCORES_FOR_PLAIN_XLA = 20_000
 MAX_SCORES_TO_HOLD = 256 * 256  # scores of one head; with more, `reference` may be fast but takes too much memory
+MAX_GPU_SCORES = (
+    2**30
+)  # scores of all heads and examples, 4 GiB in float32; with more, no candidate on a GPU holds them
 
 
 # A function that computes attention, or raises UnsupportedError with a reason.
@@ -116,6 +119,7 @@ KERNELS = ("pallas_tpu", "pallas_tpu_decode", "pallas_gpu")  # need a verdict; s
 # Implementations in the order in which they are tried; `reference` follows.
 BY_PLATFORM = {"cpu": ("blockwise",), "gpu": ("pallas_gpu", "elementwise"), "tpu": ("pallas_tpu", "blockwise")}
 PLAIN = BY_PLATFORM | {"gpu": ("cudnn",)}
+HOLDS_SCORES = ("elementwise", "reference")
 ONE_QUERY = {"cpu": ("decode",), "gpu": ("decode",), "tpu": ("pallas_tpu_decode", "decode")}
 # Implementations that keep the scores on the chip. `folded` is judged by the plain attention inside it, and a single
 # query has no matrix of scores.
@@ -285,7 +289,9 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     0.15 to 0.36 (docs/performance.md); `decode` takes 0.12 and 0.15 ms where `reference` takes 0.13 and 0.15 (a layer
     of 405M, batch 1 and 8). `pallas_gpu` is a candidate on Hopper GPUs only, and for all queries; a part of them
     (`Options.first_query`) takes `blockwise`, which holds no scores either. `cudnn` computes plain attention, also that
-    inside `folded`, and holds no scores in memory.
+    inside `folded`, and holds no scores in memory. Where it does not support the arguments, so is `pallas_gpu`,
+    which takes 0.58 and 0.65 of the time of `reference` for plain layers of 405M and 6.9B. With more than
+    `MAX_GPU_SCORES` scores, `blockwise` replaces the implementations that hold them on GPUs.
     """
     queries, keys, key_heads = inputs.q.shape[1], *inputs.k.shape[1:3]
     here = platform()
@@ -298,11 +304,24 @@ def candidates(inputs: Inputs, options: Options, head_devices: int = 1) -> tuple
     if queries > 1 and plain and here == "cpu" and queries * keys < MAX_SCORES_FOR_PLAIN_XLA:
         return ("reference",)
     names = (ONE_QUERY if queries == 1 else PLAIN if plain else BY_PLATFORM).get(here, ())
+    if names == ("cudnn",) and not _supports_cudnn(inputs, options):
+        names = ("cudnn", "pallas_gpu")
     if here == "gpu" and options.first_query:
         names = ("blockwise",)
     if here == "gpu" and pallas_gpu.compute_capability() != pallas_gpu.HOPPER:
         names = tuple(name for name in names if name != "pallas_gpu")
-    return (*names, "reference")
+    names = (*names, "reference")
+    if here == "gpu" and inputs.q.shape[0] * inputs.q.shape[2] * queries * keys > MAX_GPU_SCORES:
+        names = (*[name for name in names if name not in HOLDS_SCORES], "blockwise")
+    return tuple(dict.fromkeys(names))
+
+
+def _supports_cudnn(inputs: Inputs, options: Options) -> bool:
+    try:
+        cudnn.check_supported(inputs, options)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def check_platform(name: str, *, is_named: bool) -> None:

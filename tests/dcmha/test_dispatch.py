@@ -16,6 +16,7 @@ from dcvit import dcmha
 from dcvit.dcmha import ComposeWeights, dispatch, pallas_gpu
 from dcvit.dcmha.inputs import Inputs, Options, checked
 from dcvit.dcmha.pallas_tpu import tiling
+from dcvit.dcmha.segments import Segments
 from dcvit.models import sharded_attention
 from dcvit.models.attention import Attention
 from dcvit.runs.progress import RunProgress
@@ -60,11 +61,11 @@ def test_the_fastest_implementation_is_chosen_and_logged(platform, queries, comp
     assert message.startswith(f"attention: {name} on {platform} for float32[1, {queries}, 2, 8], 256 keys")
 
 
-CANDIDATES = {  # of composed attention, plain attention, one query, and the plain attention inside a folded composition
+CANDIDATES = {  # of composed attention, of plain attention in float32, and of one query
     "cpu": (("blockwise",), ("blockwise",), ("decode",)),
     "TPU v5 lite": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
     "TPU7x": (("pallas_tpu", "blockwise"), ("pallas_tpu", "blockwise"), ("pallas_tpu_decode", "decode")),
-    "9.0": (("pallas_gpu", "elementwise"), ("cudnn",), ("decode",)),
+    "9.0": (("pallas_gpu", "elementwise"), ("cudnn", "pallas_gpu"), ("decode",)),
     **dict.fromkeys(("8.0", "8.9", "10.0", "12.0"), (("elementwise",), ("cudnn",), ("decode",))),
 }
 
@@ -86,6 +87,38 @@ def test_the_candidates_of_each_kind_of_device(kind, monkeypatch):
     assert names(256, None) == (*plain, "reference")
     assert names(1, "qpkg") == (*one, "reference")
     assert names(256, "qpg", groups=2, key_heads=2, heads=4) == ("folded", "reference")
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("branches", [None, "qpkg", "s", "qpkgs"])
+@pytest.mark.parametrize("option", ["causal", "window", "mask", "segments", "key heads", "rank 4"])
+def test_no_automatic_choice_on_a_gpu_holds_the_scores_of_long_rows(capability, dtype, branches, option, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu, "compute_capability", lambda: capability)
+    length, heads, key_heads = 32_768, 16, 2 if option == "key heads" else 16
+
+    def array(*shape, kind=dtype):
+        return jax.ShapeDtypeStruct(shape, kind)
+
+    def weights():
+        rank = 4 if option == "rank 4" else 2
+        sizes = {"1": (1, length, rank, heads), "2": (1, length, rank, heads), "g": (1, length, heads)}
+        dynamic = {f"{side}{end}": array(*size) for side in "qk" for end, size in sizes.items() if "p" in branches}
+        return ComposeWeights(**dynamic, **({"static": array(1, heads, heads)} if "s" in branches else {}))
+
+    pre, post = (weights(), weights()) if branches else (None, None)
+    kv = array(1, length, key_heads, 64)
+    mask = array(1, 1, length, length, kind=bool) if option == "mask" else None
+    ids = Segments(*[array(1, length, kind=jnp.int32)] * 2) if option == "segments" else None
+    window = 256 if option == "window" else None
+    names: list[str] = []
+    jax.eval_shape(
+        lambda inputs: names.extend(dispatch.candidates(*checked(inputs, causal=True, window=window))),
+        Inputs(array(1, length, heads, 64), kv, kv, pre, post, mask, ids),
+    )
+    assert not {"elementwise", "reference"} & {*names}
+    assert names[-1] == "blockwise"  # supports every case
 
 
 def test_an_unsupported_case_is_given_to_the_next_implementation_and_the_reason_logged(monkeypatch, log):
