@@ -32,9 +32,12 @@ keys. The maps of "knocking" start as the identity and follow the projections, b
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+LOG = logging.getLogger(__name__)
 VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
 STATIC = {"projection": False, "gate": False, "static": True}
 # The fields that a name stands for. `groups` of "folded" is the number of key heads.
@@ -55,7 +58,8 @@ NAMES = (*SETTINGS, *VARIANTS)
 def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_heads: int) -> dict[str, Any]:
     """Return the fields of a model, with the name `heads` replaced by the fields that it stands for.
 
-    The name replaces `compose`, and all fields of a preset.
+    The name replaces `compose`, and all fields of a preset. "folded" without `num_key_heads` has half as many key heads
+    as heads.
 
     Args:
       preset: fields of the model's preset.
@@ -63,7 +67,8 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
       num_heads: H of a model without the field.
 
     Raises:
-      ValueError: the name is unknown, or another value is given for a field that it stands for.
+      ValueError: the name is unknown, another value is given for a field that it stands for, or "folded" has as many
+        key heads as heads.
     """
     merged = {**preset, **fields}
     name = merged.get("heads")
@@ -73,11 +78,22 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
         raise ValueError(f"heads={name!r}; known: {', '.join(map(repr, NAMES))}")
     meant = SETTINGS.get(name, {"compose": None})
     if name == "folded":
-        key_heads = merged.get("num_key_heads") or num_heads
-        if key_heads == merged.get("num_heads", num_heads):
+        heads = merged.get("num_heads", num_heads)
+        key_heads = merged.get("num_key_heads") or _half(heads)
+        if key_heads == heads:
             raise ValueError("heads='folded' composes the heads of a key head: set num_key_heads below num_heads")
         meant = {**meant, "groups": key_heads}
+        merged["num_key_heads"] = key_heads
     for field, value in meant.items():
         if field != "compose" and fields.get(field, value) != value:
             raise ValueError(f"heads={name!r} means {field}={value!r}, found {fields[field]!r}; remove one of them")
     return {**merged, **meant, "heads": name if name in VARIANTS else None}
+
+
+@functools.cache
+def _half(num_heads: int) -> int:
+    """Return the number of key heads of a folded composition where none is given, and say so once."""
+    if num_heads % 2:
+        raise ValueError(f"heads='folded' with num_heads={num_heads}: set num_key_heads to a divisor below num_heads")
+    LOG.info("heads='folded': num_key_heads is %d, half of the %d heads", num_heads // 2, num_heads)
+    return num_heads // 2

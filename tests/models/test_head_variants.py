@@ -342,6 +342,16 @@ def test_names_of_settings_build_ordinary_models(name):
         assert net.groups == (2 if name == "folded" else 1)
 
 
+def test_folded_composition_has_two_heads_to_a_key_head_by_default(caplog):
+    head_settings._half.cache_clear()
+    with caplog.at_level("INFO", logger="dcvit.models"):
+        nets = [model.Model(7, heads="folded", num_heads=6, width=24, depth=1) for model in (lm, vit)]
+    assert [(net.num_key_heads, net.groups) for net in nets] == [(3, 3)] * 2
+    assert caplog.messages == ["heads='folded': num_key_heads is 3, half of the 6 heads"]
+    assert lm.Model(7, heads="folded", num_heads=6, num_key_heads=2).groups == 2
+    assert lm.Model(7, preset="DCFlash-405M", heads="folded").num_key_heads == 4
+
+
 def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
     net = lm.Model(7, preset="DCFlash-405M", heads="talking")
     assert (net.compose, net.projection, net.gate, net.static) == ("both", False, False, True)
@@ -355,7 +365,8 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
     [
         ({"heads": "talkng"}, "heads='talkng'; known: 'mha', 'talking'"),
         ({"heads": "lightweight", "rank": 2}, "heads='lightweight' means rank=1, found 2"),
-        ({"heads": "folded"}, "set num_key_heads below num_heads"),
+        ({"heads": "folded", "num_heads": 4, "num_key_heads": 4}, "set num_key_heads below num_heads"),
+        ({"heads": "folded", "num_heads": 3}, "num_heads=3: set num_key_heads to a divisor below num_heads"),
         ({"heads": "folded", "num_key_heads": 2, "groups": 4}, "heads='folded' means groups=2, found 4"),
         ({"heads": "moh_topk", "num_heads": 6, "width": 48}, "a multiple of 4 heads, found num_heads=6"),
         ({"heads": "diff", "num_key_heads": 1}, "an even number of key heads, found 1"),
