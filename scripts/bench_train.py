@@ -1,14 +1,17 @@
-"""Benchmark of training steps: the time of the composed (DC) model divided by the time of the plain one.
+"""Benchmark of training steps: models with composed attention (DC) and plain ones, equal in everything else.
 
     python scripts/bench_train.py --model vit_s16            DCViT-S/16 and ViT-S/16
     python scripts/bench_train.py --model vit_s16 --torch    with ViT-S/16 in compiled PyTorch, on a CPU
-    python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and Transformer++ of a size of the paper
-    python scripts/bench_train.py --model 6.9B --depth 4     a stack of its layers
+    python scripts/bench_train.py --model 405M --batch 8     DCFormer++ and DCFlash of a size of the paper
+    python scripts/bench_train.py --model 6.9B --depth 4 --rows "plain, best" "DC, best"    a stack of its layers
 
 A step consists of the forward and backward pass on random data with softmax cross-entropy, and Adam's update. It is
 compiled as one program whose state stays on the device. Every round runs two steps of each model and times the second.
 "XLA" is the reference implementation, which XLA compiles from einsum, softmax and einsum; "best" is the implementation
-that the package selects. "plain, PyTorch" is `torch.nn.TransformerEncoder` in `torch.compile`, with as many threads.
+that the package selects. "grouped" and "folded" have fewer key heads: those of DCFlash, or half of the heads of a ViT.
+A plain row is the composed model with compose=None: windows, QK-norm, key heads and rematerialization
+(`full_but_attention`, as in configs/lm_pile.py) are the same. "plain, PyTorch" is `torch.nn.TransformerEncoder` in
+`torch.compile`, with as many threads.
 
 On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment gives the memory of a step huge pages, if the kernel
 permits programs to ask for them ("madvise" in /sys/kernel/mm/transparent_hugepage/enabled).
@@ -22,6 +25,7 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +40,38 @@ from dcvit.reproduction.speeds import device, interleaved
 
 CONTEXT = 2048
 TORCH = "plain, PyTorch"
-Build = Callable[[bool, str | None], tuple[nn.Module, jax.Array, jax.Array]]  # see ROWS
-# Row -> composed, implementation of attention.
-ROWS = {"plain, XLA": (False, "reference"), "plain, best": (False, None), "DC, best": (True, None)}
+
+
+class Row(NamedTuple):
+    """The attention of a row: whether heads are composed, whether they share keys, and the implementation."""
+
+    composed: bool
+    shares_keys: bool = False
+    implementation: str | None = None
+
+
+ROWS = {
+    "plain, XLA": Row(composed=False, implementation="reference"),
+    "plain, best": Row(composed=False),
+    "DC, best": Row(composed=True),
+    "grouped, best": Row(composed=False, shares_keys=True),
+    "folded, best": Row(composed=True, shares_keys=True),
+}
+RATIOS = [
+    ("DC, best", "plain, XLA"), ("DC, best", "plain, best"), ("folded, best", "grouped, best"),
+    ("folded, best", "plain, best"), ("plain, best", TORCH),
+]  # fmt: skip
+Build = Callable[[Row], tuple[nn.Module, jax.Array, jax.Array]]
 
 
 def vision(batch: int, dtype: str) -> Build:
     """Return a function from a row of `ROWS` to ViT-S/16, images and labels."""
 
-    def build(composed: bool, implementation: str | None) -> tuple[nn.Module, jax.Array, jax.Array]:
-        variant = "DCViT-S/16" if composed else "ViT-S/16"
-        fields = {"pool_type": "gap", "posemb": "sincos2d", "rep_size": True, "dtype_mm": dtype}
-        net = vit.Model(1000, variant=variant, implementation=implementation, **fields)
+    def build(row: Row) -> tuple[nn.Module, jax.Array, jax.Array]:
+        heads = {"heads": "folded" if row.shares_keys else "dcmha"} if row.composed else {}
+        shared = {"num_key_heads": vit.VARIANTS["S"][3] // 2} if row.shares_keys else {}
+        fields = {"pool_type": "gap", "posemb": "sincos2d", "rep_size": True, "dtype_mm": dtype} | heads | shared
+        net = vit.Model(1000, variant="S/16", implementation=row.implementation, **fields)
         images = jax.random.uniform(jax.random.key(1), (batch, 224, 224, 3), minval=-1)
         return net, images, jax.random.randint(jax.random.key(2), (batch,), 0, 1000)
 
@@ -57,11 +81,13 @@ def vision(batch: int, dtype: str) -> Build:
 def language(size: str, depth: int | None, batch: int, dtype: str) -> Build:
     """Return a function from a row of `ROWS` to a model of the paper, tokens and next tokens."""
 
-    def build(composed: bool, implementation: str | None) -> tuple[nn.Module, jax.Array, jax.Array]:
-        preset = f"{'DCFormer++' if composed else 'Transformer++'}-{size}"
+    def build(row: Row) -> tuple[nn.Module, jax.Array, jax.Array]:
+        preset = f"{'DCFlash' if row.shares_keys else 'DCFormer++'}-{size}"
         fields = {"depth": depth} if depth else {}
-        fields |= {"scan": True, "remat": "full", "dtype_mm": dtype, "context": CONTEXT}
-        net = lm.Model(50_257, preset=preset, implementation=implementation, **fields)
+        fields |= {"scan": True, "remat": "full_but_attention", "dtype_mm": dtype, "context": CONTEXT}
+        if not row.composed:
+            fields |= {"compose": None}
+        net = lm.Model(50_257, preset=preset, implementation=row.implementation, **fields)
         tokens = jax.random.randint(jax.random.key(1), (batch, CONTEXT + 1), 0, 50_257)
         return net, tokens[:, :-1], tokens[:, 1:]
 
@@ -143,6 +169,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, help="number of layers of a language model, if not all fit")
     parser.add_argument("--dtype", help="dtype of the computation (default: float32 on a CPU, else bfloat16)")
     parser.add_argument("--torch", action="store_true", help="add ViT-S/16 in PyTorch; with vit_s16 on a CPU")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="if not all fit into the memory")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
@@ -160,9 +187,7 @@ def main() -> None:
         build = vision(args.batch, dtype)
     else:
         build = language(args.model, args.depth, args.batch, dtype)
-    steps: dict[str, tuple[Callable[[], None], int | None]] = {
-        name: stepper(*build(*row)) for name, row in ROWS.items()
-    }
+    steps: dict[str, tuple[Callable[[], None], int | None]] = {name: stepper(*build(ROWS[name])) for name in args.rows}
     if args.torch:
         steps[TORCH] = torch_stepper(args.batch), None
     seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.rounds)
@@ -176,8 +201,7 @@ def main() -> None:
         size = steps[name][1]
         memory = "" if size is None else f"  {size / 2**20:9.1f} MiB temporary"
         print(f"  {name:14} {1e3 * median[name]:9.1f} ms ({low:.1f}-{high:.1f}){memory}")
-    pairs = [("DC, best", "plain, XLA"), ("DC, best", "plain, best")] + [("plain, best", TORCH)] * args.torch
-    ratios = {f"{a} / {b}": median[a] / median[b] for a, b in pairs}
+    ratios = {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
     print("  " + "  ".join(f"{name}: {ratio:.3f} of the time" for name, ratio in ratios.items()))
     if args.json:
         result = {"model": args.model, "batch": args.batch, "dtype": dtype, "machine": machine, "depth": args.depth}

@@ -3,6 +3,7 @@
 import math
 
 import bench_dcmha
+import bench_train
 import compile_kernels
 import pytest
 import tpu_bundles
@@ -120,3 +121,14 @@ def test_table_of_attention_skips_rows_that_need_too_much_memory(monkeypatch, ca
     rows = bench_dcmha.table("tiny", bench_dcmha.Shape(1, 8, 2, 8, step=True), rounds=1)
     assert {row["row"] for row in rows} == {"plain, XLA"}
     assert capsys.readouterr().out.count("GiB of temporary memory") == 4
+
+
+@pytest.mark.parametrize("build", [bench_train.vision(1, "float32"), bench_train.language("405M", 2, 1, "float32")])
+@pytest.mark.parametrize(("composed", "plain"), [("DC, best", "plain, best"), ("folded, best", "grouped, best")])
+def test_the_rows_of_a_ratio_differ_in_the_composition_only(build, composed, plain):
+    """Windows, QK-norm, key heads and rematerialization would change the time, too."""
+    first, second = (build(bench_train.ROWS[row])[0] for row in (composed, plain))
+    fields = {name for name in vars(first) if not name.startswith("_") and name not in ("parent", "name")}
+    differing = {name for name in fields if getattr(first, name) != getattr(second, name)}
+    assert "compose" in differing
+    assert differing <= {"compose", "branches", "groups", "static"}
