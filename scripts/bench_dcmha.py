@@ -10,6 +10,9 @@
 
 The rounds of a shape are interleaved: each round calls every row twice and times the second call, so that other load on
 the machine affects all rows equally. Ratios divide medians by the median of plain attention by XLA in the same run.
+"grouped" is plain attention with half as many key heads, "folded" the same with a composition inside key heads, both by
+the implementation that the package selects, and "combine" the composition of its queries alone, by each form. "DC
+weights" and "folded weights" compute the dynamic weights of a layer from its input.
 "MiB" is the temporary memory of the compiled program according to XLA. "XLA" is plain attention as XLA compiles einsum,
 softmax and einsum (`reference` without compose weights). "jax.nn" is `jax.nn.dot_product_attention`, which uses cuDNN
 on a GPU with bfloat16.
@@ -23,7 +26,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +36,15 @@ from tpu_bundles import AttentionShape, bundles
 from dcvit.dcmha import ComposeWeights, attention
 from dcvit.dcmha.dispatch import BY_PLATFORM
 from dcvit.dcmha.dispatch import platform as backend
+from dcvit.dcmha.folded import combine_heads, multiply_heads
+from dcvit.dcmha.inputs import Composition
+from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.parallel import hlo, runtime
 from dcvit.reproduction.speeds import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
-Arguments: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, ComposeWeights | None, ComposeWeights | None]
-Attention: TypeAlias = Callable[..., jax.Array]
+Kind: TypeAlias = Literal["plain", "DC", "grouped", "folded", "DC weights", "folded weights", "combine"]
+Function: TypeAlias = Callable[..., Any]  # of the arguments of a kind
 
 
 class Shape(NamedTuple):
@@ -91,38 +97,53 @@ def limit() -> int:
     return stats["bytes_limit"] // 2 if stats else 2 * 2**30
 
 
-def arguments(shape: Shape, composed: bool) -> Arguments:
-    """Return random q, k, v, pre and post."""
-    keys = iter(jax.random.split(jax.random.key(0), 15))
+def arguments(shape: Shape, kind: Kind) -> tuple[Any, ...]:
+    """Return random arguments of a row: q, k, v, pre and post, or an input and parameters, or q and matrices."""
+    keys = iter(jax.random.split(jax.random.key(0), 40))
+    shares_keys = kind.startswith(("grouped", "folded"))
+    key_heads = shape.heads // 2 if shares_keys else shape.heads
     tokens = (1 if shape.step else shape.length), shape.length  # numbers of queries and keys
 
     def normal(*size: int) -> jax.Array:
         return jax.random.normal(next(keys), size, DTYPE)
 
     def weights() -> ComposeWeights:
-        """Return random weights of all dynamic branches."""
+        """Return random weights of all dynamic branches; those of folded composition are query-wise."""
         sides = [[normal(shape.batch, n, *inner, shape.heads) for inner in ((2,), (2,), ())] for n in tokens]
-        return ComposeWeights(*[0.3 * w for side in sides for w in side])
+        return ComposeWeights(*[0.3 * w for side in sides[: 1 if shares_keys else 2] for w in side])
 
-    q, k, v = (normal(shape.batch, n, shape.heads, shape.width) for n in (*tokens, tokens[1]))
-    return (q, k, v, weights(), weights()) if composed else (q, k, v, None, None)
+    if kind.endswith("weights"):
+        parameters = composition(shape, kind).parameters(shape.heads, shape.heads * shape.width).items()
+        params = {c: {name: 0.1 * normal(*size) for name, (size, _) in parameters} for c in ("pre", "post")}
+        return normal(shape.batch, tokens[0], shape.heads * shape.width), params
+    q = normal(shape.batch, tokens[0], shape.heads, shape.width)
+    if kind == "combine":
+        return q, jax.random.normal(next(keys), (*q.shape[:2], shape.heads // 2, 2, 2))
+    k, v = (normal(shape.batch, tokens[1], key_heads, shape.width) for _ in range(2))
+    return (q, k, v, weights(), weights()) if kind in ("DC", "folded") else (q, k, v, None, None)
 
 
-def is_supported(f: Attention, shape: Shape, composed: bool) -> bool:
+def composition(shape: Shape, kind: Kind) -> Composition:
+    """Return the composition of a layer of a kind."""
+    folds = kind.startswith("folded")
+    return Composition("both", branches="q" if folds else "qk", groups=shape.heads // 2 if folds else 1)
+
+
+def is_supported(f: Function, shape: Shape, kind: Kind) -> bool:
     """Return True if an implementation supports a shape."""
     try:
-        jax.eval_shape(f, *jax.eval_shape(lambda: arguments(shape, composed)))
+        jax.eval_shape(f, *jax.eval_shape(lambda: arguments(shape, kind)))
     except ValueError:
         return False
     return True
 
 
-def functions(shape: Shape) -> dict[str, tuple[bool, Attention]]:
-    """Return for each row whether it is composed, and its attention."""
+def functions(shape: Shape) -> dict[str, tuple[Kind, Function]]:
+    """Return the kind and the function of each row."""
 
-    def ours(name: str) -> Attention:
+    def ours(name: str | None, groups: int = 1) -> Function:
         return lambda q, k, v, pre, post: attention(
-            q, k, v, pre, post, causal=shape.causal, window=shape.window, implementation=name
+            q, k, v, pre, post, causal=shape.causal, window=shape.window, groups=groups, implementation=name
         )
 
     def library(q: jax.Array, k: jax.Array, v: jax.Array, pre: None, post: None) -> jax.Array:
@@ -132,25 +153,34 @@ def functions(shape: Shape) -> dict[str, tuple[bool, Attention]]:
             q, k, v, is_causal=shape.causal, local_window_size=window, implementation="cudnn" if cudnn else None
         )
 
-    rows = {FIRST: (False, ours("reference")), "plain, jax.nn": (False, library)}
+    def weights(kind: Kind) -> Function:
+        sides = composition(shape, kind).branches
+        return lambda x, params: dynamic_weights(x, params, sides=sides, heads=shape.heads, gelu="tanh")
+
+    rows: dict[str, tuple[Kind, Function]] = {FIRST: ("plain", ours("reference")), "plain, jax.nn": ("plain", library)}
     tiled = STEP if shape.step else TILED
     for name in ("reference", *tiled):
-        if name in tiled and is_supported(ours(name), shape, composed=False):
-            rows[f"plain, {name}"] = (False, ours(name))
-        if is_supported(ours(name), shape, composed=True):
-            rows[f"DC, {name}"] = (True, ours(name))
-    return rows
+        if name in tiled and is_supported(ours(name), shape, "plain"):
+            rows[f"plain, {name}"] = ("plain", ours(name))
+        if is_supported(ours(name), shape, "DC"):
+            rows[f"DC, {name}"] = ("DC", ours(name))
+    rows["grouped, best"] = ("grouped", ours(None))
+    rows["folded, best"] = ("folded", ours(None, shape.heads // 2))
+    rows |= {kind: (kind, weights(kind)) for kind in ("DC weights", "folded weights")}
+    return rows | {"combine, sum": ("combine", combine_heads), "combine, product": ("combine", multiply_heads)}
 
 
-def compiled(f: Attention, args: Arguments, gradient: bool) -> tuple[Callable[[], object], int]:
+def compiled(f: Function, args: tuple[Any, ...], gradient: bool) -> tuple[Callable[[], object], int]:
     """Compile the forward pass, with `gradient` also all gradients; return a call and its temporary bytes."""
-    cotangent = jnp.cos(jnp.arange(args[0].size, dtype=jnp.float32)).reshape(args[0].shape).astype(DTYPE)
 
-    def both(cotangent: jax.Array, *args: jax.Array) -> tuple[jax.Array, object]:
+    def cosines(like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.cos(jnp.arange(like.size, dtype=jnp.float32)).reshape(like.shape).astype(like.dtype)
+
+    def both(cotangent: object, *args: object) -> tuple[object, object]:
         out, pull = jax.vjp(f, *args)
         return out, pull(cotangent)
 
-    given = (cotangent, *args) if gradient else args
+    given = (jax.tree.map(cosines, jax.eval_shape(f, *args)), *args) if gradient else args
     program = jax.jit(both if gradient else f).lower(*given).compile()
     return lambda: jax.block_until_ready(program(*given)), program.memory_analysis().temp_size_in_bytes
 
@@ -168,10 +198,10 @@ def measure(
       always: name of the row that is measured also above the memory limit.
     """
     calls, temporary = {}, {}
-    for name, (composed, f) in functions(shape).items():
+    for name, (kind, f) in functions(shape).items():
         if only and name not in only:
             continue
-        call, size = compiled(f, arguments(shape, composed), gradient)
+        call, size = compiled(f, arguments(shape, kind), gradient)
         if size > limit() and name != always:
             print(f"  {name:22} skipped: {size / 2**30:.1f} GiB of temporary memory")
             continue
@@ -254,14 +284,14 @@ def packed(tokens: int, rounds: int) -> list[Row]:
     def by_mask(*args: jax.Array, ids: jax.Array) -> jax.Array:
         return attend(*args, mask=(ids[:, :, None] == ids[:, None])[:, None])
 
-    def with_gradients(f: Attention, args: Arguments, ids: jax.Array) -> tuple[jax.Array, object]:
+    def with_gradients(f: Function, args: tuple[Any, ...], ids: jax.Array) -> tuple[jax.Array, object]:
         out, pull = jax.vjp(functools.partial(f, ids=ids), *args)
         return out, pull(out)
 
     rows: dict[str, Row] = {}
     calls: dict[str, Callable[[], object]] = {}
     for composed, f in itertools.product((False, True), (by_segments, by_mask)):
-        given = arguments(shape, composed), ids
+        given = arguments(shape, "DC" if composed else "plain"), ids
         program = jax.jit(functools.partial(with_gradients, f)).lower(*given).compile()
         row = f"{'DC' if composed else 'plain'}, {'segments' if f is by_segments else 'mask'}"
         calls[row] = lambda program=program, given=given: jax.block_until_ready(program(*given))
