@@ -40,7 +40,7 @@ from dcvit.dcmha.folded import combine_heads, multiply_heads
 from dcvit.dcmha.inputs import Composition
 from dcvit.dcmha.packed_weights import dynamic_weights
 from dcvit.parallel import hlo, runtime
-from dcvit.reproduction.speeds import device, interleaved
+from dcvit.reproduction.rounds import device, interleaved
 
 Row: TypeAlias = dict[str, Any]  # of a table, for JSON
 Kind: TypeAlias = Literal["plain", "DC", "grouped", "folded", "DC weights", "folded weights", "combine"]
@@ -206,7 +206,8 @@ def measure(
             print(f"  {name:22} skipped: {size / 2**30:.1f} GiB of temporary memory")
             continue
         calls[name], temporary[name] = call, size
-        call()
+        if rounds:
+            call()
     seconds = interleaved(calls, rounds)
     return {name: (seconds[name], temporary[name]) for name in calls}
 
@@ -216,6 +217,8 @@ def table(name: str, shape: Shape, rounds: int) -> list[Row]:
     rows = []
     for gradient in (False,) if shape.step else (False, True):
         measured = measure(shape, gradient, rounds, always=FIRST)
+        if not rounds:
+            continue
         first = statistics.median(measured[FIRST][0])
         title = "forward + backward" if gradient else "forward"
         print(f"\n{name} {shape._asdict()}, {title}, {jnp.dtype(DTYPE).name}")
@@ -331,7 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [name for name in SHAPES if name not in SMALL]
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=default, help="shapes to measure")
-    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each row; 0 only compiles --shapes")
     parser.add_argument("--tpu", nargs="*", default=[], metavar="TOPOLOGY", help="compile for these, such as v5e:2x2")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], metavar="T", help="measure these lengths")
     parser.add_argument(
@@ -340,6 +343,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a plot of --lengths to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
+    if args.rounds < 0:
+        parser.error(f"--rounds {args.rounds}: expected 0 or more")
     machine = device()
     print(machine)
     result: Row = {"machine": machine, "rounds": args.rounds}

@@ -25,7 +25,7 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from flax import linen as nn
 from dcvit.models import lm, vit
 from dcvit.models.presets import SIZES
 from dcvit.parallel import runtime
-from dcvit.reproduction.speeds import device, interleaved
+from dcvit.reproduction.rounds import device, interleaved
 
 CONTEXT = 2048
 TORCH = "plain, PyTorch"
@@ -94,9 +94,10 @@ def language(size: str, depth: int | None, batch: int, dtype: str) -> Build:
     return build
 
 
-def stepper(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[Callable[[], None], int]:
+def stepper(
+    net: nn.Module, inputs: jax.Array, targets: jax.Array, *, only_compiles: bool = False
+) -> tuple[Callable[[], None], int]:
     """Return a function that runs one training step, and the temporary bytes of its program."""
-    params = jax.jit(net.init)(jax.random.key(0), inputs[:1])["params"]
     tx = optax.adam(1e-3)
 
     def update(
@@ -110,14 +111,20 @@ def stepper(net: nn.Module, inputs: jax.Array, targets: jax.Array) -> tuple[Call
         change, state = tx.update(gradient, state)
         return optax.apply_updates(params, change), state, value
 
-    carry = [params, tx.init(params)]
-    program = jax.jit(update, donate_argnums=(0, 1)).lower(*carry, inputs, targets).compile()
+    def initial(inputs: jax.Array) -> list[Any]:
+        params = net.init(jax.random.key(0), inputs)["params"]
+        return [params, tx.init(params)]
+
+    shapes = jax.eval_shape(initial, inputs[:1])
+    program = jax.jit(update, donate_argnums=(0, 1)).lower(*shapes, inputs, targets).compile()
+    carry = [] if only_compiles else jax.jit(initial)(inputs[:1])
 
     def step() -> None:
         *carry[:], value = program(*carry, inputs, targets)
         jax.block_until_ready((carry, value))
 
-    step()
+    if not only_compiles:
+        step()
     return step, program.memory_analysis().temp_size_in_bytes
 
 
@@ -170,12 +177,12 @@ def main() -> None:
     parser.add_argument("--dtype", help="dtype of the computation (default: float32 on a CPU, else bfloat16)")
     parser.add_argument("--torch", action="store_true", help="add ViT-S/16 in PyTorch; with vit_s16 on a CPU")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="if not all fit into the memory")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row; 0 only compiles")
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     runtime.skip_absent_tpu()
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: expected 1 or more")
+    if args.rounds < 0:
+        parser.error(f"--rounds {args.rounds}: expected 0 or more")
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.torch and (args.model != "vit_s16" or jax.default_backend() != "cpu"):
         parser.error("--torch needs --model vit_s16 on a CPU")
@@ -187,7 +194,11 @@ def main() -> None:
         build = vision(args.batch, dtype)
     else:
         build = language(args.model, args.depth, args.batch, dtype)
-    steps: dict[str, tuple[Callable[[], None], int | None]] = {name: stepper(*build(ROWS[name])) for name in args.rows}
+    steps: dict[str, tuple[Callable[[], None], int | None]] = {
+        name: stepper(*build(ROWS[name]), only_compiles=not args.rounds) for name in args.rows
+    }
+    if not args.rounds:
+        return
     if args.torch:
         steps[TORCH] = torch_stepper(args.batch), None
     seconds = interleaved({name: step for name, (step, _) in steps.items()}, args.rounds)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dcvit.models import lm
 from dcvit.models.presets import decode_preset
-from dcvit.reproduction import costs, scaling, speeds
+from dcvit.reproduction import costs, rounds, scaling, speeds
 from dcvit.reproduction.arms import language_model, language_model_run
 from dcvit.reproduction.costs import CONTEXT, VOCABULARY
 from dcvit.reproduction.seeded import machine
@@ -128,7 +128,7 @@ def measured(size: tuple[int, int, int]) -> list[Row]:
     """Return the measured speed of small models of a size in training and in generation."""
     rates = {"training": speeds.training_rates(runs_of(size), scaling.BATCH * LENGTH, ROUNDS)}
     for batch, name in ((1, "generation"), (8, "generation of 8 rows")):
-        rates[name] = speeds.decoding_rates(nets_of(size), batch, PROMPT, NEW, ROUNDS)
+        rates[name] = rounds.decoding_rates(nets_of(size), batch, PROMPT, NEW, ROUNDS)
     return [
         measured_row(f"{size[0]}×{size[1]} {name}, measured", each, arm)
         for name, each in rates.items()

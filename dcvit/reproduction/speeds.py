@@ -1,22 +1,17 @@
-"""Times of training steps, and speed in training and in decoding, measured in interleaved rounds of one process."""
+"""Times of the training steps of configs, measured in interleaved rounds of one process."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from dcvit.inference.generation import Options, Params, cast_params, generate
-from dcvit.models import lm
 from dcvit.parallel.sharding import local_rows, prefetch
+from dcvit.reproduction.rounds import interleaved
 from dcvit.reproduction.seeded import machine, stored
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import init_params, initial_state, jit_update, state_shapes
@@ -53,12 +48,6 @@ def step_times(runs: Mapping[str, tuple[str, Sequence[str]]], folder: Path) -> S
     return StepTimes(**stored(folder / NAME, wanted, measure))  # type: ignore[arg-type]
 
 
-def device() -> str:
-    """Return the machine with its accelerator and the version of JAX in words."""
-    kind = jax.devices()[0].device_kind
-    return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
-
-
 def stepper(setup: Setup) -> Callable[[], None]:
     """Compile the training step of a run, and return a function that executes it on the first batch of the data."""
     with jax.set_mesh(setup.model.mesh):
@@ -79,18 +68,6 @@ def stepper(setup: Setup) -> Callable[[], None]:
     return step
 
 
-def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every timed step. A round runs two steps of each arm and times the second."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            step()  # not timed: it brings the arm's arrays back to the caches, and allocates its memory again
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
 def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, rounds: int) -> dict[str, list[float]]:
     """Return the tokens per second of every timed training step of each arm, without compilation and evaluations.
 
@@ -101,43 +78,3 @@ def training_rates(runs: Mapping[str, tuple[str, Sequence[str]]], tokens: int, r
     """
     seconds = interleaved({arm: stepper(load_setup(*run)) for arm, run in runs.items()}, rounds)
     return {arm: [tokens / each for each in times] for arm, times in seconds.items()}
-
-
-def decoding_rates(
-    nets: Mapping[str, lm.LM], batch: int, prompt: int, tokens: int, rounds: int
-) -> dict[str, list[float]]:
-    """Return the tokens per second of a batch in each round for untrained models of each arm.
-
-    A round generates with each arm in turn, from random prompts. The time is that from the first new token to the last,
-    so that neither compilation nor the processing of the prompts counts.
-
-    Args:
-      nets: the model of each arm.
-      batch: rows.
-      prompt: tokens of a prompt.
-      tokens: new tokens of a row.
-      rounds: timed rounds; one more comes before them.
-    """
-    arms = {arm: decoder(net, batch, prompt, tokens) for arm, net in nets.items()}
-    rates: dict[str, list[float]] = {arm: [] for arm in nets}
-    for number in range(rounds + 1):
-        for arm, decode in arms.items():
-            rate = decode()
-            if number:
-                rates[arm].append(rate)
-    return rates
-
-
-def decoder(net: lm.LM, batch: int, prompt: int, tokens: int) -> Callable[[], float]:
-    """Return a function that generates tokens and returns their number per second, over all rows."""
-    params: Params = cast_params(net, jax.jit(net.init)(jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
-    prompts = np.random.default_rng(0).integers(net.vocab_size, size=(batch, prompt)).tolist()
-
-    def decode() -> float:
-        steps = generate(net, params, prompts, Options(tokens))
-        next(steps)
-        started = time.perf_counter()
-        count = sum(batch for _ in itertools.islice(steps, tokens - 1))
-        return count / (time.perf_counter() - started)
-
-    return decode

@@ -12,7 +12,7 @@ from training_runs import LM_TINY
 from dcvit.config.load import load, read_json
 from dcvit.errors import ConfigError, MetricsError
 from dcvit.models import head_settings
-from dcvit.reproduction import ablations, arms, full, heads, seeded, speeds
+from dcvit.reproduction import ablations, arms, full, heads, rounds, seeded, speeds
 from dcvit.reproduction.arms import Mean
 from dcvit.reproduction.seeded import train_all
 from dcvit.training.model import make_model
@@ -141,9 +141,9 @@ def test_a_statement_is_decided_only_outside_of_the_interval(mean, expected):
 
 def test_steps_are_timed_in_turn_and_the_first_of_each_turn_is_not_timed(monkeypatch):
     order, clock = [], itertools.count()
-    monkeypatch.setattr(speeds.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: float(next(clock)))
     steps = {name: functools.partial(order.append, name) for name in ("a", "b")}
-    assert speeds.interleaved(steps, 3) == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert rounds.interleaved(steps, 3) == {"a": [1.0] * 3, "b": [1.0] * 3}
     assert order == ["a", "a", "b", "b"] * 3
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dcvit.config import load as config
 from dcvit.models import presets
-from dcvit.reproduction import arms, overhead, speeds, tables
+from dcvit.reproduction import arms, overhead, rounds, tables
 from dcvit.training.model import make_model
 
 
@@ -38,12 +38,12 @@ def test_rates_count_new_tokens_from_the_first_to_the_last_and_rounds_after_the_
         order.append((net, len(prompts), {len(prompt) for prompt in prompts}))
         yield from [[0] * len(prompts)] * options.max_tokens
 
-    monkeypatch.setattr(speeds, "generate", generate)
-    monkeypatch.setattr(speeds.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(rounds, "generate", generate)
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: float(next(clock)))
     nets = {
         name: arms.language_model({"width": width, "depth": 1, "num_heads": 2}) for name, width in (("a", 8), ("b", 16))
     }
-    rates = speeds.decoding_rates(nets, batch=3, prompt=5, tokens=9, rounds=2)
+    rates = rounds.decoding_rates(nets, batch=3, prompt=5, tokens=9, rounds=2)
     assert rates == {"a": [3 * 8 / 2] * 2, "b": [3 * 8 / 2] * 2}
     assert order == [(nets[name], 3, {5}) for name in "ababab"]
 

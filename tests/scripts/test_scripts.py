@@ -1,16 +1,23 @@
 """Benchmark scripts count schedules, compile every named model, and measure every implementation of attention."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import bench_dcmha
 import bench_train
 import compile_kernels
+import gpu_evidence
 import pytest
 import tpu_bundles
 
 from dcvit.models.presets import PRESETS
 from dcvit.models.vit import VARIANTS
 
+ROOT = Path(__file__).resolve().parents[2]
 # A final schedule: three bundles outside of the inner loop, which has six bundles and runs three times.
 SCHEDULE = """
      0x1   :  { %s4 = sld [smem:[#allocation0]] }
@@ -133,3 +140,37 @@ def test_the_rows_of_a_ratio_differ_in_the_composition_only(build, composed, pla
     differing = {name for name in fields if getattr(first, name) != getattr(second, name)}
     assert "compose" in differing
     assert differing <= {"compose", "branches", "groups", "static"}
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_evidence, "LEAST", 0)
+    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(len(sys.argv)))"
+    parts = [
+        gpu_evidence.Part("hangs", ("-c", "import time; time.sleep(99)"), 1),
+        gpu_evidence.Part("fails", ("-c", "raise SystemExit(3)"), 9),
+        gpu_evidence.Part("lacks", ("-c", ""), 9, needs="no_such_module"),
+        gpu_evidence.Part("writes", ("-c", write, "{out}/written"), 9, ("--rounds", "0")),
+    ]
+    rows = gpu_evidence.measure(parts, tmp_path / "out", minutes=1)
+    assert [(row["part"], row["state"]) for row in rows] == [
+        ("writes, compiling", "done"), ("hangs", "stopped after 1 s"), ("fails", "failed with status 3"),
+        ("lacks", "not run: no_such_module is not installed"), ("writes", "done"),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == rows
+    assert (tmp_path / "out" / "written").read_text() == "2"
+    assert gpu_evidence.measure(parts[3:], tmp_path / "late", minutes=0)[-1]["state"] != "done"
+
+
+BENCHMARKS = """
+import sys
+for name in ("ml_collections", "clu", "tensorflow", "tensorflow_datasets", "sklearn", "scipy"):
+    sys.modules[name] = None
+import bench_dcmha, bench_train, gpu_evidence, dcvit.check_kernels, dcvit.reproduction.rounds
+"""
+
+
+@pytest.mark.slow
+def test_the_benchmarks_need_jax_flax_and_optax_only():
+    """A machine with a GPU may have no more."""
+    path = {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", BENCHMARKS], env={**os.environ, **path}, check=True)

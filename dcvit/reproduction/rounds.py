@@ -1,0 +1,73 @@
+"""Interleaved rounds of functions and of generation, and the machine that runs them; needs no config library."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from dcvit.inference.generation import Options, Params, cast_params, generate
+from dcvit.models import lm
+
+
+def device() -> str:
+    """Return the machine with its accelerator and the version of JAX in words."""
+    kind = jax.devices()[0].device_kind
+    return f"{os.cpu_count()} cores, {kind}, {platform.machine()}, jax {jax.__version__}"
+
+
+def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every timed step. A round runs two steps of each arm and times the second."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step()  # not timed: it brings the arm's arrays back to the caches, and allocates its memory again
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def decoding_rates(
+    nets: Mapping[str, lm.LM], batch: int, prompt: int, tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the tokens per second of a batch in each round for untrained models of each arm.
+
+    A round generates with each arm in turn, from random prompts. The time is that from the first new token to the last,
+    so that neither compilation nor the processing of the prompts counts.
+
+    Args:
+      nets: the model of each arm.
+      batch: rows.
+      prompt: tokens of a prompt.
+      tokens: new tokens of a row.
+      rounds: timed rounds; one more comes before them.
+    """
+    arms = {arm: decoder(net, batch, prompt, tokens) for arm, net in nets.items()}
+    rates: dict[str, list[float]] = {arm: [] for arm in nets}
+    for number in range(rounds + 1):
+        for arm, decode in arms.items():
+            rate = decode()
+            if number:
+                rates[arm].append(rate)
+    return rates
+
+
+def decoder(net: lm.LM, batch: int, prompt: int, tokens: int) -> Callable[[], float]:
+    """Return a function that generates tokens and returns their number per second, over all rows."""
+    params: Params = cast_params(net, jax.jit(net.init)(jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
+    prompts = np.random.default_rng(0).integers(net.vocab_size, size=(batch, prompt)).tolist()
+
+    def decode() -> float:
+        steps = generate(net, params, prompts, Options(tokens))
+        next(steps)
+        started = time.perf_counter()
+        count = sum(batch for _ in itertools.islice(steps, tokens - 1))
+        return count / (time.perf_counter() - started)
+
+    return decode
