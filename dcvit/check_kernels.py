@@ -5,11 +5,13 @@ gradients with the reference in float32. The verdicts are kept (`dcvit.dcmha.ver
 implementation that passed. The cases are those of ViT-S/16, of language models, of decoding, and less usual ones; with
 --config, those of a config's training step on this machine.
 
-The exit status is 1 if a kernel is wrong, fails or times out. `--again` verifies what has a verdict.
+A CPU, which has no kernels, verifies smaller cases (`CPU_LIMITS`). The exit status is 1 if a kernel is wrong, fails or
+times out. `--again` verifies what has a verdict.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from dcvit.dcmha.verdicts import Verdict, Verdicts
     from dcvit.dcmha.verification import Case
 
+LOG = logging.getLogger(__name__)
 ALL = ("q1", "q2", "qg", "k1", "k2", "kg")
 VIT = {"queries": 196, "heads": 6, "head_dim": 64, "batch": 8}
 # Name -> arguments of `attention_case`.
@@ -49,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rank 3": {"queries": 256, "heads": 8, "head_dim": 64, "rank": 3},
     "decoding": {"queries": 1, "keys": 2048, "heads": 16, "head_dim": 64, "batch": 8},
 }
+# Largest sizes on a CPU, where those of accelerators take minutes.
+CPU_LIMITS = {"queries": 128, "heads": 4, "batch": 2, "window": 32}
 
 
 def attention_case(
@@ -129,7 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = {n: s for n, s in CASES.items() if not args.words or any(w.lower() in n.lower() for w in args.words)}
         if not chosen:
             raise ConfigError(f"no case contains {' or '.join(args.words)}; there are {', '.join(CASES)}")
-        found = {name: examine(attention_case(**sizes), store, args.seconds) for name, sizes in chosen.items()}
+        found = {}
+        for number, (name, sizes) in enumerate(chosen.items(), 1):
+            LOG.info("case %d of %d: %s", number, len(chosen), name)
+            found[name] = examine(attention_case(**_for_platform(sizes)), store, args.seconds)
+            for row in _rows(name, found[name]):
+                LOG.info("  {implementation}: {verdict} {ms:>10} ms {reason}".format(**row))
     rows = [row for name, some in found.items() for row in _rows(name, some)]
     title = ", ".join(f"{key} {value}" for key, value in store.environment.items() if key != "code")
     cli.show(rows, "json" if args.json else "table", title=title)
@@ -139,6 +149,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(
         any(v.status in bad and name.startswith("pallas") for some in found.values() for name, v in some.items())
     )
+
+
+def _for_platform(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a case, on a CPU at most `CPU_LIMITS`."""
+    from dcvit.dcmha.dispatch import platform
+
+    limits = CPU_LIMITS if platform() == "cpu" else {}
+    return {name: min(size, limits[name]) if name in limits else size for name, size in sizes.items()}
 
 
 def _rows(case: str, found: Mapping[str, Verdict]) -> list[dict[str, object]]:
