@@ -28,6 +28,7 @@ WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that O
 DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
 ASIDE = "DAMAGED"  # object that marks a checkpoint as set aside in a store
 MAX_NAMED = 4  # damaged files in a message
+CONVERTED = 0  # the step of a converted model, which no run saves: it has the parameters only
 
 
 def saved_steps(workdir: Folder) -> list[int]:
@@ -85,8 +86,8 @@ def _is_complete(path: Folder) -> bool:
 
 
 def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Return the steps that are neither among the `keep` latest ones, nor `best`, nor multiples of `keep_every`."""
-    kept = {*steps[-keep:], best}
+    """Return the steps that are not among the `keep` latest ones, `best`, multiples of `keep_every` or `CONVERTED`."""
+    kept = {*steps[-keep:], best, CONVERTED}
     return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
 
 

@@ -29,7 +29,7 @@ from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
 from dcvit.weights import adapters
-from dcvit.weights.loading import open_parameters
+from dcvit.weights.loading import load_params, open_parameters
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class Start:
     """The point that a run starts from.
 
     Fields:
-      step: the step to resume from, 0 for a new run.
-      about: the `about` of its checkpoint; empty for a new run.
+      step: the step to resume from, 0 for a new run, also from a converted model.
+      about: the `about` of its checkpoint; empty for a run without checkpoint.
       shapes: shapes and shardings of the state.
       loaded: the parameters that a new run, or one of adapters, has loaded, with None for each parameter to
         initialize. `start_state` donates their memory to the state.
@@ -197,7 +197,7 @@ def _open_workdir(
         checkpointer = Checkpointer(folder, keep=setup.options.ckpt_keep, keep_every=setup.plan.intervals.keep_ckpt)
         start = _latest_start(setup, folder, fresh)
         before = workdir.accepted(folder)
-        if start.step:
+        if start.about:
             name = checkpointer.folder / str(start.step)
             accepted += identity.check_same_run(name, start.about, setup.record, data, [*accept, *before])
         for name in metrics.FILES:
@@ -234,13 +234,22 @@ def _claim(setup: Setup, folder: Folder, data: identity.Record, accept: Sequence
 
 
 def _latest_start(setup: Setup, folder: Folder, fresh: Start) -> Start:
-    """Return the start from the latest checkpoint; `fresh` if there is none."""
+    """Return the start from the latest checkpoint; `fresh` if there is none.
+
+    The checkpoint of step 0 holds the parameters of a converted model, from which a new run starts.
+    """
     step = restoring.latest(folder, setup.options.on_corrupt)
-    if not step:
+    if step is None:
         return fresh
     if step > setup.plan.total_steps:
         raise ConfigError(f"{folder} is at step {step}, beyond the {setup.plan.total_steps} steps of this config")
     checkpoint = folder / steps.FOLDER / str(step)
+    if step == steps.CONVERTED:
+        if setup.model.lora is not None:
+            raise CheckpointError(f"{checkpoint} is a whole model; to adapt it: another --workdir, model_init={folder}")
+        LOG.info("training starts from the converted model in %s", checkpoint)
+        loaded = load_params(checkpoint, lambda _: fresh.shapes.params)
+        return dataclasses.replace(fresh, about=steps.about(checkpoint), loaded=loaded)
     restoring.check_compatible(checkpoint, fresh.shapes.items())
     return dataclasses.replace(fresh, step=step, about=steps.about(checkpoint))
 

@@ -13,7 +13,9 @@ from dcvit.config import load as configs
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
 from dcvit.training import hooks, resume
+from dcvit.training.saved import open_saved
 from dcvit.training.trainer import Trainer
+from dcvit.weights.export import conversion
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
@@ -139,6 +141,25 @@ def test_run_starts_from_the_parameters_of_another_run_but_for_those_that_are_no
     for params in (first, mixed):
         del params["embedding"]
     assert same(mixed, first)
+
+
+def test_run_starts_from_the_converted_model_in_its_workdir_and_keeps_it(complete, digits_run, tmp_path, monkeypatch):
+    """Also after a kill before its first checkpoint, and if its later checkpoints are damaged."""
+    workdir = tmp_path / "converted"
+    conversion.convert(complete, workdir, "dcvit", open_saved)
+    with interrupted_before(monkeypatch, 2):
+        assert digits_run("converted", **RANDOM) == (130, workdir)
+    trained, start = metrics.read(complete / "metrics.jsonl")[-1], metrics.read(workdir / "metrics.jsonl")
+    evaluation = {name: value for name, value in trained.items() if name.startswith("test/")}
+    assert start == [{"step": 0, "num_params": start[0]["num_params"], **evaluation}]
+    assert digits_run("converted", **RANDOM)[0] == 0
+    rows = (workdir / "metrics.jsonl").read_bytes()
+    assert saved_steps(workdir) == [0, 3, 6]
+    for step in ("3", "6"):
+        (workdir / "checkpoints" / step / "SHA256SUMS").unlink()
+    assert digits_run("converted", **RANDOM, on_corrupt="previous")[0] == 0
+    assert (workdir / "metrics.jsonl").read_bytes() == rows
+    assert same(load_params(workdir / "checkpoints" / "0"), load_params(complete))
 
 
 def test_profile_is_recorded_for_the_given_steps(special):

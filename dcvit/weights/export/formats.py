@@ -65,7 +65,6 @@ SHARD_BYTES = 1 << 29  # the library that writes a shard needs as much memory ag
 CHUNK_BYTES = 1 << 30  # the compressor of zarr takes less than 2 GiB
 ONE_FILE = sys.maxsize  # bytes of a shard that holds all tensors
 log = logging.getLogger(__name__)
-STEP = 0  # of the checkpoint in a workdir without training
 
 
 def write_npz(weights: Weights, folder: Path) -> None:
@@ -129,7 +128,7 @@ def write_dcvit(weights: Weights, folder: Path) -> None:
         about["data"] = json.loads((folder / DATA).read_text())
     checkpointer = Checkpointer(folder)
     try:
-        checkpointer.save(STEP, {"params": params}, about)
+        checkpointer.save(steps.CONVERTED, {"params": params}, about)
     finally:
         checkpointer.close()
 
