@@ -6,8 +6,8 @@ file.
 
 import glob
 import hashlib
+import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,10 @@ class EncodedDocument(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Files in order, the folder to which their names are relative, and the sum of their sizes in bytes."""
+    """Files in order, the folder to which their names are relative, and the sum of their sizes in bytes.
+
+    The folder does not depend on the files that exist, because the split of a document follows from its name.
+    """
 
     paths: list[Path]
     root: Path
@@ -87,7 +90,7 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
     else:
         paths = [place] if place.is_file() else [Path(p) for p in glob.glob(str(place), recursive=True)]  # noqa: PTH207
         paths = [p for p in paths if p.is_file() and (not contains or not p.name.endswith(INDEX_SUFFIX))]
-        root = Path(os.path.commonpath([p.parent for p in paths])) if paths else place
+        root = place.parent if place.is_file() else _root(place)
     if not paths:
         raise MissingDataError(f"no files at {path}: expected a file, a glob, or a folder of files {expected}")
     for file in paths:
@@ -95,6 +98,12 @@ def find_files(path: str, suffixes: Sequence[str] = SUFFIXES, contains: str = ""
             raise InputError(f"{file}: expected a name {expected}")
     paths.sort(key=lambda file: file.relative_to(root).as_posix())
     return Files(paths, root, sum(file.stat().st_size for file in paths))
+
+
+def _root(pattern: Path) -> Path:
+    """Return the folder in front of the first part of a glob that has a wildcard."""
+    fixed = itertools.takewhile(lambda part: part == glob.escape(part), pattern.parent.parts)
+    return Path(*fixed)
 
 
 def read_documents(files: Files, keys: Sequence[str]) -> Iterator[Document]:

@@ -47,6 +47,18 @@ def test_split_of_a_document_does_not_depend_on_other_documents(tmp_path, tokeni
     assert (fewer == 256).sum() == sum(text in texts[:300] for text in found["validation"])
 
 
+@pytest.mark.parametrize("pattern", ["books/*/*.txt", "books/**/*.txt", "books/[ab]/?.txt", "*s/*/*.txt"])
+def test_names_of_a_globs_documents_do_not_depend_on_other_files(tmp_path, pattern):
+    corpora.write(tmp_path / "books/a/1.txt", b"one")
+    found = [[d.name for d in documents.read_documents(documents.find_files(str(tmp_path / pattern)), ("text",))]]
+    for name in ("books/b/2.txt", "texts/c/3.txt"):
+        corpora.write(tmp_path / name, b"two")
+        read = documents.read_documents(documents.find_files(str(tmp_path / pattern)), ("text",))
+        found.append([document.name for document in read])
+    assert found[0] == found[1][:1] == found[2][:1]
+    assert found[1][1:]
+
+
 @needs_zstd
 def test_lines_do_not_depend_on_the_size_of_the_pieces_read(tmp_path, monkeypatch):
     texts = corpora.documents()
