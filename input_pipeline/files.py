@@ -1,15 +1,25 @@
-"""Paths, folders and files that a user names: `~` in paths, files in folders, and files that are read completely."""
+"""Paths, folders and files that a user names: `~` in paths, files in folders, files that are read completely, and the
+identity of files, by which a change is noticed while a run reads them and before it is resumed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from input_pipeline.errors import InputError
+import numpy as np
 
+from input_pipeline.errors import InputError, ReadingError
+from input_pipeline.optional import tensorflow
+
+ENTRIES = 64  # hashes that identify the files of a source
+PIECES, PIECE_BYTES = 1 << 12, 1 << 16  # of the content of all files together, 256 MiB
 MAX_SHOWN = 500  # characters of a path that is too long
 MAX_BYTES = 1 << 30  # of a file that is read completely
 
@@ -78,3 +88,85 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     if status.st_size > max_bytes:
         raise InputError(f"the file has {status.st_size:,} bytes, more than the limit of {max_bytes:,}")
     return Path(path).read_bytes()
+
+
+class FileState(NamedTuple):
+    """Properties of a file that differ after it was changed or replaced."""
+
+    inode: int  # modulo 2⁶³; 0 for remote files
+    size: int  # in bytes
+    changed: int  # time of the last change in ns
+
+
+def file_state(path: str) -> FileState:
+    """Return the state of a file. Raises ReadingError if it is missing or, such as a pipe, not a regular file."""
+    if "://" in path:
+        found = tensorflow().io.gfile.stat(path)
+        return FileState(0, int(found.length), int(found.mtime_nsec))
+    with named_errors(path, error=ReadingError):
+        status = os.stat(path)  # noqa: PTH116 - sources may have a million files
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
+        raise ReadingError(f"{path} is not a regular file")
+    return FileState(status.st_ino & ((1 << 63) - 1), status.st_size, status.st_mtime_ns)
+
+
+def check_unchanged(path: str, state: FileState) -> None:
+    """Raise ReadingError if a file is not in this state any more."""
+    if file_state(path) != state:
+        raise ReadingError(f"{path} was changed or replaced after it was opened")
+
+
+class OpenedFiles:
+    """The files of a data source, in order, and their states when it was opened."""
+
+    def __init__(self, paths: Sequence[str], root: str | Path):
+        """
+        Args:
+          paths: the files.
+          root: folder to which the names that identify the files are relative.
+
+        Raises:
+          ReadingError: a file is missing or not a regular file.
+        """
+        self.paths, self.root = paths, f"{root}/"
+        self.states = np.array([file_state(path) for path in paths], np.int64)  # (files, 3)
+
+    def state(self, number: int) -> FileState:
+        """Return the state of a file when it was opened."""
+        return FileState(*self.states[number].tolist())
+
+    def digests(self) -> dict[str, str]:
+        """Return hashes that a copy of the files has, too: of names, sizes and content, of consecutive files together.
+
+        Up to PIECES · PIECE_BYTES of content are hashed completely. Of more, pieces at regular distances are hashed,
+        which include the end of each file if there are at most PIECES files. Of remote files no content is read.
+
+        Raises:
+          ReadingError: a file cannot be read, or was changed or replaced after it was opened.
+        """
+        count = len(self.paths)
+        ends = [count * i // ENTRIES for i in range(ENTRIES + 1)] if count > ENTRIES else [*range(count + 1)]
+        found = {}
+        for start, end in itertools.pairwise(ends):
+            digest = hashlib.blake2b(digest_size=16)
+            for number in range(start, end):
+                digest.update(f"{self._name(number)}\0{self.states[number, 1]}\0".encode(errors="surrogateescape"))
+                if number % -(-count // PIECES) == 0 and "://" not in self.paths[number]:
+                    self._add_content(digest, number)
+            names = dict.fromkeys((self._name(start), self._name(end - 1)))
+            found[" … ".join(names)] = digest.hexdigest()
+        return found
+
+    def _name(self, number: int) -> str:
+        return self.paths[number].removeprefix(self.root)
+
+    def _add_content(self, digest: hashlib.blake2b, number: int) -> None:
+        """Add the pieces of a file to a hash, the last of which is the end of the file."""
+        path, size = self.paths[number], int(self.states[number, 1])
+        whole = int(self.states[:, 1].sum()) <= PIECES * PIECE_BYTES
+        pieces = max(1, -(-size // PIECE_BYTES) if whole else PIECES // len(self.paths))
+        check_unchanged(path, self.state(number))
+        with named_errors(path, error=ReadingError), open(path, "rb") as file:  # noqa: PTH123
+            for i in range(1, pieces + 1):
+                file.seek(max(0, size * i // pieces - PIECE_BYTES))
+                digest.update(file.read(PIECE_BYTES))

@@ -10,6 +10,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_arguments, nearest
+from input_pipeline.files import OpenedFiles
 from input_pipeline.shuffle import Blocks
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ KINDS = {
 class Source(Protocol):
     """Random access to the examples of a dataset split.
 
-    A source that reads several examples together also has the attribute `blocks`; see `blocks_of`.
+    A source that reads several examples together also has the attribute `blocks`; see `blocks_of`. A source of files
+    has the attribute `opened`; see `files_of`.
     """
 
     @property
@@ -97,6 +99,11 @@ def blocks_of(source: Source) -> Blocks | None:
     return getattr(source, "blocks", None)
 
 
+def files_of(source: Source) -> OpenedFiles | None:
+    """Return the files of a source, which identify its data, or None if it reads none."""
+    return getattr(source, "opened", None)
+
+
 def open_source(
     kind: str,
     *,
@@ -139,7 +146,7 @@ class _WrappedSource:
     """A source that delegates to another source and has the attributes of `TokenSource` if the other source has."""
 
     def __init__(self, source: Source):
-        self.source, self.class_names = source, source.class_names
+        self.source, self.class_names, self.opened = source, source.class_names, files_of(source)
         for name in ("context", "vocab_size", "token_bytes", "end_of_text", "task_names"):
             if hasattr(source, name):
                 setattr(self, name, getattr(source, name))

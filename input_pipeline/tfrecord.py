@@ -17,7 +17,6 @@ import io
 import itertools
 import logging
 import os
-import stat
 import struct
 import uuid
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from input_pipeline.errors import InputError, ReadingError, first_line
-from input_pipeline.files import named_errors, read_regular
+from input_pipeline.files import FileState, check_unchanged, file_state, named_errors, read_regular
 from input_pipeline.optional import require, tensorflow
 
 logger = logging.getLogger(__name__)
@@ -47,16 +46,17 @@ class TFRecordFile:
     """
 
     def __init__(self, path: str):
-        self.path = path
-        self.offsets = _offsets(path)  # int64: the start of each record, and the end of the file
+        self.path, self.state = path, file_state(path)
+        self.offsets = _offsets(path, self.state)  # int64: the start of each record, and the end of the file
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def read(self, number: int) -> bytes:
         """Return the data of a record. Raises InputError if its checksum is wrong."""
+        check_unchanged(self.path, self.state)
         start, end = int(self.offsets[number]) + HEADER, int(self.offsets[number + 1]) - FOOTER
-        data = _read(self.path, start, end - start + FOOTER)
+        data = _read(self.path, self.state, start, end - start + FOOTER)
         data, checksum = data[:-FOOTER], data[-FOOTER:]
         if len(data) != end - start or checksum != _checksum(data):
             raise InputError(f"{self.path}: record {number} is damaged: its checksum is wrong")
@@ -80,22 +80,23 @@ class ArrayRecordFile:
     """The records of an ArrayRecord file by number; see `TFRecordFile`."""
 
     def __init__(self, path: str):
-        self.path = path
-        self.length = _reader(path, *_stat(path)).num_records()
+        self.path, self.state = path, file_state(path)
+        self.length = _reader(path, self.state).num_records()
 
     def __len__(self) -> int:
         return self.length
 
     def read(self, number: int) -> bytes:
         """Return the data of a record. Raises InputError if it is damaged."""
+        check_unchanged(self.path, self.state)
         try:
-            return _reader(self.path, *_stat(self.path)).read([number])[0]
+            return _reader(self.path, self.state).read([number])[0]
         except (RuntimeError, ValueError, IndexError) as e:
             raise InputError(f"{self.path}: cannot read record {number}: {first_line(e)}") from None
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the size in bytes of the records `first` to `last` - 1, assuming that all have the same size."""
-        return _stat(self.path)[0] * (last - first) // max(1, len(self))
+        return self.state.size * (last - first) // max(1, len(self))
 
 
 RecordFile = TFRecordFile | ArrayRecordFile
@@ -153,8 +154,8 @@ def open_files(paths: Iterable[str]) -> list[RecordFile]:
 
 
 @functools.lru_cache(maxsize=OPEN_FILES)
-def _reader(path: str, size: int, changed: int) -> _ArrayRecordReader:
-    """Return a cached ArrayRecord reader; size and time of change are part of the cache key."""
+def _reader(path: str, state: FileState) -> _ArrayRecordReader:
+    """Return a cached ArrayRecord reader; the state of the file is only part of the cache key."""
     reader = require("array_record.python.array_record_module").ArrayRecordReader(path, RANDOM_ACCESS)
     if not reader.ok():  # the constructor does not raise for a damaged file
         raise InputError(f"{path} is damaged or cut off: no ArrayRecord file")
@@ -162,21 +163,21 @@ def _reader(path: str, size: int, changed: int) -> _ArrayRecordReader:
     return opened
 
 
-def _offsets(path: str) -> np.ndarray:
+def _offsets(path: str, state: FileState) -> np.ndarray:
     """Return the offsets of a TFRecord file, from a valid index or by reading all lengths and writing the index."""
-    state = _stat(path)
+    known = (state.size, state.changed)  # a copy has another inode
     index_paths = _index_paths(path)
     for index_path in index_paths:
-        offsets = _load_index(index_path, state)
+        offsets = _load_index(index_path, known)
         if offsets is not None:
             return offsets
     _log_indexing()
-    offsets = _find_records(path, state[0])
+    offsets = _find_records(path, state.size)
     for index_path in index_paths:
         temporary = index_path.with_name(f"{index_path.name}.{uuid.uuid4().hex}")  # renamed for concurrent readers
         try:
             index_path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(struct.pack("<2q", *state) + offsets.tobytes())
+            temporary.write_bytes(struct.pack("<2q", *known) + offsets.tobytes())
             temporary.replace(index_path)
             break
         except OSError:  # the folder is not writable; without an index, the next start reads the lengths again
@@ -241,19 +242,22 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def _read(path: str, start: int, length: int) -> bytes:
+def _read(path: str, state: FileState, start: int, length: int) -> bytes:
     """Read a range of a file. Reading local files does not block other threads."""
     if "://" not in path:
-        return _kept_open(path).read(start, length)
+        return _kept_open(path, state).read(start, length)
     with _open(path) as file:
         file.seek(start)
         return file.read(length)
 
 
 class _LocalFile:
-    """An open file, read by position. It is closed when no thread refers to it any more."""
+    """An open file, read by position. It is closed when no thread refers to it any more.
 
-    def __init__(self, path: str):
+    The state of the file is only part of the key by which it is kept open.
+    """
+
+    def __init__(self, path: str, _: FileState):
         self.descriptor = -1
         with named_errors(path, error=ReadingError):
             self.descriptor = os.open(path, os.O_RDONLY)
@@ -276,15 +280,3 @@ def _open(path: str) -> BinaryIO:
         return remote
     with named_errors(path, error=ReadingError):
         return io.FileIO(path)
-
-
-def _stat(path: str) -> tuple[int, int]:
-    """Return (size in bytes, time of the last change in ns) of a file."""
-    if "://" in path:
-        found = tensorflow().io.gfile.stat(path)
-        return int(found.length), int(found.mtime_nsec)
-    with named_errors(path, error=ReadingError):
-        status = Path(path).stat()
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe could block
-        raise ReadingError(f"cannot read {path}: not a regular file")
-    return status.st_size, status.st_mtime_ns

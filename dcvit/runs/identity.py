@@ -20,7 +20,7 @@ from dcvit.errors import ConfigError, nearest
 from dcvit.runs.files import Folder
 from input_pipeline import InputError, Source
 from input_pipeline.errors import ReadingError
-from input_pipeline.source import blocks_of
+from input_pipeline.source import blocks_of, files_of
 
 Record = dict[str, Any]  # a JSON object
 Facts: TypeAlias = Mapping[str, Any]  # a JSON object that is read only
@@ -44,7 +44,7 @@ class Differences(NamedTuple):
 
 
 def data_identity(source: Source) -> Record:
-    """Identify a data source by its size, class names and blocks, and a hash of examples at regular distances."""
+    """Identify a data source by its size, class names and blocks, and hashes of examples and of its files."""
     digest = hashlib.sha256()
     if (blocks := blocks_of(source)) is not None:
         digest.update(blocks.sizes.tobytes())
@@ -61,7 +61,8 @@ def data_identity(source: Source) -> Record:
             digest.update(key.encode())
             digest.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
     names = source.class_names
-    return {"examples": len(source), "class_names": names and list(names), "sample": digest.hexdigest()}
+    found = {"examples": len(source), "class_names": names and list(names), "sample": digest.hexdigest()}
+    return found if (files := files_of(source)) is None else {**found, "files": files.digests()}
 
 
 def software() -> dict[str, str]:
@@ -124,9 +125,20 @@ def compare(saved: Facts, config: Facts, data: Record | None, accept: Sequence[s
         for key in sorted(key for key in {*before, *config} if not is_free(key)):
             found |= differences(f"config.{key}", before.get(key, defaults.get(key)), config.get(key))
     if "data" in saved and data is not None:
-        found |= differences("data", saved["data"], data)
+        known = {key: value for key, value in data.items() if key in saved["data"]}  # older versions stored fewer
+        found |= differences("data", {**saved["data"], "files": None}, {**known, "files": None})
+        found |= _file_differences(saved["data"].get("files"), known.get("files"))
     refused = {key: values for key, values in found.items() if not _is_accepted(key, accept)}
     return Differences({key: values for key, values in found.items() if key not in refused}, refused)
+
+
+def _file_differences(saved: Mapping[str, str] | None, current: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a description of the files that differ; see `input_pipeline.files.OpenedFiles.digests`."""
+    if saved is None or current is None:
+        return {}
+    different = sorted(name for name in {*saved, *current} if saved.get(name) != current.get(name))
+    others = f" and {len(different) - 1} other(s)" if different[1:] else ""
+    return {"data.files": f"{different[0]}{others} changed"} if different else {}
 
 
 def is_free(key: str) -> bool:

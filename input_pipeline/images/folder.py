@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, ReadingError, nearest
-from input_pipeline.files import expand, files_below, named_errors, read_regular
+from input_pipeline.files import OpenedFiles, check_unchanged, expand, files_below, named_errors, read_regular
 from input_pipeline.source import Example
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -67,11 +67,13 @@ class Source:
             self.files += files
             labels += [self.class_names.index(name)] * len(files)
         self.labels = np.array(labels, np.int32)
+        self.opened = OpenedFiles(self.files, folder)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Example:
+        check_unchanged(self.files[index], self.opened.state(index))
         try:
             return {"image": read_regular(self.files[index], MAX_FILE_BYTES), "label": self.labels[index]}
         except OSError as e:
@@ -83,7 +85,7 @@ class Source:
 
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
-        return sum(Path(file).stat().st_size for file in self.files)
+        return int(self.opened.states[:, 1].sum())
 
 
 def _class_folders(folder: Path) -> list[str]:

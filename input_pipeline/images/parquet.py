@@ -29,7 +29,7 @@ from input_pipeline.errors import (
     has_type,
     nearest,
 )
-from input_pipeline.files import expand, named_errors
+from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
 from input_pipeline.optional import parquet_errors, require
 from input_pipeline.shuffle import Blocks
 from input_pipeline.source import Example
@@ -50,6 +50,7 @@ class RowGroup:
     """
 
     path: str
+    state: FileState
     number: int
     columns: tuple[str, str]
     first_row: int
@@ -93,8 +94,11 @@ class Source:
         require("pyarrow.parquet")  # before any other error
         if window < 1:
             raise InputError(f"window={window} should be 1 or more")
+        paths = _shards(data_dir, split)
+        self.opened = OpenedFiles(paths, Path(paths[0]).parent)
         with ThreadPoolExecutor(16) as threads:
-            files = list(threads.map(lambda path: _open(path, image, label), _shards(data_dir, split)))
+            states = map(self.opened.state, range(len(paths)))
+            files = list(threads.map(lambda path, state: _open(path, state, image, label), paths, states))
         for file in files:
             if (file.types, file.class_names) != (files[0].types, files[0].class_names):
                 raise InputError(
@@ -238,11 +242,9 @@ def _shards(data_dir: str, split: str) -> list[str]:
     return [str(file) for file in chosen]
 
 
-def _open(path: str, image: str, label: str) -> File:
+def _open(path: str, state: FileState, image: str, label: str) -> File:
     """Read the footer of a file and the labels of its first row group."""
     pa, pq = require("pyarrow"), require("pyarrow.parquet")
-    if not Path(path).is_file():  # opening a pipe could block
-        raise InputError(f"{path} is not a regular file")
     with parquet_errors(path), pq.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
         for name in (image, label):
@@ -263,7 +265,7 @@ def _open(path: str, image: str, label: str) -> File:
         raise InputError(f"{path} is damaged: its footer has no sizes of row groups")
     starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
     groups = [
-        RowGroup(path, number, columns, start, part.num_rows, part.total_byte_size)
+        RowGroup(path, state, number, columns, start, part.num_rows, part.total_byte_size)
         for number, (part, start) in enumerate(zip(parts, starts, strict=False))
         if part.num_rows
     ]
@@ -285,6 +287,7 @@ def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tupl
 
 def _read(group: RowGroup) -> Columns:
     """Return the images and labels of a row group."""
+    check_unchanged(group.path, group.state)
     pq = require("pyarrow.parquet")
     options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
     what = f"row group {group.number}"
@@ -293,7 +296,5 @@ def _read(group: RowGroup) -> Columns:
         images = table.column(1 - table.column_names.index(group.columns[1]))
         if images.type.num_fields:  # a struct with one field
             (images,) = images.flatten()
-    if table.num_rows != group.rows:
-        raise InputError(f"{what} changed after the file was opened")
     views = [memoryview(image.as_buffer()) if image.is_valid else None for image in images]
     return views, table.column(group.columns[1]).to_pylist()

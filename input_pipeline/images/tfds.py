@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from input_pipeline.errors import InputError, MissingDataError, first_line
-from input_pipeline.files import expand
+from input_pipeline.files import OpenedFiles, expand
 from input_pipeline.optional import require
 from input_pipeline.source import Example
 from input_pipeline.tfrecord import Records, Shard, open_files
@@ -64,6 +64,7 @@ class Source:
             (tuple(label.names) for label in labels if getattr(label, "names", None)), None
         )
         self.records = Records(_open_shards(chosen.file_instructions) if chosen.num_examples > 0 else [])
+        self.opened = OpenedFiles([shard.file.path for shard in self.records.shards], folder)
         self.decoders = {
             key: tfds.decode.SkipDecoding()
             for key, feature in self.features.items()

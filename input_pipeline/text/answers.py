@@ -14,6 +14,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError
+from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import LINE_SUFFIXES, find_files, read_documents
@@ -81,6 +82,7 @@ class Source:
         self.end_of_text: int | None = opened.end_of_text
         files = find_files(path, LINE_SUFFIXES)
         check_size(files, path)
+        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
         available, size = memory.available(), 0
         self.rows: list[Row] = []
         names: dict[str, int] = {}

@@ -8,6 +8,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, check_split
+from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import (
@@ -68,6 +69,7 @@ class Source:
         self.end_of_text: int | None = end_token(opened)
         files = find_files(path)
         check_size(files, path)
+        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
         dtype, stream = token_dtype(opened), bytearray()
         documents = (
             document

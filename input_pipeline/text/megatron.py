@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError
-from input_pipeline.files import named_errors
+from input_pipeline.files import OpenedFiles, check_unchanged, named_errors
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.megatron_format import Description, find_prefix, read_description, read_index
@@ -54,6 +54,7 @@ class Source:
         """
         self.context, prefix = packing.check_context(context), find_prefix(path)
         self.path = f"{prefix}.bin"
+        self.opened = OpenedFiles([self.path, f"{prefix}.idx"], Path(prefix).parent)
         index, description = read_index(prefix), read_description(prefix)
         _check_description(prefix, description, index.sequences, vocab_size)
         made_by = description.get("tokenizer")
@@ -83,6 +84,7 @@ class Source:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Example:
+        check_unchanged(self.path, self.opened.state(0))
         return packing.row_at(self.tokens, self.rows[index], self.context, self.vocab_size)
 
     def describe(self, index: int) -> str:

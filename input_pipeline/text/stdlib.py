@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from input_pipeline.errors import InputError, check_split
+from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import in_validation
@@ -56,6 +57,7 @@ class Source:
                 self.ends.append(len(text))
         if not self.files:
             raise InputError(f"{root} has no .py files of Python's standard library")
+        self.opened = OpenedFiles([f"{root}/{name}" for name in self.files], root)
         self.tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
         self.tokens[np.array(self.ends) - 1] = BYTE_END_OF_TEXT
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError
+from input_pipeline.files import OpenedFiles
 from input_pipeline.source import Example
 from input_pipeline.text import packing
 from input_pipeline.text.documents import LINE_SUFFIXES, Document, encode_documents, find_files, read_documents
@@ -52,6 +53,7 @@ class Source:
         self.end_of_text: int | None = end
         files = find_files(path, LINE_SUFFIXES)
         check_size(files, path)
+        self.opened = OpenedFiles([str(file) for file in files.paths], files.root)
         available = memory.available()
         dtype, stream = token_dtype(opened), bytearray()
         self.locations: list[str] = []

@@ -3,6 +3,7 @@
 import numpy as np
 
 from input_pipeline.errors import InputError
+from input_pipeline.files import OpenedFiles
 from input_pipeline.optional import require, tensorflow
 from input_pipeline.source import Example
 from input_pipeline.text import packing
@@ -40,7 +41,9 @@ class Source:
         """
         self.context = packing.check_context(context)
         self.vocab_size, self.end_of_text, self.token_bytes = vocabulary(tokenizer, vocab_size, end_of_text)
-        files = open_files(map(str, find_files(path, contains="tfrecord").paths))
+        found = find_files(path, contains="tfrecord")
+        files = open_files(map(str, found.paths))
+        self.opened = OpenedFiles([file.path for file in files], found.root)
         self.records = Records([Shard(file, 0, len(file)) for file in files])
         if len(self):
             try:
