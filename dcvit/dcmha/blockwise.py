@@ -3,8 +3,8 @@
 A block is a run of neighboring queries and all keys that they may attend to. A block contains complete rows of the
 softmax, so that one pass is enough although the post-compose mixes heads after the normalization. The keys of a block
 end at the diagonal in a causal layer and are those of the window in a local layer, so that time and memory of a local
-layer are linear in T. The forward pass saves its inputs and the log-sum-exp of each row; the backward pass computes the
-scores of a block again.
+layer are linear in T. The forward pass saves its inputs only; the backward pass computes the softmax of a block again.
+From a saved log-sum-exp, which rounds large scores, rows of weights would not sum to one.
 
 With segment ids, the keys of a block are instead those from the first to the last key that may have an id of its
 queries. Their number depends on the data, so that there is a loop for each of a few numbers (`document_sizes`).
@@ -184,29 +184,23 @@ def _end(parts: list[Run]) -> int:
     return sum(part.blocks * part.rows for part in parts)
 
 
-def _forward(options: Options, x: Inputs, *, plain: bool = False) -> tuple[Float[Array, "H T D"], Float[Array, "H T"]]:
-    """Return the output of one example and the log-sum-exp of each row; `plain` is that of `_fold_blocks`."""
-    total = jnp.zeros_like(x.q), jnp.zeros(x.q.shape[:2], statistics_dtype(x.q.dtype))
+def _forward(options: Options, x: Inputs, *, plain: bool = False) -> Float[Array, "H T D"]:
+    """Return the output of one example; `plain` is that of `_fold_blocks`."""
 
-    def write_block(block: Block, total: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, log_sum = (
-            jax.lax.dynamic_update_slice_in_dim(*pair, block.start["q"], 1)
-            for pair in zip(total, _forward_block(block, options), strict=True)
-        )
-        return out, log_sum
+    def write_block(block: Block, total: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(total, _forward_block(block, options), block.start["q"], 1)
 
-    return _fold_blocks(options, x, total, write_block, plain=plain)
+    return _fold_blocks(options, x, jnp.zeros_like(x.q), write_block, plain=plain)
 
 
-def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: Float[Array, "H T D"]) -> Inputs:
+def _backward(options: Options, x: Inputs, d_out: Float[Array, "H T D"]) -> Inputs:
     """Return the gradients of the inputs of one example."""
-    wide = log_sum.dtype
+    wide = statistics_dtype(x.q.dtype)
     total = _map_axes(lambda axis, a: jnp.zeros(a.shape, wide if axis.side == "k" else a.dtype), x)
 
     def add_block(block: Block, total: Inputs) -> Inputs:
         rows = block.inputs.q.shape[1]
-        log_sums, d_outs = (jax.lax.dynamic_slice_in_dim(a, block.start["q"], rows, 1) for a in (log_sum, d_out))
-        part = _backward_block(block, log_sums, d_outs, options)
+        part = _backward_block(block, jax.lax.dynamic_slice_in_dim(d_out, block.start["q"], rows, 1), options)
 
         def add(axis: Axis, old: Array, new: Array) -> Array:
             side, dim = axis
@@ -223,35 +217,35 @@ def _backward(options: Options, x: Inputs, log_sum: Float[Array, "H T"], d_out: 
 
 
 def _attend_plainly(options: Options, x: Inputs) -> Float[Array, "B H T D"]:
-    out: Array = jax.lax.map(lambda each: _forward(options, each, plain=True)[0], x)
+    out: Array = jax.lax.map(lambda each: _forward(options, each, plain=True), x)
     return out
 
 
 _attend = differentiable(
-    forward=lambda options, x: map_examples(_forward, options, x, at_once=_at_once(x)),
-    backward=lambda options, x, results, d_out: map_examples(
-        _backward, options, x, results[1], d_out, at_once=_at_once(x)
-    )._replace(segments=x.segments),  # which have no gradient
+    forward=lambda options, x: (map_examples(_forward, options, x, at_once=_at_once(x)), None),
+    backward=lambda options, x, _, d_out: map_examples(_backward, options, x, d_out, at_once=_at_once(x))._replace(
+        segments=x.segments
+    ),  # which have no gradient
     forward_mode=_attend_plainly,
 )
 
 
-def _forward_block(block: Block, options: Options) -> tuple[Array, Array]:
-    """Compute Eqn 4 on one block; return the outputs (H t D) and the log-sum-exp of the rows (H t)."""
+def _forward_block(block: Block, options: Options) -> Float[Array, "H t D"]:
+    """Compute Eqn 4 on one block."""
     x, groups = block.inputs, options.groups
     scores = _matmul("htd,hsd->hts", x.q, x.k)
     scores = tile.compose_planes(scores, tile.hidden(scores, x.pre, groups=groups), x.pre, block.mask, groups=groups)
-    weights, log_sum = tile.softmax(scores)
+    weights = tile.softmax(scores)
     weights = tile.compose_planes(weights, tile.hidden(weights, x.post, groups=groups), x.post, None, groups=groups)
-    return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype), log_sum
+    return _matmul("hts,hsd->htd", weights.astype(x.v.dtype), x.v).astype(x.q.dtype)
 
 
-def _backward_block(block: Block, log_sum: Array, d_out: Array, options: Options) -> Inputs:
+def _backward_block(block: Block, d_out: Array, options: Options) -> Inputs:
     """Return the gradients of one block's inputs; gradients of arrays with a key axis are sums over its queries."""
     x, groups = block.inputs, options.groups
     scores = _matmul("htd,hsd->hts", x.q, x.k)
     pre = tile.hidden(scores, x.pre, groups=groups)
-    weights = tile.softmax_from_log_sum(scores, pre, x.pre, block.mask, log_sum, groups=groups)
+    weights = tile.softmax(tile.compose_planes(scores, pre, x.pre, block.mask, groups=groups))
 
     d_final = _matmul("htd,hsd->hts", d_out, x.v)
     back = tile.transposed(x.post)

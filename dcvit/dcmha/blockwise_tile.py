@@ -107,27 +107,19 @@ def compose_planes(
 
 
 @no_inline
-def softmax(scores: Float[Array, "H t s"]) -> tuple[Float[Array, "H t s"], Float[Array, "H t"]]:
-    """Return the softmax and the log-sum-exp of each row; the softmax of a fully masked row is zero."""
+def softmax(scores: Float[Array, "H t s"]) -> Float[Array, "H t s"]:
+    """Return the softmax of each row; that of a fully masked row is zero."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1))  # it cancels
     top = jnp.where(top == -jnp.inf, 0, top)
     powers = _exponentials(scores, top)
     sums = _over_keys(powers)
     sums = jnp.where(sums == 0, 1, sums)
-    return powers * (1 / sums)[..., None], top + jnp.log(sums)
+    return powers * (1 / sums)[..., None]
 
 
 @no_inline
 def _exponentials(scores: Float[Array, "H t s"], top: Float[Array, "H t"]) -> Float[Array, "H t s"]:
     return jnp.exp(scores - top[..., None])
-
-
-@no_inline
-def softmax_from_log_sum(
-    a: Float[Array, "H t s"], planes: Hidden, w: ComposeWeights | None, mask: Array | None, log_sum: Array, groups: int
-) -> Float[Array, "H t s"]:
-    """Compute the softmax of `compose_planes` from the known log-sum-exp of its rows, in a single loop."""
-    return jnp.exp(_apply_mask(_compose(a, planes, w, groups), mask) - log_sum[..., None])
 
 
 def softmax_gradient(

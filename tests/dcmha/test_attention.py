@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import random_segments, to_jax
+from attention_cases import on_arrays, random_segments, to_jax
 from jax.test_util import check_grads
 
-from dcvit.dcmha import ComposeWeights, attention
+from dcvit.dcmha import ComposeWeights, attention, dispatch
 
 IMPLEMENTATIONS = ("reference", "blockwise", "elementwise")  # these also support float64
 
@@ -288,6 +288,39 @@ def test_nan_reaches_the_queries_that_attend_with_it_and_no_others(name, compose
     reached = [at] if name == "q" else range(at, at + window)
     np.testing.assert_array_equal(np.flatnonzero(found.any((0, 2, 3))), reached)
     assert found[:, np.asarray(reached)].all()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "relative_error"),
+    [
+        pytest.param("blockwise", 3e-6),
+        pytest.param("reference", 3e-6, marks=pytest.mark.exhaustive),
+        pytest.param("elementwise", 3e-6, marks=pytest.mark.exhaustive),
+        pytest.param("pallas_tpu", 4e-7 * 1e5, marks=pytest.mark.weekly),
+        pytest.param("pallas_gpu", 4e-7 * 1e5, marks=pytest.mark.weekly),
+    ],
+)
+def test_gradients_are_right_where_all_scores_of_a_row_are_large(implementation, relative_error):
+    """Composed scores are multiples of 1/8 near 5e4 and 1e5, which float32 holds; those of a row are close."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.integers(-3, 4, size=(1, 16, 2, 16)) / size for size in (1, 8))
+    q[..., 0], k[..., 0] = 50_048, 1
+    v, cotangent = rng.normal(size=(2, *q.shape))
+    pre = dict.fromkeys(ComposeWeights._fields) | {"qg": rng.integers(0, 2, size=q.shape[:3]).astype(float)}
+    each_key = np.broadcast_to(np.eye(16)[None, :, None], q.shape)
+    w = oracle.attention(q, k, each_key, pre, None, causal=True, scale=1.0)
+    d_w = np.einsum("bthd,bshd->bths", cotangent, v)
+    d_scores = w * (d_w - (w * d_w).sum(-1, keepdims=True)) * (1 + pre["qg"])[..., None]
+
+    def attend(q, k, v, pre):
+        return on_arrays(dispatch.IMPLEMENTATIONS[implementation])(q, k, v, pre, causal=True)
+
+    args = *(jnp.float32(x) for x in (q, k, v)), to_jax(pre, jnp.float32)
+    dq, _, dv, _ = jax.jit(lambda args: jax.vjp(attend, *args)[1](jnp.float32(cotangent)))(args)
+    for found, right in (
+        (dq, np.einsum("bths,bshd->bthd", d_scores, k)), (dv, np.einsum("bths,bthd->bshd", w, cotangent)),
+    ):  # fmt: skip
+        np.testing.assert_allclose(found, right, atol=relative_error * np.abs(right).max())
 
 
 def test_a_traced_scale_raises():
