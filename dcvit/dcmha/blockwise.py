@@ -90,7 +90,8 @@ class Block(NamedTuple):
 def attention(inputs: Inputs, options: Options) -> Float[Array, "B T H D"]:
     """Compute attention as `dcvit.dcmha.attention`, which checks the arguments.
 
-    Scores and weights are float32, or float64 for float64 inputs. The scale multiplies q, in q's dtype.
+    Scores and weights are float32, or float64 for float64 inputs. The product of q and the scale is
+    rounded to q's dtype.
     """
     out: Array = _arrange_and_attend(_attend, options, inputs)
     return out
@@ -112,7 +113,7 @@ def _arrange_and_attend(attend: Callable[[Options, Inputs], Array], options: Opt
     if segments is not None:
         rows = round_up(rows, not_none(group))
         segments = segments._replace(queries=pad_ids(segments.queries, rows))
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(options.scale, q.dtype), k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in ((q.astype(wide) * options.scale).astype(q.dtype), k, v))
     pre, post = (tile.arrange(w, len(q), wide) for w in (pre, post))
     arranged = Inputs(q, k, v, pre, post, None, segments)
     if rows > queries:
