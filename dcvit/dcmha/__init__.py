@@ -60,8 +60,9 @@ def attention(
       mask: True where a query attends to a key; the same for all heads, because a compose mixes the heads. It is
         combined with `causal` and `window`. The output of a query whose keys are all masked is zero.
       segments: int32 ids of the tokens of packed rows (B T), or the pair of those of queries (B T) and keys (B S).
-        A query attends only to keys with its own id, in addition to the other conditions. No array of size T×S is
-        needed, and blocks of keys without a common id are skipped ("blockwise", "pallas_tpu"), best if ids ascend.
+        A query attends only to keys with its own id, in addition to the other conditions. The id -2**31 is reserved. No
+        array of size T×S is needed, and blocks of keys without a common id are skipped ("blockwise", "pallas_tpu"),
+        best if ids ascend.
       groups: number of equal groups of heads; each group is composed separately (Section 3.2).
       scale: factor of q·k, known at trace time; 1/sqrt(D) by default.
       dropout: dropout of the composed weights; only "reference" has it.

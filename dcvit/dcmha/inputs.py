@@ -20,7 +20,7 @@ from dcvit.dcmha.compose import (
     projection_init,
     static_init,
 )
-from dcvit.dcmha.segments import Segments
+from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Bool, Float
 
 
@@ -110,12 +110,14 @@ def check_arrays(inputs: Inputs) -> None:
 
 
 def check_segments(segments: Segments, *shapes: tuple[int, int]) -> None:
-    """Raise ValueError if the ids of queries and keys are not int32 of these shapes."""
+    """Raise ValueError if the ids of queries and keys are not int32 of these shapes, or known to be `NO_ID`."""
     for name, ids, shape in zip(Segments._fields, segments, shapes, strict=True):
         if ids.dtype != jnp.int32:
             raise ValueError(f"segments of {name} have dtype {ids.dtype}, expected int32")
         if ids.shape != shape:
             raise ValueError(f"segments of {name} have shape {ids.shape}, expected {shape}")
+        if not isinstance(ids, jax.core.Tracer) and jnp.any(ids == NO_ID):
+            raise ValueError(f"segments of {name} have the id {NO_ID}, which is reserved: expected a larger one")
 
 
 def checked_scale(scale: object, head_dim: int) -> float:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dcvit.dcmha.shapes import Array, Bool, Int, Shaped
 
+NO_ID = -(2**31)  # the id of keys that no query attends to, where tokens are split over devices
 
 class Segments(NamedTuple):
     """Ids of queries and keys."""

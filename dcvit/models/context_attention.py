@@ -23,11 +23,10 @@ from jax.sharding import AbstractMesh
 
 from dcvit.dcmha.derivatives import RESULTS
 from dcvit.dcmha.inputs import Inputs, Options
-from dcvit.dcmha.segments import Segments
+from dcvit.dcmha.segments import NO_ID, Segments
 from dcvit.dcmha.shapes import Array, Float, not_none
 from dcvit.parallel.mesh import axis_size
 
-NO_ID = -(2**31)  # the segment id of keys that no query attends to
 BY_QUERY = ("q", "q1", "q2", "qg", "queries")  # the fields of `Inputs` with a query axis, which is axis 1
 BY_KEY = ("k", "v", "k1", "k2", "kg", "keys")
 Attend = Callable[[Inputs, Options], Array]
@@ -59,6 +58,9 @@ def attention(attend: Attend, inputs: Inputs, options: Options, axis: tuple[str,
     if inputs.segments is None:
         ids = jnp.zeros(inputs.q.shape[:2], jnp.int32)
         inputs = inputs._replace(segments=Segments(ids, ids))
+    else:  # no token has NO_ID, also where the ids are not known when the program is traced
+        ids, ids_k = (jnp.maximum(ids, NO_ID + 1) for ids in inputs.segments)
+        inputs = inputs._replace(segments=Segments(ids, ids_k))
     compute = _in_window if options.window is not None and options.window <= inputs.q.shape[1] else _balanced
     policy = jax.checkpoint_policies.save_only_these_names(RESULTS)  # do not keep the keys of other devices
     out: Array = jax.checkpoint(lambda inputs: compute(attend, inputs, options, axis), policy=policy)(inputs)

@@ -234,6 +234,7 @@ def test_plain_attention_equals_jax_nn_dot_product_attention():
         ({"segments": jnp.zeros((2, 5))}, "segments of queries have dtype float32, expected int32"),
         ({"segments": jnp.zeros((2, 4), int)}, r"segments of queries have shape \(2, 4\), expected \(2, 5\)"),
         ({"segments": (jnp.zeros((2, 5), int), jnp.zeros((1, 5), int))}, r"segments of keys have shape \(1, 5\)"),
+        ({"segments": jnp.zeros((2, 5), int).at[1, 2].set(-(2**31))}, "queries have the id -2147483648, which is rese"),
         ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of reference, elementwise, folded"),
         ({"k": (2, 0, 4, 8), "v": (2, 0, 4, 8)}, "expected at least one head, key and dimension"),
         ({"scale": "small"}, "scale must be a number that is known at trace time, found 'small'"),

@@ -52,6 +52,18 @@ def test_split_tokens_have_the_output_and_gradients_of_one_device(name, mesh):
     assert worst(errors) < 1e-5, errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 3}])
+def test_no_segment_id_makes_later_tokens_visible(options):
+    """The ids are arguments of the compiled function, so that they are not known when it is traced."""
+    args, _ = random_case(32, heads=1, head_dim=4, branches=None)
+    args, ids = args[:3], jnp.full((1, 32), -(2**31), jnp.int32)
+    with on_mesh((1, 1, 8, 1)):
+        attend = on_arrays(sharded_attention.attention)
+        found = jax.jit(lambda args, ids: attend(*args, segments=ids, **options))(args, ids)
+    np.testing.assert_allclose(found, on_arrays(reference.attention)(*args, **options), atol=1e-5)
+
+
 def test_every_device_attends_to_the_same_number_of_keys():
     """The tokens are in their order, so that a device without balance would have up to twice the mean."""
     counts, tokens = {}, 64
