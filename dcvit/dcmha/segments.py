@@ -14,6 +14,7 @@ from dcvit.dcmha.shapes import Array, Bool, Int, Shaped
 
 NO_ID = -(2**31)  # the id of keys that no query attends to, where tokens are split over devices
 
+
 class Segments(NamedTuple):
     """Ids of queries and keys."""
 

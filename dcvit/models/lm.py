@@ -107,8 +107,8 @@ class LM(TransformerFields):
           train: unused, because the models have no dropout.
           cache: returned by `init_cache`, for decoding. Several tokens may fill an empty cache; after that, give one
             token at a time. The extended cache is `out["cache"]`. The number of tokens in a cache is not known while a
-            program is traced: the logits of several tokens after others, and of more tokens than the cache is for, are
-            NaN.
+            program is traced: the logits of several tokens after others, of more tokens than the cache is for, and of
+            tokens beyond the learned positions are NaN.
           count: with `cache`, number of real tokens of each example; the rest at its end is padding.
 
         Raises:
@@ -136,6 +136,8 @@ class LM(TransformerFields):
         if cache is not None and update:
             fits = update.start + update.added <= _capacity(self, cache["layers"])
             fits &= (update.start == 0) | (tokens.shape[1] == 1)
+            if self.position == "learned":
+                fits &= jnp.all(context.positions < self.context, axis=1)
             out["logits"] = jnp.where(fits[:, None, None], out["logits"], jnp.nan)
         return out["logits"], out
 

@@ -133,6 +133,20 @@ def test_tokens_that_a_cache_has_no_place_for_have_no_logits():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("end_of_text", [None, 0])
+def test_tokens_beyond_the_learned_positions_have_no_logits(end_of_text):
+    """The cache of a model of local layers has place for any number of tokens; positions restart at a document."""
+    net, params = random_model(**GPT3 | LOCAL | {"context": 3, "end_of_text": end_of_text})
+    step, cache = jax.jit(lambda *args: net.apply({"params": params}, args[0], cache=args[1])), lm.init_cache(net, 1, 3)
+    found = []
+    for token in (1, 2, 0, 3, 4, 5):
+        logits, out = step(jnp.full((1, 1), token), cache)
+        cache = out["cache"]
+        found.append(bool(jnp.isfinite(logits).all()))
+    assert found == ([True] * 3 + [False] * 3 if end_of_text is None else [True] * 5 + [False])
+
+
+@pytest.mark.slow
 def test_every_cached_compose_weight_changes_the_logits():
     _, params, step = compiled(DEEPEST)
     cache = decoded_by_default(DEEPEST)[2]
