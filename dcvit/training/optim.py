@@ -275,3 +275,15 @@ def make(params: PyTree, total_steps: int, options: Options) -> tuple[optax.Grad
         optax.scale(-1.0),
         freeze,
     ), factor
+
+
+def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
+    """Return the state of an optimizer of `make` with its schedule at a training step; skipped steps count, too."""
+
+    def is_schedule(node: object) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def placed(node: PyTree) -> PyTree:
+        return node._replace(count=step) if is_schedule(node) else node
+
+    return jax.tree.map(placed, opt_state, is_leaf=is_schedule)

@@ -20,6 +20,7 @@ from dcvit.errors import ConfigError
 from dcvit.models.lora import Adaptation
 from dcvit.models.upcycling import identity_compositions
 from dcvit.parallel.sharding import replicated, shardings
+from dcvit.training.optim import at_step
 from dcvit.training.setup import Params, Setup
 from dcvit.training.tasks import Batch
 
@@ -106,7 +107,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
 
     The metrics are `loss`; `lr`; `grad_norm`, over all parameters and before clipping; `nonfinite`, the number of
     skipped steps; and `skipped`, if damaged examples may be skipped. A step with a non-finite loss or gradient
-    changes no parameter, average or optimizer state.
+    changes no parameter, average or optimizer state. The learning rate follows `state.step`, which counts it.
 
     Args:
       setup: the run.
@@ -132,7 +133,7 @@ def make_update(setup: Setup, places: Any = None) -> Update:
         prepared = setup.task.prepare(batch, prepare_key)
         loss_and_grad = functools.partial(value_and_grad, state.base)
         loss, grads = accumulate(loss_and_grad, state.params, prepared, dropout_key, plan.grad_accum)
-        updates, opt_state = plan.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = plan.optimizer.update(grads, at_step(state.opt_state, state.step), state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if plan.ema_decay:

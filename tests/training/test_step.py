@@ -146,6 +146,24 @@ def test_non_finite_step_changes_nothing_but_the_counts():
 
 
 @pytest.mark.slow
+def test_applied_learning_rate_is_the_logged_one_also_after_skipped_steps():
+    """Gradient descent changes a parameter by rate · gradient, so the lengths of both give the applied rate."""
+    decay = {"schedule": {"decay_type": "linear", "warmup_steps": 1}, "total_steps": 6, "model.depth": 0}
+    state, batch, update = make_step(small_setup(**DESCENT | decay, wd=0.0))
+    applied, logged = [], []
+    for number in range(6):
+        bad = batch | {"labels": batch["labels"] * np.nan}
+        after, metrics = update(state, bad if number in (1, 3) else batch)
+        moved = optax.tree.norm(jax.tree.map(jnp.subtract, after.params, state.params))
+        applied.append(float(moved / metrics["grad_norm"]))
+        logged.append(float(metrics["lr"]))
+        state = after
+    assert logged == pytest.approx([0, 0.1, 0.08, 0.06, 0.04, 0.02])
+    finite = [0, 2, 4, 5]
+    assert [applied[i] for i in finite] == pytest.approx([logged[i] for i in finite], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_non_finite_arrays_are_found_on_every_device():
     mesh = jax.make_mesh((8,), ("x",))
     tree = {name: np.zeros((16, 2), np.float32) for name in "abc"} | {"n": np.int32(3)}
