@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +21,10 @@ from input_pipeline.errors import (
 
 __all__ = [
     "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex", "check_values",
-    "escaped", "first_line", "first_line_with_type", "has_type", "nearest", "type_name", "unknown_key",
+    "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name", "unknown_key",
 ]  # fmt: skip
 
+REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.
 SYNONYMS = {
@@ -49,8 +52,31 @@ def check_regex(pattern: Any, what: str) -> None:
     """Raise ConfigError if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
-    except (re.error, TypeError) as e:
-        raise ConfigError(f"{what}: {pattern!r} is not a regular expression: {e}") from None
+        re.fullmatch(pattern, "")  # raises TypeError for bytes
+    except (re.error, TypeError, OverflowError, RecursionError) as e:
+        raise ConfigError(f"{what}: {pattern!r:.100} is not a regular expression: {e}") from None
+
+
+def matches(pattern: str, names: Iterable[str], what: str) -> set[str]:
+    """Return the names that a regular expression of a user matches as a whole.
+
+    Raises:
+      ConfigError: it is not a regular expression, or takes too long. Only the main thread can be stopped.
+    """
+    check_regex(pattern, what)
+    if threading.current_thread() is not threading.main_thread():
+        return {name for name in names if re.fullmatch(pattern, name)}
+
+    def stop(*_: object) -> None:
+        raise ConfigError(f"{what}: {pattern!r:.100} takes too long to match; expected no repetition inside another")
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, REGEX_SECONDS)
+    try:
+        return {name for name in names if re.fullmatch(pattern, name)}  # a match calls the handlers of signals
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def unknown_key(name: str, key: str, known: Iterable[str]) -> str:

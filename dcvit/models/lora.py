@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dcvit.dcmha.shapes import Array
+from dcvit.errors import matches
 from dcvit.models import Params
 from dcvit.models.trees import matrix_axes, nested
 
@@ -52,10 +52,12 @@ class Adaptation:
         """
         found: dict[str, Array] = {}
         adapted = 0
-        for number, (name, leaf) in enumerate(_flat(params).items()):
-            if self.is_whole(name):
+        flat = _flat(params)
+        whole, targets = self.whole_names(flat), matches(self.targets, flat, "targets")
+        for number, (name, leaf) in enumerate(flat.items()):
+            if name in whole:
                 found[name] = leaf
-            elif re.fullmatch(self.targets, name):
+            elif name in targets:
                 lead, inputs, outputs = self._sides(name, leaf.shape)
                 low = jax.random.uniform(jax.random.fold_in(key, number), (*lead, inputs, self.rank), minval=-1)
                 found[f"{name}/{A}"] = low / math.sqrt(inputs)
@@ -65,9 +67,9 @@ class Adaptation:
             raise ValueError(f"targets={self.targets!r} matches no parameter")
         return nested(found)
 
-    def is_whole(self, name: str) -> bool:
-        """Return True for the name of a parameter that is trained as a whole."""
-        return any(re.fullmatch(pattern, name) for pattern in self.whole)
+    def whole_names(self, names: Collection[str]) -> set[str]:
+        """Return the names of the parameters that are trained as a whole, among those given."""
+        return {name for pattern in self.whole for name in matches(pattern, names, "dont_load")}
 
     def merged(self, base: Params, trained: Params) -> Params:
         """Return all parameters of the adapted model."""

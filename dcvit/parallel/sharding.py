@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from dcvit.errors import ConfigError, check_regex, nearest
+from dcvit.errors import ConfigError, check_regex, matches, nearest
 from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "fsdp+tensor")
@@ -207,13 +207,18 @@ def shardings(tree: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree[NamedShard
       ConfigError: the axes of a spec do not divide a dimension.
     """
 
+    def named(path: tuple[object, ...]) -> str:
+        return jax.tree_util.keystr(path, simple=True, separator="/")
+
+    names = [named(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    rules = dict[str, Rule]()
+    for pattern, rule in () if isinstance(strategy, str) else strategy:
+        rules = dict.fromkeys(matches(f"(.*/)?({pattern})", names, "config.sharding_strategy"), rule) | rules
+    default = strategy if isinstance(strategy, str) else "ddp"
+
     def sharding(path: tuple[object, ...], leaf: HasShape) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if isinstance(strategy, str):
-            rule: Rule = strategy
-        else:
-            rule = next((rule for pattern, rule in strategy if re.fullmatch(f"(.*/)?({pattern})", name)), "ddp")
-        return NamedSharding(mesh, P(*_spec(name, leaf.shape, rule, mesh)))
+        name = named(path)
+        return NamedSharding(mesh, P(*_spec(name, leaf.shape, rules.get(name, default), mesh)))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 

@@ -73,6 +73,8 @@ def make_loader(config: ConfigDict, model: nn.Module, shapes: Params) -> Callabl
     load_params = importlib.import_module(f"dcvit.models.{config.model_name}").load
     options, fields = config.model_load.to_dict(), config.model.to_dict()
     check_call(load_params, options, "config.model_load", args=(shapes, config.model_init, {}))
+    for pattern in options.get("dont_load", ()):
+        check_regex(pattern, "config.model_load.dont_load")
 
     def load_initial(shapes: Params) -> Params:
         start = expand(pretrained.resolve(config.model_init))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +19,7 @@ import optax
 import optax.contrib
 from optax.contrib import MuonDimensionNumbers
 
+from dcvit.errors import matches
 from dcvit.models.trees import matrix_axes
 
 PyTree: TypeAlias = Any  # of parameters, their shapes or their updates
@@ -94,14 +94,13 @@ def first_match(params: PyTree, rules: Rules, default: float | None, what: str) 
       ValueError: a rule matches no parameter, so it is most likely misspelled.
     """
     names = names_of(params)
-    for pattern, _ in rules:
-        if not any(re.fullmatch(pattern, name) for name in jax.tree.leaves(names)):
+    values = dict[str, float | None]()
+    for pattern, value in rules:
+        found = matches(pattern, jax.tree.leaves(names), what)
+        if not found:
             raise ValueError(f"{what}: {pattern!r} matches no parameter")
-
-    def value(name: str) -> float | None:
-        return next((v for pattern, v in rules if re.fullmatch(pattern, name)), default)
-
-    return jax.tree.map(value, names)
+        values = dict.fromkeys(found, value) | values
+    return jax.tree.map(lambda name: values.get(name, default), names)
 
 
 def scale_by_adafactor(

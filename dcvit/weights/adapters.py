@@ -66,9 +66,11 @@ def checksums(base: Tensors, model: Shapes, found: Adaptation, what: str) -> dic
     Raises:
       CheckpointError: the parameters of the base are not those of the model, as they are not if they are resized.
     """
-    layers = {name: tensor for name, tensor in single_layers(base).items() if not found.is_whole(name)}
+    layers = single_layers(base)
     wanted = single_layers({name: Tensor(shape, lambda: np.zeros(0)) for name, shape in model.items()})
-    expected = {name: tensor.shape for name, tensor in wanted.items() if not found.is_whole(name)}
+    whole = found.whole_names(layers | wanted)
+    layers = {name: tensor for name, tensor in layers.items() if name not in whole}
+    expected = {name: tensor.shape for name, tensor in wanted.items() if name not in whole}
     check_tree({name: tensor.shape for name, tensor in layers.items()}, expected, what)
     return {name: _crc(tensor.read()) for name, tensor in layers.items()}
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from dcvit.errors import CheckpointError, check_regex
+from dcvit.errors import CheckpointError, matches
 from dcvit.models.trees import Shapes, Tensor, Tensors, check_tree, shapes_of
 
 STACKED = re.compile(r"Transformer/(?:encoderblock|group/layer_(?P<place>\d+))/(?P<rest>.+)")
@@ -122,22 +122,16 @@ def place_params(
         is damaged or not finite.
       ConfigError: a pattern of `dont_load` is not a regular expression.
     """
-    for pattern in dont_load:
-        check_regex(pattern, "dont_load")
     leaves = flax.traverse_util.flatten_dict(dict(like), sep="/")
     model = shapes_of(leaves)
-
-    def is_loaded(path: str) -> bool:
-        return not any(re.fullmatch(pattern, path) for pattern in dont_load)
-
-    found, wanted = (
-        {path: shape for path, shape in side.items() if is_loaded(path)} for side in (in_layout(tensors, model), model)
-    )
+    there = in_layout(tensors, model)
+    kept = {path for pattern in dont_load for path in matches(pattern, there | model, "dont_load")}
+    found, wanted = ({path: shape for path, shape in side.items() if path not in kept} for side in (there, model))
     check_tree(found, wanted, file)
-    placed = {path: leaf for path, leaf in leaves.items() if not is_loaded(path)}
+    placed = {path: leaf for path, leaf in leaves.items() if path in kept}
     parts: dict[str, list[tuple[Part, Part]]] = {}  # of each tensor, to read it once
     for source, target in _pairs(tensors, model):
-        if is_loaded(target.path):
+        if target.path not in kept:
             parts.setdefault(source.path, []).append((source, target))
     for path, pairs in parts.items():
         value = _read(tensors[path], leaves[pairs[0][1].path].dtype, f"{file}: {path}")

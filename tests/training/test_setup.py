@@ -75,6 +75,7 @@ BAD = {
     "optimizer that needs more": ({"optax_name": "scale_by_polyak", "optax": {}}, "error: config"),
     "dictionary": ({"model": "{'a.b':2}"}, "error: "),
     "multiplier": ({"lr_mults": "[('.*',None)]"}, "should be pairs (regex, finite multiplier"),
+    "nested regex": ({"frozen": ["(" * 3000 + ")" * 3000]}, "is not a regular expression: maximum recursion depth"),
     "load pattern": ({"model_init": "absent", "model_load.dont_load": "head/.*"}, "should be of type Sequence[str]"),
     "crop": ({"input.pp": "random_crop(-1)|value_range|onehot(10)"}, "random_crop: a size of -1 pixels"),
     "no checkpoint": ({"model_init": "absent"}, "no checkpoint in absent"),
