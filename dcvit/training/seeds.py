@@ -21,9 +21,9 @@ Row = dict[str, str | int | float | None]
 def parse_seeds(text: str) -> list[int]:
     """Parse a list of seeds such as "0,1,2", or their number, such as "3" for the same seeds."""
     words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words) or text.strip() == "0":
+    numbers = [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else [0]
+    if numbers == [0]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seeds such as 3, or a list such as 0,1,2")
-    numbers = [int(word) for word in words]
     if len(numbers) == 1 and numbers[0] > MAX_SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected at most {MAX_SEEDS} seeds")
     seeds = numbers if len(numbers) > 1 else list(range(numbers[0]))

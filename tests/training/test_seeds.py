@@ -23,7 +23,7 @@ def test_seeds_are_a_list_or_a_number(text, expected):
     assert seeds.parse_seeds(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "a", "1,", "-1,2", "1,1", "1.5"])
+@pytest.mark.parametrize("text", ["", "0", "00", "a", "1,", "-1,2", "1,1", "1.5"])
 def test_other_seeds_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         seeds.parse_seeds(text)
