@@ -294,14 +294,16 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
     are informed first. If the reader of stdout goes away, as in `dcvit predict … | head`, the command ends silently
     with status 141. Characters that the encoding of stdout or stderr does not have are written as escapes.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - open until the process ends
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     with log_to_stderr():
         try:
             status = main(argv)
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
             return status
         except EXPECTED as e:
             message, status = str(e), 2

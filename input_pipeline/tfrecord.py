@@ -211,7 +211,7 @@ def _index_paths(path: str) -> list[Path]:
     paths = [] if "://" in path else [Path(f"{path}.offsets")]
     with contextlib.suppress(RuntimeError):  # the user has no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcvit"
-        paths.append(cache / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.offsets")
+        paths.append(cache / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.offsets")
     return paths
 
 

@@ -107,7 +107,7 @@ def _checked(found: Json, path: Path | epath.Path) -> ConfigDict:
 
 def _json_object(path: Path | epath.Path) -> Json:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"expected a JSON object, not a {type(found).__name__}")
     except (OSError, ValueError, RecursionError) as e:

@@ -135,7 +135,7 @@ def read_class_names(workdir: Folder | None, num_classes: int) -> list[str]:
     """
     path = workdir / "data.json" if workdir else None
     try:
-        names = json.loads(path.read_text())["class_names"] if path and path.is_file() else None
+        names = json.loads(path.read_text(encoding="utf-8"))["class_names"] if path and path.is_file() else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise ConfigError(f"cannot read class_names of {path}: {e}") from None
     if names is None:

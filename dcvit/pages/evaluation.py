@@ -118,7 +118,7 @@ def append_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, o
             last = file.read()
     if header and header != ",".join(columns):
         raise ConfigError(f"{path} has other columns, {header[:60]}…; expected {','.join(columns)}")
-    with path.open("a", newline="") as text:
+    with path.open("a", newline="", encoding="utf-8") as text:
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         if not header:
             writer.writeheader()

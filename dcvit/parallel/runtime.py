@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -44,8 +45,11 @@ def keep_compiled() -> None:
         info = Path("/proc/cpuinfo")
         flags = re.search(r"^flags.*$", info.read_text(), re.MULTILINE) if info.is_file() else None
         kind = hashlib.sha256((flags[0] if flags else platform.processor()).encode()).hexdigest()[:8]
-        jax.config.update("jax_compilation_cache_dir", str(base / "dcvit" / f"{platform.machine()}-{kind}"))
-        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+        folder = str(base / "dcvit" / f"{platform.machine()}-{kind}")
+        with contextlib.suppress(UnicodeEncodeError):  # JAX fails with a path that is not valid UTF-8
+            folder.encode()
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
 def check_devices() -> None:

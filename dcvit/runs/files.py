@@ -50,14 +50,14 @@ def replace(path: Folder, text: str) -> None:
     """
     if not isinstance(path, Path):
         try:
-            path.write_text(text)  # a store creates an object when it is complete
+            path.write_text(text, encoding="utf-8")  # a store creates an object when it is complete
         except Exception as e:  # libraries for stores have error types of their own
             raise OSError(f"cannot write {path}: {first_line(e)}") from e
         return
     fresh = path.with_name(path.name + ".new")
     try:
         fresh.unlink(missing_ok=True)  # of a killed process; a link would lead to another file, and a pipe would block
-        with fresh.open("x") as file:
+        with fresh.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure could leave an empty file

@@ -213,3 +213,10 @@ def test_the_markdown_table_has_a_row_for_each_step():
         aot.markdown([{**row, **numbers}])[-1]
         == "| X-1B | v5e:4x4 | 1,234 | 3.00 | 0.50 | 3.25 | 7.00 of 16.0 | fits |"
     )
+
+
+def test_memory_that_the_compiler_reports_is_in_gib_whatever_its_unit():
+    chip = topologies.chip("TPU v5e")
+    found = compilation._overflow("Ran out of memory in memory space hbm. Used 1.50T of 512.00M hbm.", chip)
+    assert found["total"] == 1536
+    assert found["verdict"] == "does not fit, over by 1535.50 GiB"

@@ -63,3 +63,17 @@ def test_output_that_is_only_flushed_at_exit_ends_silently():
         process.stdout.close()
         process.stdin.close()
         assert (process.stderr.read(), process.wait(TIMEOUT)) == ("", cli.EXIT_SIGPIPE)
+
+
+def test_closed_streams_are_those_of_the_null_device(monkeypatch):
+    """A shell closes them by `>&- 2>&-`; Python then has None instead of a stream."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+
+    def main(argv):
+        print(sys.stdout.isatty(), file=sys.stderr)
+        raise cli.ConfigError("a message without a reader")
+
+    assert cli.run(main, []) == 2
+    sys.stdout.close()
+    sys.stderr.close()

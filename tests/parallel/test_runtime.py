@@ -89,6 +89,10 @@ def test_compiled_programs_are_kept_by_default_and_in_the_folder_of_jaxs_setting
         jax.config.update("jax_compilation_cache_dir", None)
         runtime.keep_compiled()
         assert jax.config.jax_compilation_cache_dir.startswith(f"{tmp_path}/dcvit/")
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/\udcff")  # not valid UTF-8, which JAX refuses at every call
+        runtime.keep_compiled()
+        assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_compilation_cache_max_size", -1)

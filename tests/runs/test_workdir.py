@@ -1,5 +1,6 @@
 """A workdir holds one run: another config, other data or a second process is refused."""
 
+import locale
 import logging
 import os
 import shutil
@@ -13,7 +14,9 @@ from training_runs import same
 from dcvit import cli, train
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError, ConfigError
-from dcvit.runs import identity, lock, workdir
+from dcvit.inference.images import read_class_names
+from dcvit.pages.report import html
+from dcvit.runs import files, identity, lock, workdir
 from dcvit.runs.steps import saved_steps
 from dcvit.training import trainer
 from input_pipeline import InputError
@@ -196,3 +199,17 @@ def test_a_workdir_is_found_from_itself_and_its_checkpoints(digits_workdir, tmp_
         workdir.find(alone)
     with pytest.raises(CheckpointError, match=r"cannot read y*: File name too long"):
         workdir.find(Path("y" * 300))
+
+
+def test_text_is_utf8_in_every_locale(tmp_path):
+    """Of the files of a run, those of a user, and those that pages are made of."""
+    (tmp_path / "data.json").write_bytes('{"class_names": ["é"]}'.encode())
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        files.replace(tmp_path / "seeds.md", "± 95 %")
+        assert read_class_names(tmp_path, 1) == ["é"]
+        assert html.document("é").isascii()
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert (tmp_path / "seeds.md").read_bytes() == "± 95 %".encode()

@@ -26,12 +26,12 @@ def render(title: str, runs: Sequence[Json], samples: Sequence[Sample]) -> str:
     """
     folder = Path(__file__).parent
     facts = json.dumps({"runs": runs, "samples": [s.facts for s in samples]}, allow_nan=False, separators=(",", ":"))
-    body: list[Node] = [ET.fromstring((folder / "explorer.html").read_text())]
+    body: list[Node] = [ET.fromstring((folder / "explorer.html").read_text(encoding="utf-8"))]
     body.append(tag("script", facts.replace("<", "\\u003c"), type="application/json", id="facts-data"))
     for sample in samples:
         body += [tag("script", packed, type="text/plain", id=block) for block, packed in sample.blocks.items()]
-    script = '"use strict";\n' + "\n".join((folder / f"{name}.js").read_text() for name in SCRIPTS)
-    return document(title, *body, style=(folder / "explorer.css").read_text(), script=script)
+    script = '"use strict";\n' + "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return document(title, *body, style=(folder / "explorer.css").read_text(encoding="utf-8"), script=script)
 
 
 def lending_facts(lending: Lending, data: str) -> Json:

@@ -41,8 +41,8 @@ def document(title: str, *body: Node, style: str | None = None, script: str | No
       style, script: CSS and JavaScript in ASCII; by default those of the report.
     """
     folder = Path(__file__).parent
-    style = (folder / "page.css").read_text() if style is None else style
-    script = (folder / "page.js").read_text() if script is None else script
+    style = (folder / "page.css").read_text(encoding="utf-8") if style is None else style
+    script = (folder / "page.js").read_text(encoding="utf-8") if script is None else script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = tag(

@@ -124,7 +124,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
     ):  # fmt: skip
         if values:
             card += SECTION.substitute(title=title, table=_table(values, column))
-    (folder / CARD).write_text(card)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _image_facts(weights: Weights) -> tuple[str, str]:
