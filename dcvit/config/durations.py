@@ -53,8 +53,9 @@ class Durations:
         if not units:
             return default
         if len(units) > 1:
-            keys = ", ".join(f"{what}.{name}_{unit}" for unit in units)
-            raise ConfigError(f"{keys}: give exactly one of them")
+            keys = ", ".join(f"{what}.{name}_{unit}={config[f'{name}_{unit}']!r}" for unit in units)
+            deletions = " or ".join(f"`del {what}.{name}_{unit}`" for unit in units)
+            raise ConfigError(f"{keys}: give exactly one of them; a file that changes another config needs {deletions}")
         key, value = f"{what}.{name}_{units[0]}", config[f"{name}_{units[0]}"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise ConfigError(f"{key}={value!r} should be a number, 0 or more")
