@@ -1,5 +1,6 @@
 """Search for damaged examples: every example of a source is read and decoded once."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -7,12 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.errors import InputError, MissingDataError, MissingLibraryError, first_line_with_type
+from input_pipeline.images.decode import JPEG_WARNING
 from input_pipeline.loader import thread_count
+from input_pipeline.optional import remove_lines
 from input_pipeline.preprocess.builder import Preprocess, decoding
 from input_pipeline.source import Source, open_source
 from input_pipeline.text.documents import LINE_SUFFIXES, SUFFIXES, Files, find_files, read_documents
 
-PIECE = 32  # examples that a thread reads at a time
+PIECE, PIECES = 32, 4  # examples that a thread reads at a time, and how often until the progress is shown
 
 
 class Damage(NamedTuple):
@@ -54,13 +57,17 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
         if not report.damaged:
             raise
         return report
-    pieces = [range(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
     damaged: list[Damage] = []
+    rows = range(len(source))
+    size = PIECE * PIECES * thread_count()
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="check") as pool:
         try:
-            for piece, found in zip(pieces, pool.map(lambda rows: _damaged(source, rows, decode), pieces), strict=True):
-                damaged += found
-                on_progress(piece.stop, len(source))
+            for part in (rows[start : start + size] for start in range(0, len(rows), size)):
+                pieces = [part[start : start + PIECE] for start in range(0, len(part), PIECE)]
+                with remove_lines(JPEG_WARNING) as warnings:
+                    found = list(pool.map(lambda rows: _damaged(source, rows, decode), pieces))
+                damaged += _with_warnings(source, part, decode) if warnings else itertools.chain(*found)
+                on_progress(part.stop, len(source))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return Report(len(source), damaged)
@@ -76,6 +83,16 @@ def _damaged(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
             raise
         except Exception as e:
             found.append(Damage(source.describe(row), str(e) if isinstance(e, InputError) else first_line_with_type(e)))
+    return found
+
+
+def _with_warnings(source: Source, rows: range, decode: Preprocess) -> list[Damage]:
+    """Return the damaged examples among some rows, also those that libjpeg decodes with a warning, one by one."""
+    found = []
+    for row in rows:
+        with remove_lines(JPEG_WARNING) as warnings:
+            errors = _damaged(source, range(row, row + 1), decode)
+        found += errors or [Damage(source.describe(row), f"decoded, but {line}") for line in warnings[:1]]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Imports of optional libraries: errors name the extra to install, and TensorFlow's start-up messages are hidden."""
+"""Imports of optional libraries, whose errors name the extra to install, and removal of lines that libraries print."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def tensorflow() -> types.ModuleType:
     Raises:
       ReadingError: TensorFlow is not installed or fails to load.
     """
-    with hide_start_up_messages():
+    with remove_lines(START_UP_MESSAGE):
         tf = require("tensorflow")
         for kind in ("GPU", "TPU"):
             tf.config.set_visible_devices([], kind)
@@ -63,30 +63,34 @@ def tensorflow() -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def hide_start_up_messages() -> Iterator[None]:
-    """Remove TensorFlow's start-up messages from what is written to file descriptor 2 inside the context.
+def remove_lines(pattern: re.Pattern[bytes]) -> Iterator[list[str]]:
+    """Remove the lines that start with `pattern` from what is written to file descriptor 2 inside the context.
 
-    All other lines are written when the context ends. File descriptors are redirected because TensorFlow's libraries
-    write these messages from their static initializers, where TF_CPP_MIN_LOG_LEVEL has no effect.
+    When the context ends, the list has the removed lines, and all others are written. The file descriptor is redirected
+    because libraries write these lines themselves: libjpeg has no setting, and TF_CPP_MIN_LOG_LEVEL has no effect in
+    the static initializers of TensorFlow.
     """
+    removed: list[str] = []
     with contextlib.ExitStack() as stack:
         try:
             written = stack.enter_context(tempfile.TemporaryFile())
             stderr = os.dup(2)
         except OSError:  # without stderr or without temporary files the messages stay
-            yield
+            yield removed
             return
         stack.callback(os.close, stderr)
         _flush()
         os.dup2(written.fileno(), 2)
         try:
-            yield
+            yield removed
         finally:
             _flush()
             os.dup2(stderr, 2)
             written.seek(0)
+            lines = list(written)
+            removed += [line.decode(errors="replace").strip() for line in lines if pattern.match(line)]
             with contextlib.suppress(OSError):  # the reader of a pipe is gone
-                os.write(2, b"".join(line for line in written if not START_UP_MESSAGE.match(line)))
+                os.write(2, b"".join(line for line in lines if not pattern.match(line)))
 
 
 def _flush() -> None:

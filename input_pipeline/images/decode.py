@@ -7,6 +7,7 @@ hostile files are handled, and `input_pipeline.images.limits` limits the time an
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +24,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # formats `decode` acce
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 ORIENTATION = 0x0112  # the EXIF tag
 CROP_ATTEMPTS = 100
+# The lines about damage that libjpeg writes to stderr while it decodes; the pixels are returned all the same.
+JPEG_WARNING = re.compile(rb"Corrupt JPEG data|Premature end of JPEG|Inconsistent progression|Invalid SOS parameters")
 
 Window = tuple[int, int, int, int]  # top, left, height, width
 Pixels = UInt8[np.ndarray, "height width channels"]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from image_datasets import encoded
 from PIL import Image
 
 from dcvit import cli
@@ -45,6 +46,19 @@ def test_damaged_images_are_listed_with_file_and_reason(pets, capsys):
         (pets / file).unlink()
     status, lines, _ = check(capsys, "--config", f"vit_folder:data_dir={pets},res=32")
     assert (status, [line.split(", ")[-1] for line in lines]) == (0, ["0 damaged"] * 2)
+
+
+@pytest.mark.slow
+def test_a_jpeg_that_libjpeg_only_warns_about_is_listed_and_its_warning_not_printed(pets, capfd):
+    content = encoded(Image.effect_noise((32, 32), 90).convert("RGB"), "JPEG")
+    (pets / "train" / "cat" / "6.jpg").write_bytes(content)
+    (pets / "train" / "cat" / "7.jpg").write_bytes(content[:-2] + bytes(20) + content[-2:])
+    status, lines, printed = check(capfd, "--config", f"vit_folder:data_dir={pets},res=32")
+    files = ("train/cat/3.png", "train/cat/7.jpg", "train/dog/0.png", "val/dog/2.png")
+    assert (status, [line.split(": ")[0] for line in lines[:4]]) == (1, [str(pets / name) for name in files])
+    assert "Corrupt JPEG data" in lines[1]
+    assert lines[4] == "config.input.data: 14 read, 3 damaged"
+    assert "Corrupt JPEG data" not in printed
 
 
 def test_names_of_files_are_escaped(pets, capsys):

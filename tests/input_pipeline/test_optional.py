@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from input_pipeline.optional import hide_start_up_messages
+from input_pipeline.optional import START_UP_MESSAGE, remove_lines
 
 NOISE = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -19,7 +19,7 @@ ImportError: libtensorflow_framework.so.2: cannot open shared object file
 
 
 def test_only_start_up_messages_are_removed(capfd):
-    with hide_start_up_messages():
+    with remove_lines(START_UP_MESSAGE):
         os.write(2, (NOISE + ERRORS).encode())
     os.write(2, b"after\n")
     assert capfd.readouterr().err == ERRORS + "after\n"
@@ -30,7 +30,7 @@ def test_errors_are_written_where_the_context_fails(capfd):
         os.write(2, (NOISE + ERRORS).encode())
         raise ImportError("broken")
 
-    with pytest.raises(ImportError, match="broken"), hide_start_up_messages():
+    with pytest.raises(ImportError, match="broken"), remove_lines(START_UP_MESSAGE):
         import_tensorflow()
     assert capfd.readouterr().err == ERRORS
 
@@ -42,5 +42,5 @@ def test_nothing_is_redirected_without_stderr(monkeypatch):
 
     monkeypatch.setattr(os, "dup", closed)
     before = os.fstat(2)
-    with hide_start_up_messages():
+    with remove_lines(START_UP_MESSAGE):
         assert os.path.samestat(os.fstat(2), before)
