@@ -1,6 +1,6 @@
 """DCViT and DCFormer for PyTorch: models with Dynamically Composable Multi-Head Attention, in one file.
 
-The file needs torch and transformers 5 only. `dcvit convert RUN FOLDER --to hf` copies it beside the weights, and
+The file needs torch and transformers 5.4 only. `dcvit convert RUN FOLDER --to hf` copies it beside the weights, and
 `AutoModelForCausalLM` or `AutoModelForImageClassification` loads it with `trust_remote_code=True`, or `AutoModel`
 without the head. The models follow Xiao et al., 2024 (https://arxiv.org/abs/2405.08553): before and after the softmax,
 the H scores of each query-key pair are multiplied by an H×H matrix that is computed from the query and the key (Eqn
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -29,6 +29,9 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 from transformers.utils import can_return_tuple
+from transformers.utils.versions import require_version
+
+require_version("transformers>=5.4")  # before, static caches do not count their tokens
 
 RMS_EPSILON = 1e-6  # of the dynamic projections
 ROTARY_BASE_2D = 100.0  # with posemb="rotary2d"
@@ -235,7 +238,7 @@ class Attention(nn.Module):
         x: Tensor,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
-        cache: DynamicCache | None = None,
+        cache: Cache | None = None,
         ends: Tensor | None = None,
         x_kv: Tensor | None = None,
         return_weights: bool = False,
@@ -272,13 +275,13 @@ class Attention(nn.Module):
         return out, a if return_weights else None
 
     def _cached(
-        self, cache: DynamicCache, k: Tensor, v: Tensor, keys: list[Tensor], ends: Tensor | None
+        self, cache: Cache, k: Tensor, v: Tensor, keys: list[Tensor], ends: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return keys, values and key-wise weights of the tokens before and of these, and extend the cache.
 
         The cache stores them in one tensor (`pack`), in the dtype of the keys.
         """
-        source_length = k.shape[2]
+        at = torch.arange(k.shape[2], device=k.device) + cache.get_seq_length(self.layer)
         with_k, with_v = [*([] if ends is None else [ends]), *keys[:1]], keys[1:]
         packed = [pack(y, torch.cat(more, dim=-1)) if more else y for y, more in ((k, with_k), (v, with_v))]
         packed = cache.update(*packed, self.layer)
@@ -287,8 +290,7 @@ class Attention(nn.Module):
             for y, more in zip(packed, (with_k, with_v), strict=True)
         )
         earlier = [first[..., 0 if ends is None else 1 :], last]
-        before = k.shape[2] - source_length
-        keys = [torch.cat([y[:, :before].float(), new], dim=1) for y, new in zip(earlier, keys, strict=False)]
+        keys = [y.float().index_copy(1, at, new) for y, new in zip(earlier, keys, strict=False)]
         return k, v, keys
 
 
@@ -336,7 +338,7 @@ class Block(GradientCheckpointingLayer):
         x: Tensor,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
-        cache: DynamicCache | None = None,
+        cache: Cache | None = None,
         ends: Tensor | None = None,
         return_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -430,17 +432,18 @@ class DCViTBody(DCModel):
         extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
         x = torch.cat([*extra, x], dim=1)
         places = self._places(x) if self.config.posemb == "rotary2d" else None
-        states, weights = [x], list[Tensor | None]()
+        states: tuple[Tensor, ...] = (x,)
+        weights: tuple[Tensor | None, ...] = ()
         for layer in self.layers:
             x, a = layer(x, positions=places, return_weights=attentions)
-            states, weights = [*states, x] if hidden_states else states, [*weights, a]
+            states, weights = (*states, x) if hidden_states else states, (*weights, a)
         x = self.norm(x)
         features = self._pooled(x)
         return BaseModelOutputWithPooling(
             last_hidden_state=x,
             pooler_output=torch.tanh(self.pre_logits(features)) if self.config.rep_size else features,
-            hidden_states=tuple(states) if hidden_states else None,
-            attentions=tuple(weights) if attentions else None,
+            hidden_states=states if hidden_states else None,
+            attentions=weights if attentions else None,
         )
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -568,21 +571,22 @@ class DCFormerBody(DCModel):
         if self.config.position == "learned":
             x = x + self.position[positions.clamp(max=self.config.context - 1)]
         pattern = WINDOW_PATTERNS[self.config.window_pattern]
-        states, weights = [x], list[Tensor | None]()
+        states: tuple[Tensor, ...] = (x,)
+        weights: tuple[Tensor | None, ...] = ()
         for i, layer in enumerate(self.layers):
             mask = masks[pattern[i % len(pattern)]]
             x, a = layer(x, mask, positions, before, None if i else ends, return_weights=attentions)
-            states, weights = [*states, x] if hidden_states else states, [*weights, a]
+            states, weights = (*states, x) if hidden_states else states, (*weights, a)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*states[:-1], x) if hidden_states else None,
-            attentions=tuple(weights) if attentions else None,
+            attentions=weights if attentions else None,
         )
 
     def _cache(
-        self, past_key_values: Cache | None, cache: Cache | None, slots: Tensor | None, use_cache: bool | None
-    ) -> tuple[DynamicCache | None, bool]:
+        self, past_key_values: Cache | None, cache: Cache | None, use_cache: bool | None
+    ) -> tuple[Cache | None, bool]:
         """Return the given cache or, if one is wanted, an empty one, and whether the output should hold it."""
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is not None and cache is not None:
@@ -591,12 +595,10 @@ class DCFormerBody(DCModel):
         recomputes = self.training and any(layer.gradient_checkpointing for layer in self.layers)
         if given is not None and recomputes:
             raise ValueError("gradient checkpointing would add its tokens to the cache twice")
-        if given is not None and not isinstance(given, DynamicCache):
-            raise ValueError(f"the cache is a {type(given).__name__}; the model supports a DynamicCache")
+        if given is not None and not isinstance(given, DynamicCache | StaticCache):
+            raise ValueError(f"the cache is a {type(given).__name__}; the model supports DynamicCache and StaticCache")
         if getattr(given, "offloading", False) and self.config.end_of_text is not None:
             raise ValueError("a model with end_of_text does not support an offloaded cache")
-        if slots is not None and int(slots[0]) != (0 if given is None else given.get_seq_length()):
-            raise ValueError("cache_position does not continue the cache")
         return DynamicCache() if given is None and wanted and not recomputes else given, wanted
 
     def _masks(
@@ -605,7 +607,7 @@ class DCFormerBody(DCModel):
         ends: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        cache: DynamicCache | None,
+        cache: Cache | None,
         x: Tensor,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the visible keys, B 1 T S, of layers with (L) and without a window (G), and the positions B T.
@@ -614,24 +616,28 @@ class DCFormerBody(DCModel):
         `position_ids` start.
         """
         batch, before = x.shape[0], cache.get_seq_length() if cache is not None else 0
-        slots = torch.arange(before + length, device=x.device)
-        at = slots[before:].expand(batch, -1)
+        layer = cache.layers[0] if cache is not None and cache.layers else None
+        slots = torch.arange(getattr(layer, "max_cache_len", before + length), device=x.device)
+        now = torch.arange(length, device=x.device) + before
+        at = now.expand(batch, -1)
         whole = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
         if whole is not None and (whole.dtype != torch.bool or whole.shape[1] != 1):
             found = f"{whole.dtype} of {tuple(whole.shape)}"
             raise ValueError(f"an attention_mask with 4 dimensions should be bool, B 1 T S, found {found}")
-        real = None if attention_mask is None or whole is not None else attention_mask.bool()
-        starts = torch.zeros_like(at) if real is None else real.long().argmax(-1, keepdim=True).expand(batch, length)
+        real = None
+        starts = last = torch.zeros_like(at)  # last: token that ended a document
+        if attention_mask is not None and whole is None:
+            real = functional.pad(attention_mask.bool(), (0, len(slots) - attention_mask.shape[1]))
+            starts = real.long().argmax(-1, keepdim=True).expand(batch, length)
         if position_ids is not None and attention_mask is None:
             starts = torch.maximum(starts, at - position_ids)
-        last = torch.zeros_like(at)  # token that ended a document
         if ends is not None:
-            ended = ends[..., 0]
-            if before and cache is not None:
-                _, earlier = unpack(cache.layers[0].keys, self.config.width // self.config.num_heads, 1)
-                ended = torch.cat([earlier[..., 0] > 0, ended], dim=1)
+            earlier = ends[:, :0, 0]
+            if layer is not None and layer.is_initialized:
+                earlier = unpack(layer.keys, self.config.width // self.config.num_heads, 1)[1][..., 0] > 0
+            ended = functional.pad(earlier, (0, len(slots) - earlier.shape[1])).index_copy(1, now, ends[..., 0])
             ended = ended if real is None else ended & real
-            last = torch.where(ended, slots, 0).cummax(1).values[:, before:]
+            last = torch.where(ended, slots, 0).cummax(1).values[:, now]
             starts = torch.maximum(starts, last)
         visible = (slots >= starts[..., None]) & (slots <= at[..., None])
         if real is not None:
@@ -670,7 +676,7 @@ class DCFormerModel(DCFormerBody):
         cache: Cache | None = None,
     ) -> BaseModelOutputWithPast:
         """Return the tokens after the last norm, B T M. Arguments are those of `DCFormerForCausalLM`."""
-        before, wanted = self._cache(past_key_values, cache, None, use_cache)
+        before, wanted = self._cache(past_key_values, cache, use_cache)
         inputs = input_ids, attention_mask, position_ids, inputs_embeds
         encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
         return BaseModelOutputWithPast(
@@ -706,7 +712,6 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         cache: Cache | None = None,
-        cache_position: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Return the logits of each next token. The inputs are those of `DCFormerBody.encode`.
 
@@ -715,9 +720,8 @@ class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
           past_key_values, cache: the tokens before, under the names of transformers before and since 5.24.
           labels: tokens B T; the loss is the mean cross-entropy of all but the first. -100 does not count.
           num_items_in_batch: number of labels of all accumulated batches; the loss is the sum, divided by it.
-          cache_position: the slots of the tokens, which early releases of transformers 5 pass: those after the cache.
         """
-        before, wanted = self._cache(past_key_values, cache, cache_position, use_cache)
+        before, wanted = self._cache(past_key_values, cache, use_cache)
         inputs = input_ids, attention_mask, position_ids, inputs_embeds
         encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep

@@ -1,6 +1,8 @@
 """The PyTorch file computes the logits and gradients of the JAX models, decodes, trains, and is read back."""
 
+import importlib.util
 import json
+import sys
 import warnings
 
 import conversion_models
@@ -241,10 +243,44 @@ def test_generation_is_the_same_with_and_without_cache(fields, beams):
     """In a padded batch. The releases of transformers pass the cache under different names."""
     model = new_model(**fields)
     options = dict(max_new_tokens=6, do_sample=False, num_beams=beams, return_dict_in_generate=True)
-    found, expected = (model.generate(**PADDED, use_cache=use, **options) for use in (True, False))
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    assert len({*found.sequences[:, 6:].flatten().tolist()}) > 1
-    assert len(found[modeling.CACHE].layers) == 2
+    expected = model.generate(**PADDED, use_cache=False, **options).sequences.tolist()
+    for kind in (None, "static"):
+        found = model.generate(**PADDED, cache_implementation=kind, **options)
+        assert found.sequences.tolist() == expected
+        assert len({*found.sequences[:, 6:].flatten().tolist()}) > 1
+        assert len(found[modeling.CACHE].layers) == 2
+
+
+@pytest.mark.parametrize("compose", ["pre", "both"])
+def test_a_static_cache_continues_rows_whose_documents_end(compose):
+    model, rows = new_model(compose=compose, end_of_text=END), PADDED["input_ids"]
+    cache = transformers.StaticCache(model.config, max_cache_len=9)
+    with torch.no_grad():
+        found = [model(part, attention_mask=PADDED["attention_mask"][:, :stop], cache=cache).logits
+                 for part, stop in ((rows[:, :4], 4), (rows[:, 4:5], 5), (rows[:, 5:], 6))]  # fmt: skip
+        torch.testing.assert_close(torch.cat(found, dim=1), model(**PADDED).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.exhaustive
+def test_each_model_and_a_decoding_step_compile_to_one_graph(monkeypatch):
+    """As users import the file: dynamo cannot trace the type checker of the tests."""
+    spec = importlib.util.spec_from_file_location("as_copied", modeling.__file__)
+    file = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "as_copied", file)
+    spec.loader.exec_module(file)
+    model = file.DCFormerForCausalLM(new_model(end_of_text=END).config).eval()
+    compiled, rows = torch.compile(model, fullgraph=True, backend="eager"), PADDED["input_ids"]
+    with torch.no_grad():
+        expected = model(rows).logits
+        torch.testing.assert_close(compiled(rows, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+        for cache in (transformers.DynamicCache(), transformers.StaticCache(model.config, max_cache_len=9)):
+            model(rows[:, :5], cache=cache)
+            found = compiled(rows[:, 5:], cache=cache).logits
+            torch.testing.assert_close(found, expected[:, 5:], atol=1e-5, rtol=0)
+    shape = dict(width=32, depth=1, num_heads=4, image_size=8, patch_size=[4, 4], num_labels=3)
+    image_model, images = file.DCViTForImageClassification(file.DCViTConfig(**shape)).eval(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(image_model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(images).logits, image_model(images).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("end_of_text", [None, END])
@@ -346,8 +382,8 @@ def test_embeddings_positions_and_masks_are_honoured():
         ({"token_type_ids": torch.zeros(1, 6)}, TypeError, "token_type_ids"),
         ({"attention_mask": torch.zeros(1, 1, 6, 6)}, ValueError, "should be bool"),
         ({"attention_mask": torch.ones(1, 4, 6, 6, dtype=torch.bool)}, ValueError, "should be bool, B 1 T S"),
-        ({"cache_position": torch.arange(6) + 2}, ValueError, "does not continue the cache"),
-        ({"cache": transformers.StaticCache(modeling.DCFormerConfig(), max_cache_len=8)}, ValueError, "a DynamicCache"),
+        ({"cache_position": torch.arange(6) + 2}, TypeError, "cache_position"),
+        ({"cache": transformers.Cache(layers=[])}, ValueError, "a Cache; the model supports DynamicCache"),
     ],
 )
 def test_an_argument_is_honoured_or_refused(arguments, error, message):
