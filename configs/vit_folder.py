@@ -4,9 +4,9 @@
     dcvit predict --workdir W photo.jpg
 
 `data_dir` contains the folders `train` and `val`, each with a folder for every class. With val_fraction=0.1 it contains
-the class folders themselves, and a tenth of their images is the validation split. JPEG, PNG and WebP files are read
-and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT from scratch; if you
-have a pretrained checkpoint, use transfer.py.
+the class folders themselves, and a tenth of their images is the validation split. JPEG, PNG, WebP, AVIF, BMP, GIF and
+TIFF files are read and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT
+from scratch; if you have a pretrained checkpoint, use transfer.py.
 """
 
 from ml_collections import ConfigDict

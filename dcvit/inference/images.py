@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import io
 import json
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -24,9 +26,10 @@ from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
-from input_pipeline.files import files_below, read_regular
+from input_pipeline.files import read_regular
+from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+LOG = logging.getLogger(__name__)
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # of pictures that become a PNG as they are
 
 
@@ -101,7 +104,9 @@ class ImageModel(LoadedModel):
 
 
 def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Path]:
-    """Return the given files, and the image files below the given folders in sorted order.
+    """Return the given files, and the image files below the given folders in sorted order, as training finds them.
+
+    The number of other files in the folders is logged.
 
     Args:
       paths: files and folders.
@@ -116,8 +121,11 @@ def find_images(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises errors, which reading the file will report
             found.append(path)
             continue
-        images = sorted(p for p in map(Path, files_below(path, hidden=True)) if p.suffix.lower() in SUFFIXES)
-        found += images
+        skipped = Counter[str]()
+        images = image_files(path, skipped)
+        found += map(Path, images)
+        if skipped:
+            LOG.info("%s: %s images%s", path, f"{len(images):,}", describe_skipped(skipped))
         if not images:
             empty.append(f"no image files ({', '.join(SUFFIXES)}) in {path}")
     if empty and not found:

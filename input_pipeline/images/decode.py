@@ -20,7 +20,7 @@ from input_pipeline.images import kernels
 from input_pipeline.images.limits import MAX_PIXELS, TimedStream, check_pixels, check_tiles, jpeg_size
 from input_pipeline.optional import tensorflow
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # formats `decode` accepts; none runs an external program
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # none of their decoders runs an external program
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 ORIENTATION = 0x0112  # the EXIF tag
 CROP_ATTEMPTS = 100

@@ -1,7 +1,9 @@
 """Image files with one folder per class: DATA_DIR/{train,val}/CLASS/*.jpg or DATA_DIR/CLASS/*.jpg."""
 
 import hashlib
+import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,9 @@ from input_pipeline.errors import InputError, MissingDataError, ReadingError, ne
 from input_pipeline.files import OpenedFiles, check_unchanged, expand, files_below, named_errors, read_regular
 from input_pipeline.source import Example
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")  # what `decode` reads
 MAX_FILE_BYTES = 1 << 30  # size of an uncompressed image of MAX_PIXELS with 6 bytes a pixel
 SPLITS = {"train", "val", "test", "validation"}
 
@@ -18,7 +22,8 @@ SPLITS = {"train", "val", "test", "validation"}
 class Source:
     """Image files of one split. An example is `image` (the bytes of the file) and `label` (int32).
 
-    Classes are numbered in the order of their names. Hidden files and files with other suffixes are ignored.
+    Classes are numbered in the order of their names. Hidden files and files with other suffixes are skipped. Their
+    number and those of the images, the smallest and the largest class are logged.
     """
 
     class_names: tuple[str, ...]
@@ -56,18 +61,23 @@ class Source:
             )
         self.files: list[str] = []  # strings, because a million Path objects need much more memory
         labels: list[int] = []
+        skipped = Counter({"beside the class folders": sum(entry.is_file() for entry in folder.glob("[!.]*"))})
         for name in self.class_names if folder == class_folder else _class_folders(folder):
             if name not in self.class_names:
                 raise InputError(
                     f"class {name!r} of {folder} is not among the {len(self.class_names)} classes of {class_folder}"
                 )
-            files = _image_files(folder / name)
+            files = image_files(folder / name, skipped)
+            if not files:
+                raise InputError(f"class folder {folder / name} holds no images ({', '.join(SUFFIXES)})")
             if val_fraction is not None:
                 files = _split_files(files, split, val_fraction, root)
             self.files += files
             labels += [self.class_names.index(name)] * len(files)
         self.labels = np.array(labels, np.int32)
         self.opened = OpenedFiles(self.files, folder)
+        place = str(folder) if val_fraction is None else f"{folder}, {split}"
+        logger.info("%s: %s%s", place, self._describe_classes(), describe_skipped(skipped))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -86,6 +96,15 @@ class Source:
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
         return int(self.opened.states[:, 1].sum())
+
+    def _describe_classes(self) -> str:
+        """Describe the number of images and classes, and the smallest and the largest class."""
+        ranked = Counter(self.labels.tolist()).most_common()
+        (largest, most), (smallest, least) = ranked[0], ranked[-1]
+        return (
+            f"{len(self):,} images of {len(ranked):,} classes, from {least:,} of {self.class_names[smallest]!r} "
+            f"to {most:,} of {self.class_names[largest]!r}"
+        )
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -106,12 +125,28 @@ def _class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _image_files(folder: Path) -> list[str]:
-    """Return the sorted image files of a class, including those in subfolders. Raises InputError if there are none."""
-    files = sorted(file for file in files_below(folder, hidden=False) if file.lower().endswith(SUFFIXES))
-    if not files:
-        raise InputError(f"class folder {folder} holds no images ({', '.join(SUFFIXES)})")
-    return files
+def image_files(folder: str | Path, skipped: Counter[str]) -> list[str]:
+    """Return the sorted image files in a folder and its subfolders.
+
+    Args:
+      folder: the folder.
+      skipped: the number of other files of each kind, to which those in the folder are added.
+    """
+    files = []
+    for file in files_below(folder, hidden=True):
+        if f"{os.sep}." in file.removeprefix(str(folder).rstrip(os.sep)):
+            skipped["hidden"] += 1
+        elif file.lower().endswith(SUFFIXES):
+            files.append(file)
+        else:
+            skipped[Path(file).suffix.lower() or "without suffix"] += 1
+    return sorted(files)
+
+
+def describe_skipped(skipped: Counter[str]) -> str:
+    """Return a text such as "; skipped 3 files: 2 .txt, 1 hidden"; it is empty if there are none."""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common(10) if count)
+    return f"; skipped {skipped.total():,} files: {kinds}" if kinds else ""
 
 
 def _split_files(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 | limit | constant | reason |
 |---|---|---|
-| pixels | `MAX_PIXELS` | memory: up to 20 bytes per pixel, which is 3.6 GB |
+| pixels | `MAX_PIXELS` | memory: up to 23 bytes per pixel, which is 4.1 GB |
 | width, height | `MAX_SIDE` | decoders need memory for each row, and count the bits of a row in 32 bits |
 | pixels of a JPEG, counted once per scan | `MAX_SCANNED_PIXELS` | a scan of a few bytes takes the time of all pixels |
 | segments of a JPEG | `MAX_SEGMENTS` | each takes time |

@@ -9,6 +9,7 @@ import zlib
 import corpora
 import image_datasets
 import pytest
+from PIL import Image
 
 from input_pipeline import InputError, tfrecord
 
@@ -55,6 +56,13 @@ def tiff(side, tile=None):
     return head.ljust(200, b"\0") + zlib.compress(bytes(1000)).ljust(64, b"\0")
 
 
+def avif(side):
+    """An AVIF file of 16×16 pixels that announces a side."""
+    file = image_datasets.encoded(Image.new("RGB", (16, 16)), "AVIF")
+    at = file.index(b"ispe") + 8  # after the name, version and flags
+    return file[:at] + struct.pack(">II", side, side) + file[at + 8 :]
+
+
 def masked_jpeg():
     """A JPEG file of gigapixels with a second frame header that announces 8×8 pixels.
 
@@ -86,6 +94,8 @@ BOMBS = {
     "tiff": tiff(SIDE),
     "tiff of a larger tile": tiff(8, (SIDE, SIDE)),
     "tiff of long tiles": tiff(12_000, (16, 20_000)),
+    "avif": avif(SIDE),
+    "avif of many pixels": avif(16_000),
     "webp": riff(b"VP8 ", b"\x10\0\0\x9d\x01\x2a" + struct.pack("<HH", 16383, 16383) + bytes(20)),
     "lossless webp": riff(b"VP8L", b"\x2f" + struct.pack("<I", 16383 << 14 | 16383) + bytes(20)),
     "extended webp": riff(b"VP8X", bytes(4) + (SIDE - 1).to_bytes(3, "little") * 2),

@@ -7,8 +7,10 @@ from pathlib import Path
 import image_datasets
 import numpy as np
 import pytest
+from PIL import Image
 
 import input_pipeline as ip
+from dcvit.inference.images import find_images
 from input_pipeline.images import folder
 
 
@@ -96,6 +98,28 @@ def test_hidden_files_other_suffixes_and_special_files_are_ignored(root):
     (cat / "._a.jpg").write_text("x")
     (root / "train" / ".cache").mkdir()
     assert len(open_folder(root)) == before
+
+
+def test_training_and_prediction_take_the_same_files_and_count_the_others(tmp_path, caplog):
+    caplog.set_level("INFO")
+    pixels = image_datasets.image_array(0)
+    for name, images in {"cat": 10, "große Hunde": 2}.items():
+        (tmp_path / "train" / name / "deep").mkdir(parents=True)
+        for suffix in (".jpg", ".jfif", ".PNG", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jpeg")[:images]:
+            Image.fromarray(pixels).save(tmp_path / "train" / name / "deep" / f"a{suffix}", quality=95)
+    for other in ("cat/.a.jpg", "cat/notes.txt", "cat/deep/b.TXT", "cat/README", "readme.txt"):
+        (tmp_path / "train" / other).write_bytes(b"x")
+    source = open_folder(tmp_path)
+    decode = ip.Preprocess("decode(precise=True)")
+    decoded = [decode(source[i], np.random.default_rng(0))["image"] for i in range(len(source))]
+    assert all(np.abs(image.astype(int) - pixels).mean() < 12 for image in decoded)
+    assert find_images([tmp_path / "train"], pytest.fail) == [Path(file) for file in locations(source)]
+    trained, predicted = (record.getMessage().partition(": ")[2] for record in caplog.records)
+    assert trained == (
+        "12 images of 2 classes, from 2 of 'große Hunde' to 10 of 'cat'; "
+        "skipped 5 files: 2 .txt, 1 beside the class folders, 1 hidden, 1 without suffix"
+    )
+    assert predicted == "12 images; skipped 5 files: 3 .txt, 1 hidden, 1 without suffix"
 
 
 def rename_a_class(root):
