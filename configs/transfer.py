@@ -1,8 +1,8 @@
 """Fine-tuning of a trained ViT or DCViT on another data set, optionally at another resolution.
 
     dcvit train --config configs/transfer.py:init=CHECKPOINT,data=oxford_iiit_pet --workdir W
-    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets --config.input.batch_size=64 --workdir W
-    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=~/pets,compose=both --workdir W
+    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=pets --config.input.batch_size=64 --workdir W
+    dcvit train --config configs/transfer.py:init=CHECKPOINT,data_dir=pets,compose=both --workdir W
 
 `init` is what `dcvit.load` opens: a workdir, a checkpoint folder of one, a big_vision `.npz` file, or weights of
 transformers or timm. The model and the preprocessing are those of `init`, with the number of classes of the new data.

@@ -13,7 +13,7 @@ afresh. The schedule of the learning rate, warm-up included, is repeated with th
 
 Weights of other origin have no data and no recipe. Upcycle them with one of these configs:
 
-    dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=~/pets,compose=both --workdir W
+    dcvit train --config configs/transfer.py:init=vit_s16.npz,data_dir=pets,compose=both --workdir W
     dcvit train --config configs/lm_text.py:init=gpt2,data_dir=books,attention=dcmha --workdir W
 """
 

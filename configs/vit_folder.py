@@ -1,10 +1,11 @@
 """DCViT or ViT on a folder of your own images, trained from scratch.
 
-    dcvit train --config configs/vit_folder.py:data_dir=~/pets,variant=DCViT-Ti/16 --workdir W
+    dcvit train --config configs/vit_folder.py:data_dir=pets,variant=DCViT-Ti/16 --workdir W
     dcvit predict --workdir W photo.jpg
 
 `data_dir` contains the folders `train` and `val`, each with a folder for every class. With val_fraction=0.1 it contains
-the class folders themselves, and a tenth of their images is the validation split. JPEG, PNG, WebP, AVIF, BMP, GIF and
+the class folders themselves, and a tenth of their images is the validation split. A folder of Parquet files, such as
+train.parquet and validation.parquet, is read too; docs/data.md describes them. JPEG, PNG, WebP, AVIF, BMP, GIF and
 TIFF files are read and rotated according to their EXIF orientation. A few hundred images are too few to train a ViT
 from scratch; if you have a pretrained checkpoint, use transfer.py.
 """

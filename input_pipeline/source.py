@@ -115,7 +115,7 @@ def open_source(
     """Open a data source.
 
     Args:
-      kind: one of KINDS.
+      kind: one of KINDS. "folder" is "parquet" if the folder holds Parquet files and no folders of images.
       part: use only the examples between two fractions, such as (0, 0.9) for the first nine tenths.
       limit: use only this many examples, the first ones. The examples of a folder are sorted by class.
       cache: keep every example in memory after it was read, as it is stored. The required memory is logged.
@@ -128,6 +128,8 @@ def open_source(
     """
     if kind not in KINDS:
         raise InputError(f"unknown kind of data {kind!r}; {nearest(kind, KINDS)}")
+    if kind == "folder" and (found := importlib.import_module(KINDS["parquet"]).options_of_folder(options)):
+        kind, options = "parquet", found
     module = importlib.import_module(KINDS[kind])
     check_arguments(module.Source, (), options, f"data of kind {kind!r}", also=("part", "limit", "cache"))
     source: Source = module.Source(**options)

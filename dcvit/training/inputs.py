@@ -113,7 +113,7 @@ def with_hints(data: Options) -> Iterator[None]:
     """Add to an InputError of opening `data` which arguments of the shipped configs may resolve it."""
     folder = data.get("data_dir") if data["kind"] == "folder" else None
     if isinstance(folder, str) and folder and not expand(folder).is_dir():
-        raise MissingDataError(f"no folder {folder}")
+        raise MissingDataError(f"no folder {folder}{'; only local folders are read' * ('://' in folder)}")
     try:
         yield
     except InputError as e:

@@ -101,10 +101,9 @@ class Source:
         """Describe the number of images and classes, and the smallest and the largest class."""
         ranked = Counter(self.labels.tolist()).most_common()
         (largest, most), (smallest, least) = ranked[0], ranked[-1]
-        return (
-            f"{len(self):,} images of {len(ranked):,} classes, from {least:,} of {self.class_names[smallest]!r} "
-            f"to {most:,} of {self.class_names[largest]!r}"
-        )
+        names = self.class_names
+        spread = f"from {least:,} of {names[smallest]!r} to {most:,} of {names[largest]!r}"
+        return f"{len(self):,} images of {len(ranked):,} classes, {spread if least < most else f'{most:,} of each'}"
 
 
 def _class_folders(folder: Path) -> list[str]:

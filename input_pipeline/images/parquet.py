@@ -107,6 +107,8 @@ class Source:
         self.files, self.label, self.window, self.class_names = files, label, window, files[0].class_names
         self.groups = [group for file in files for group in file.groups]
         self.ends = np.cumsum([group.rows for group in self.groups])
+        classes = "unnamed classes" if self.class_names is None else f"{len(self.class_names):,} classes"
+        logger.info("%s, %s: %s images of %s in Parquet files", expand(data_dir), split, f"{len(self):,}", classes)
         if self.groups:
             in_window = int(RESERVE * window * self.nbytes() / len(self))
             limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
@@ -240,6 +242,31 @@ def _shards(data_dir: str, split: str) -> list[str]:
             f"{root}: split {split!r} has {found.total()} files, but {count} according to {chosen[0].name}"
         )
     return [str(file) for file in chosen]
+
+
+def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the options of this kind for those of kind "folder", or None if the folder does not hold Parquet files.
+
+    A folder that holds other folders than `data` is one of image files. If no file is of the split "val", it is
+    "validation" or "test".
+
+    Raises:
+      InputError: `val_fraction` is set.
+    """
+    root, found = expand(str(options.get("data_dir", ""))), dict(options)
+    splits = {
+        SHARD_NUMBER.sub("", file.stem) for inside in (root, root / "data") for file in inside.glob("[!.]*.parquet")
+    }
+    if not splits or any(entry.is_dir() and entry.name != "data" for entry in root.glob("[!.]*")):
+        return None
+    if found.pop("val_fraction", None) is not None:
+        raise InputError(
+            f"{root} holds Parquet files, of which val_fraction selects no rows: set `part` of the training data and "
+            f"of the evaluator, and split={min(splits, key=lambda name: name != 'train')!r}"
+        )
+    if found.get("split") == "val":
+        found["split"] = next((split for split in ("val", "validation", "test") if split in splits), "val")
+    return found
 
 
 def _open(path: str, state: FileState, image: str, label: str) -> File:

@@ -145,6 +145,21 @@ class TestOrder:
             assert max(spans) < 2 * 100
             assert np.corrcoef(places, np.arange(size))[0, 1] < 0.5
 
+    def test_a_folder_of_parquet_files_is_read_as_one_of_images(self, shared_root, tmp_path, caplog):
+        caplog.set_level("INFO")
+        shutil.copytree(shared_root, tmp_path / "own")
+        shard = next((shared_root / "data").iterdir())
+        shutil.copy(shard, tmp_path / "own" / "data" / "validation.parquet")
+        for split, rows in {"train": 120, "val": pq.read_metadata(shard).num_rows}.items():
+            source = ip.open_source("folder", data_dir=str(tmp_path / "own"), split=split, val_fraction=None)
+            assert (len(source), source.class_names) == (rows, tuple(NAMES))
+            assert f"own, {'validation' if split == 'val' else split}: {rows} images of 1,000 classes" in caplog.text
+        with pytest.raises(ip.InputError, match=r"val_fraction selects no rows: set `part` .* split='train'"):
+            ip.open_source("folder", data_dir=str(tmp_path / "own"), val_fraction=0.1)
+        (tmp_path / "own" / "train" / "cat").mkdir(parents=True)
+        (tmp_path / "own" / "train" / "cat" / "a.jpg").write_bytes(b"x")
+        assert len(ip.open_source("folder", data_dir=str(tmp_path / "own"))) == 1
+
     def test_order_is_fixed_because_runs_are_resumed_from_it(self):
         blocks = [shuffle.Blocks(np.array([4, 2, 2]), window) for window in (3, 8)]
         assert [shuffle.permutation(8, 0, 0, b).tolist() for b in blocks] == [
