@@ -273,7 +273,8 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
         starts = range(0, len(batch), BATCH)
         chunks = [batch[start : start + BATCH] for start in starts]
         return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]
-    single = isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray) and images.ndim < 4)
+    pixels = isinstance(images, np.ndarray) and images.ndim < 4
+    single = pixels or isinstance(images, str | bytes | Path | Image.Image)
     several: Sequence[Any] = [images] if single else images  # type: ignore[assignment]
     encoded = [_encoded(i, image) for i, image in enumerate(several)]
     return preprocess_images(encoded, pp, _raise)
@@ -283,6 +284,8 @@ def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     """Return the name of an image and a function that returns its encoded bytes; a picture becomes a PNG."""
     if isinstance(image, str | Path):
         return str(image), functools.partial(read_regular, image)
+    if isinstance(image, bytes):
+        return str(number), lambda: image
     if isinstance(image, np.ndarray):
         found = f"{image.dtype} of {image.shape}"
         try:
@@ -292,7 +295,8 @@ def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
         if image is None:
             raise InputError(f"image {number}: expected uint8 of (height, width, 3), found {found}")
     if not isinstance(image, Image.Image):
-        raise InputError(f"image {number}: expected a path, a picture or an array, got {type_name(type(image))}")
+        expected = "a path, the bytes of a file, a picture or an array"
+        raise InputError(f"image {number}: expected {expected}, got {type_name(type(image))}")
     if image.mode in ("I", "F"):  # a PNG would lose bits
         raise InputError(f"image {number}: the picture has 32 bits a channel; expected 8 or 16")
     if image.mode not in PNG_MODES:  # such as CMYK

@@ -30,8 +30,8 @@ from dcvit.models.lm import LM
 from dcvit.models.trees import check_tree, param_shapes, shapes_of
 from dcvit.models.vit import ViT
 
-# An image: the path of a file, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
-ImageInput: TypeAlias = str | Path | Image.Image | np.ndarray
+# An image: the path of a file, its bytes, a picture of Pillow, or uint8 numbers "height width 3" or "height width".
+ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Sequence[ImageInput]
 Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 
+import image_datasets
 import jax
 import matplotlib
 import matplotlib.pyplot as plt
@@ -112,25 +113,37 @@ def server(folder, **variables):
 def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_workdir, library_promotion, tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
+    pytest.importorskip("python_multipart")
     image = (ROOT / "tests/data/seven.png").read_bytes()
     with server(tmp_path, IMAGES=str(digits_workdir), TEXT=str(lm_workdir)) as address:
 
-        def ask(path, body=None):
-            return urllib.request.urlopen(f"{address}/{path}", body, timeout=120)
+        def ask(path, body=None, kind="application/x-www-form-urlencoded"):
+            request = urllib.request.Request(f"{address}/{path}", body, {"Content-Type": kind})
+            return urllib.request.urlopen(request, timeout=120)
 
         classes = json.load(ask("predict?topk=3", image))
         (expected,) = dcvit.load(digits_workdir).predict(ROOT / "tests/data/seven.png", 3)
         assert classes == {one.label: pytest.approx(one.probability, abs=1e-5) for one in expected}
+        form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n%s\r\n--x--\r\n'
+        assert json.load(ask("predict?topk=3", form % image, "multipart/form-data; boundary=x")) == classes
+        assert ask("generate?prompt=&tokens=3").status == 200
         with concurrent.futures.ThreadPoolExecutor(4) as pool:  # requests at the same time have the same answers
             texts = list(pool.map(lambda _: ask("generate?prompt=def%20&tokens=8&seed=1").read().decode(), range(4)))
         model = dcvit.load(lm_workdir)
         assert set(texts) == {model.continue_texts(["def "], TextOptions(8, seed=1)).texts[0].text}
         for path, body, why in (
-            ("predict", b"no image", "cannot identify image"), ("predict?topk=0", image, "topk=0 should be 1 or more"),
-            ("generate?prompt=a&tokens=0", None, "max_tokens=0"), ("generate?prompt=a&tokens=x", None, "valid integer"),
+            ("predict", b"no image", "not an image"), ("predict", b"", "not an image"),
+            ("predict", image_datasets.bomb_png(60_000, 60_000), "exceeds limit"),
+            ("predict", b"P6 60000 60000 255 ", "not an image"),
+            ("predict?topk=0", image, "topk=0 should be 1 or more"),
+            ("generate?prompt=a&tokens=-5", None, "tokens"), ("generate?prompt=a&tokens=x", None, "valid integer"),
             ("generate?prompt=a&tokens=100000", None, "exceed the model's context"),
         ):  # fmt: skip
             with pytest.raises(urllib.error.HTTPError) as refused:
                 ask(path, body)
             assert refused.value.code == 422
             assert why in refused.value.read().decode()
+        for kind in ("application/json", "multipart/form-data; boundary=x", "multipart/form-data"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                ask("predict", b"NaN", kind)
+            assert refused.value.code in (400, 422)

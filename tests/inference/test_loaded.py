@@ -4,6 +4,7 @@ import json
 from pathlib import PurePosixPath
 
 import flax.traverse_util
+import image_datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,8 +204,15 @@ class TestErrors:
         (picture.convert("RGB") if mode == "HSV" else picture).save(path := tmp_path / "a.tif")
         np.testing.assert_array_equal(model.features(picture, "stem"), model.features(path, "stem"))
 
+    def test_bytes_are_those_of_a_file_with_its_limits(self, model, tmp_path):
+        Image.fromarray(self.IMAGE + 9).save(path := tmp_path / "a.png")
+        np.testing.assert_array_equal(model.features(path.read_bytes(), "stem"), model.features(path, "stem"))
+        for data in (image_datasets.bomb_png(60_000, 60_000), b"P6 60000 60000 255 ", b"NaN"):
+            with pytest.raises(InputError, match=r"0: (Image size|not an image)"):
+                model.predict([data])
+
     def test_object_that_is_no_image_is_one_line(self):
-        with pytest.raises(InputError, match="image 0: expected a path, a picture or an array, got int"):
+        with pytest.raises(InputError, match=r"image 0: expected a path, the bytes of a file, .*, got int"):
             image_models._encoded(0, 3)  # the annotations, which tests execute, would refuse it earlier
 
     @pytest.mark.slow
