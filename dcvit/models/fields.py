@@ -24,6 +24,9 @@ QK_NORMS = ("layernorm", "rmsnorm", None)
 QKV_BIASES = ("qkv", "qv", "")
 COMPOSE_GELUS = ("tanh", "exact")
 DTYPES = ("float32", "bfloat16")
+# Local layers (L), which attend to a window, and global layers (G) of a repeated group: Section 4, Table 10, in the
+# order of the released code; and local layers alone, as in Mistral.
+WINDOW_PATTERNS = {"none": "G", "1:0": "L", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 # The policies of `jax.checkpoint_policies`; its other functions build a policy from arguments.
 JAX_POLICIES = (
     "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable", "dots_with_no_batch_dims_saveable",

@@ -21,7 +21,9 @@ from dcvit.models import Outputs, Params, head_settings
 from dcvit.models.attention import Attention
 from dcvit.models.decoder import Decoder, DecoderBlock, token_context
 from dcvit.models.fields import (
+    QKV_BIASES,
     REMAT_POLICIES,
+    WINDOW_PATTERNS,
     AttentionFields,
     TransformerFields,
     check_choices,
@@ -35,9 +37,6 @@ from dcvit.models.presets import decode_preset
 from dcvit.models.trees import pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
-# Local layers (L), which attend to a window, and global layers (G) of a repeated group: Section 4, Table 10, in the
-# order of the released code.
-WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 POSITIONS = ("rotary", "learned")
 NORMS = ("layernorm", "rmsnorm")
 MLP_NAMES = ("in", "gate", "out")  # in the parameter tree
@@ -55,14 +54,18 @@ class LM(TransformerFields):
       position: "rotary" or "learned" position embeddings.
       rotary_fraction: part of a head's width that carries the rotary embedding.
       rotary_base: base of the frequencies of the rotary embedding.
+      rotary_scaling: scaling of these frequencies for longer contexts: (factor,), or (factor, low, high, context) of
+        LLaMA 3; see `dcvit.models.projections.scaled`. None means no scaling.
       norm: "layernorm" or "rmsnorm".
       norm_epsilon: epsilon of the norms.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (GPT's approximation) or "swiglu".
       mlp_groups: number of groups of an MLP's hidden layer that a softmax gate weights; None means no such gate.
       use_bias: attention and MLPs have biases.
+      qkv_bias: initials of the projections among query, key and value that have a bias, "qkv" for Qwen2; None means as
+        `use_bias` says.
       parallel: attention and MLP of a layer read the same input (GPT-NeoX).
       tied: the head is the embedding.
-      window_pattern: "none", "1:1", "3:1" or "7:1" local to global layers.
+      window_pattern: "none", "1:0", "1:1", "3:1" or "7:1" local to global layers.
       window: number of tokens that a local layer attends to.
       prefill_window: this number for rows and prompts, if it is another one when tokens are generated one by one, as
         in the authors' PyTorch models; None means `window`.
@@ -77,11 +80,13 @@ class LM(TransformerFields):
     position: str = "rotary"
     rotary_fraction: float = 1.0
     rotary_base: float = 10_000.0
+    rotary_scaling: Sequence[float] | None = None
     norm: str = "rmsnorm"
     norm_epsilon: float = 1e-6
     mlp: str = "swiglu"
     mlp_groups: int | None = None
     use_bias: bool = False
+    qkv_bias: str | None = None
     parallel: bool = False
     tied: bool = False
     window_pattern: str = "none"
@@ -148,8 +153,9 @@ class LM(TransformerFields):
         rotary = round(self.rotary_fraction * (self.width // self.num_heads)) if self.position == "rotary" else 0
         attention = functools.partial(
             Attention, self.num_heads, num_key_heads=self.num_key_heads, rotary=rotary, rotary_base=self.rotary_base,
-            causal=True, prefill_window=self.prefill_window, use_bias=self.use_bias, kernel_init=init,
-            out_init=out_init, dtype=dtype, remat=self.remat == "attention", heads=self.heads,
+            rotary_scaling=self.rotary_scaling, causal=True, prefill_window=self.prefill_window,
+            use_bias=self.use_bias, qkv_bias=self.qkv_bias, kernel_init=init, out_init=out_init,
+            dtype=dtype, remat=self.remat == "attention", heads=self.heads,
             **values_of(self, AttentionFields),
         )  # fmt: skip
         mlp = functools.partial(
@@ -173,6 +179,7 @@ class LM(TransformerFields):
 def check_fields(net: LM, length: int) -> None:
     """Raise ValueError if the fields of a model are invalid or do not fit rows of `length` tokens."""
     check_choices(net, position=POSITIONS, norm=NORMS, mlp=ACTIVATIONS, window_pattern=WINDOW_PATTERNS)
+    check_choices(net, qkv_bias=(*QKV_BIASES, None))
     check_transformer(net)
     check_positive(net, "vocab_size", "context", "window")
     check_not_negative(net, "out_init_std", "mlp_groups", "prefill_window")
@@ -182,10 +189,20 @@ def check_fields(net: LM, length: int) -> None:
         raise ValueError(f"mlp_groups={net.mlp_groups} does not divide mlp_dim={net.mlp_dim or 4 * net.width}")
     if not 0 < net.rotary_fraction <= 1 or net.rotary_base <= 0 or net.norm_epsilon <= 0 or net.init_std <= 0:
         raise ValueError("rotary_fraction should be in (0, 1], rotary_base, norm_epsilon and init_std above 0")
+    if net.rotary_scaling is not None:
+        check_scaling(net.rotary_scaling)
     if net.position == "learned" and length > net.context:
         raise ValueError(f"{length} tokens are more than the model's context of {net.context}")
     if net.end_of_text is not None and not 0 <= net.end_of_text < net.vocab_size:
         raise ValueError(f"end_of_text={net.end_of_text} should be 0 or more, below vocab_size={net.vocab_size}")
+
+
+def check_scaling(scaling: Sequence[float]) -> None:
+    """Raise ValueError if the numbers of a `rotary_scaling` are no scaling."""
+    if len(scaling) not in (1, 4) or min(scaling) <= 0 or (len(scaling) == 4 and scaling[1] >= scaling[2]):
+        raise ValueError(
+            f"rotary_scaling={tuple(scaling)} should be (factor,) or (factor, low, high, context), above 0, low < high"
+        )
 
 
 class _Head(nn.Module):

@@ -30,10 +30,11 @@ class Projections(AttentionFields):
       out_features: width of the output; None means M.
       rotary: number of a head's D numbers that carry a rotary position embedding, in queries and keys.
       rotary_base: base of the frequencies of that embedding.
+      rotary_scaling: see `scaled`; None means no scaling.
       rotary_grid: rows and columns of the patches, which are the last tokens, for a rotary embedding in two dimensions
         (`rotate_patches`); None means one in the positions of the tokens.
       use_bias: the four projections have biases.
-      qkv_bias: initials of the projections among query, key and value that have one, if `use_bias`.
+      qkv_bias: initials of the projections among query, key and value that have one; None: as `use_bias` says.
       kernel_init: initializer of the four projections.
       out_init: initializer of the output projection; None means `kernel_init`.
       bias_init: initializer of the biases.
@@ -52,9 +53,10 @@ class Projections(AttentionFields):
     out_features: int | None = None
     rotary: int = 0
     rotary_base: float = 10_000.0
+    rotary_scaling: Sequence[float] | None = None
     rotary_grid: tuple[int, int] | None = None
     use_bias: bool = True
-    qkv_bias: str = "qkv"
+    qkv_bias: str | None = None
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     out_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
@@ -95,16 +97,17 @@ class Projections(AttentionFields):
 
     def rotated(self, x: Float[Array, "B T H D"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H D"]:
         """Return queries or keys with their rotary embedding."""
-        return rotate(x, positions, width=self.rotary, base=self.rotary_base)
+        return rotate(x, positions, width=self.rotary, base=self.rotary_base, scaling=self.rotary_scaling)
 
     def project(self, x_q: Array, x_k: Array, x_v: Array, positions: Array | None) -> tuple[Array, Array, Array]:
         """Return queries B T H D, keys and values B S K D, normalized and rotated according to the fields."""
         head_dim = self.head_dim(x_q.shape[-1])
+        biases = "qkv" * self.use_bias if self.qkv_bias is None else self.qkv_bias
 
         def project(name: str, x: Array, heads: int) -> Array:
             dense = HeadDense(
-                heads, head_dim, use_bias=self.use_bias and name[0] in self.qkv_bias,
-                kernel_init=self.kernel_init, bias_init=self.bias_init, dtype=self.dtype, param_dtype=self.param_dtype,
+                heads, head_dim, use_bias=name[0] in biases, kernel_init=self.kernel_init,
+                bias_init=self.bias_init, dtype=self.dtype, param_dtype=self.param_dtype,
                 precision=self.precision, name=name,
             )  # fmt: skip
             out: Array = self.mapped(name, dense(x))
@@ -212,15 +215,34 @@ def as_matrix(kernel: Array, rows: int) -> Array:
 
 
 def rotate(
-    x: Float[Array, "B T H D"], positions: Int[Array, "#B T"], *, width: int, base: float
+    x: Float[Array, "B T H D"],
+    positions: Int[Array, "#B T"],
+    *,
+    width: int,
+    base: float,
+    scaling: Sequence[float] | None = None,
 ) -> Float[Array, "B T H D"]:
     """Apply a rotary position embedding (Su et al., 2021) to the first `width` of D numbers, in float32.
 
     Number i of the first half and number i of the second half form a pair, which is rotated by the angle
-    position · base^(-2i/width): the layout of GPT-NeoX and LLaMA.
+    position · base^(-2i/width): the layout of GPT-NeoX and LLaMA. `scaling` changes these frequencies; see `scaled`.
     """
     frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    return _rotate_by(x, positions.astype(jnp.float32)[..., None] * frequencies[None, None])
+    return _rotate_by(x, positions.astype(jnp.float32)[..., None] * scaled(frequencies, scaling)[None, None])
+
+
+def scaled(frequencies: Float[Array, " D"], scaling: Sequence[float] | None) -> Float[Array, " D"]:
+    """Return the frequencies of a rotary embedding for a context that is longer than that of earlier training.
+
+    (factor,) divides all by the factor. (factor, low, high, context), of LLaMA 3, keeps those of pairs that turn more
+    than `high` times in the earlier context, divides those that turn less than `low` times, and interpolates between.
+    """
+    factor, *ramp = scaling or (1.0,)
+    if not ramp:
+        return frequencies / factor
+    low, high, context = ramp
+    kept = jnp.clip((context * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate_patches(x: Float[Array, "B T H D"], grid: tuple[int, int], *, width: int, base: float) -> Array:

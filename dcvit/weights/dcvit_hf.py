@@ -40,8 +40,9 @@ FIELDS: dict[str, Json] = {
         "qkv_bias",
     )),
     "lm": defaults("lm", (
-        *SHARED, "context", "position", "rotary_fraction", "rotary_base", "norm", "norm_epsilon", "mlp", "mlp_groups",
-        "use_bias", "parallel", "tied", "window_pattern", "window", "prefill_window", "end_of_text",
+        *SHARED, "context", "position", "rotary_fraction", "rotary_base", "rotary_scaling", "norm", "norm_epsilon",
+        "mlp", "mlp_groups", "use_bias", "qkv_bias", "parallel", "tied", "window_pattern", "window", "prefill_window",
+        "end_of_text",
     )),
 }  # fmt: skip
 
@@ -167,11 +168,12 @@ def _norm(theirs: str, ours: str, bias: bool) -> list[Link]:
 def _attention(theirs: str, ours: str, fields: Mapping[str, Any], *, bias: bool) -> list[Link]:
     width, heads = fields["width"], fields["num_heads"]
     head_dim = width // heads
+    biases = "qkv" * bias if fields["qkv_bias"] is None else fields["qkv_bias"]
     found = []
     for name in ("query", "key", "value"):
         own = heads if name == "query" else fields.get("num_key_heads") or heads
         found.append(linear(f"{theirs}.{name}.weight", f"{ours}/{name}/kernel", (width,), (own, head_dim)))
-        if bias and name[0] in fields.get("qkv_bias", "qkv"):
+        if name[0] in biases:
             found.append(same(f"{theirs}.{name}.bias", f"{ours}/{name}/bias", (own, head_dim), (own * head_dim,)))
     found.append(linear(f"{theirs}.out.weight", f"{ours}/out/kernel", (heads, head_dim), (width,)))
     if bias:

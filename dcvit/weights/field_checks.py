@@ -20,7 +20,7 @@ FLAGS = ("projection", "gate", "static", "use_bias", "parallel", "tied")
 NAMES = ("compose", "heads", "branches", "compose_gelu", "qk_norm", "posemb", "pool_type", "mlp", "position", "norm",
          "window_pattern", "qkv_bias")  # fmt: skip
 OPTIONAL = ("mlp_dim", "num_key_heads", "mlp_groups", "prefill_window", "end_of_text", "layer_scale", "compose",
-            "heads", "qk_norm")  # fmt: skip
+            "heads", "qk_norm", "qkv_bias", "rotary_scaling")  # fmt: skip
 
 
 def check(description: Description) -> Description:
@@ -61,6 +61,9 @@ def _expected(name: str, value: object) -> str:
         return "" if isinstance(value, bool) else "true or false"
     if name in NAMES:
         return "" if isinstance(value, str) else "a string"
+    if name == "rotary_scaling":
+        numbers = isinstance(value, list | tuple) and all(not _expected("rotary_base", x) for x in value)
+        return "" if numbers else "positive numbers"
     if name == "patch_size":
         pair = isinstance(value, list | tuple) and len(value) == 2 and all(_is_integer(x, 1, LARGEST) for x in value)
         return "" if pair else "a height and width"

@@ -30,7 +30,7 @@ def _rope(config: Json, found: Json) -> Json:
         raise CheckpointError(
             f"config.json: rotary_pct rotates {rotary} of a head's {head_dim} numbers; expected pairs"
         )
-    return {"rotary_fraction": rotary / head_dim, "rotary_base": hf.rotary_base(config, "rotary_emb_base")}
+    return {"rotary_fraction": rotary / head_dim, **hf.rotary(config, found["context"], "rotary_emb_base")}
 
 
 CONFIG = ConfigTable(
@@ -50,7 +50,7 @@ CONFIG = ConfigTable(
         Key(
             "rope_parameters",
             _rope,
-            lambda fields: hf.rope_parameters(fields["rotary_base"], partial_rotary_factor=fields["rotary_fraction"]),
+            lambda fields: hf.rope_parameters(fields, partial_rotary_factor=fields["rotary_fraction"]),
         ),
     ],
     constants=lambda _: {"norm": "layernorm", "use_bias": True},

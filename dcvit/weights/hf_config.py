@@ -14,6 +14,7 @@ from dcvit.weights.tensors import Json
 
 # Largest integers, far above those of published models: an absurd one would take hours, or overflow.
 LARGEST, LARGEST_DEPTH = (1 << 31) - 1, 1 << 12
+ORIGINAL = "original_max_position_embeddings"
 # Activations by their names in transformers. "gelu_new" and the like are all the approximation by a tanh.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -21,12 +22,13 @@ ACTIVATIONS = {
 
 
 def check_type(config: Json, *known: str) -> str:
-    """Return `model_type`. Raises CheckpointError if there is no config.json, or its model is of another type."""
+    """Return `model_type`. Raises CheckpointError without config.json, for another type or for a quantized model."""
     if not config:
         raise CheckpointError("no config.json beside the weights; it gives the number of heads and other sizes")
     found = config.get("model_type")
     if found not in known:
         raise CheckpointError(f"config.json: model_type={found!r} is not supported; supported: {', '.join(known)}")
+    check_only(config, quantization_config=None)
     return str(found)
 
 
@@ -105,35 +107,54 @@ def activation_name(ours: str) -> str:
     return "gelu" if ours == "gelu" else "gelu_new"
 
 
-def rotary_base(config: Json, name: str = "rope_theta", default: float = 10_000.0) -> float:
-    """Return the base of the rotary embedding, in the form of transformers 5 or that of earlier releases.
+def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
+    """Return the fields of the frequencies of the rotary embedding.
+
+    Args:
+      config: the content of config.json, in the form of transformers 5 or that of earlier releases.
+      context: the context of earlier training, unless the file has another.
+      name: the key of the base in earlier releases.
 
     Raises:
-      CheckpointError: the frequencies are scaled.
+      CheckpointError: the frequencies are scaled in another way than by a factor or as in LLaMA 3.
     """
-    _rope(config, "rope_scaling")
-    return number(_rope(config, "rope_parameters"), "rope_theta", number(config, name, default))
+    key, values = _rope(config)
+    found = {"rotary_base": number(values, "rope_theta", number(config, name, 10_000.0))}
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return found
+    if kind not in ("linear", "llama3"):
+        raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only default, linear and llama3")
+    scaling = [number(values, "factor")]
+    if kind == "llama3":
+        low, high = (number(values, f"{end}_freq_factor") for end in ("low", "high"))
+        if low >= high:
+            raise CheckpointError(f"config.json: {key}: low_freq_factor={low} should be below high_freq_factor={high}")
+        scaling += [low, high, size(config, ORIGINAL, size(values, ORIGINAL, context))]
+    return {**found, "rotary_scaling": scaling}
 
 
 def rotary_fraction(config: Json, name: str, default: float) -> float:
     """Return the part of a head's width that is rotated."""
-    return fraction(_rope(config, "rope_parameters"), "partial_rotary_factor", fraction(config, name, default))
+    return fraction(_rope(config)[1], "partial_rotary_factor", fraction(config, name, default))
 
 
-def _rope(config: Json, key: str) -> Json:
-    """Return the properties of a rotary embedding without scaling, none if they are absent or null."""
+def _rope(config: Json) -> tuple[str, Json]:
+    """Return the key of the properties of a rotary embedding, of which an earlier one has priority, and its value."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values: Json = config.get(key) or {}
     if not isinstance(values, dict):
         raise CheckpointError(f"config.json: {key}={values!r}; expected an object")
     nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
     if nested:
         raise CheckpointError(f"config.json: {key} for each kind of layer ({nested}) is not supported")
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only 'default'")
-    return values
+    return key, values
 
 
-def rope_parameters(base: float, **others: float) -> Json:
-    """Return the properties of an unscaled rotary embedding, in the form of transformers 5."""
-    return {"rope_type": "default", "rope_theta": base, **others}
+def rope_parameters(fields: Json, **others: float) -> Json:
+    """Return the properties of a rotary embedding, in the form of transformers 5."""
+    numbers = fields["rotary_scaling"] or []
+    kind = {0: "default", 1: "linear"}.get(len(numbers), "llama3")
+    names = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
+    scaling = zip(names, [*numbers[:3], *map(int, numbers[3:])], strict=False)
+    return {"rope_type": kind, "rope_theta": fields["rotary_base"], **dict(scaling), **others}

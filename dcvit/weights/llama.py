@@ -1,8 +1,11 @@
-"""The LLaMA family of Hugging Face transformers: LlamaForCausalLM, and Mistral and Qwen3, which share its layout."""
+"""The LLaMA family of Hugging Face transformers: LlamaForCausalLM, and Mistral, Qwen2 and Qwen3 of the same layout."""
 
 from __future__ import annotations
 
+import functools
+
 from dcvit.errors import CheckpointError
+from dcvit.models.fields import WINDOW_PATTERNS
 from dcvit.weights import hf_config as hf
 from dcvit.weights.config_table import Key, field, only, written
 from dcvit.weights.family import Description
@@ -12,25 +15,18 @@ from dcvit.weights.tensors import Json, Tensors
 from dcvit.weights.torch_layers import attention, block, checked, embedding_and_head, linear_layer, norm_layer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Defaults of transformers that differ between the types: context, and the sliding window of all layers.
-CONTEXTS = {"llama": 2048, "mistral": 131_072, "qwen3": 32_768}
-SLIDING_WINDOWS = {"llama": None, "mistral": 4096, "qwen3": None}
+CONTEXTS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}  # defaults of transformers
+QWEN = ("qwen2", "qwen3")
+TYPES = {"G": "full_attention", "L": "sliding_attention"}  # by the letters of `WINDOW_PATTERNS`
 
 
 def _keys(kind: str) -> list[Key]:
-    """Return the keys of a type. Only llama may have biases, and only qwen3 may name a window that it does not use."""
-
-    def check_window(config: Json, found: Json) -> Json:
-        hf.check_only(config, layer_types=["full_attention"] * found["depth"])
-        window = config.get("sliding_window", SLIDING_WINDOWS[kind])
-        if window is not None and (kind != "qwen3" or hf.flag(config, "use_sliding_window", False)):
-            raise CheckpointError(f"config.json: sliding_window={window!r} is not supported, only null")
-        return {}
+    """Return the keys of a type. Only llama has biases everywhere, qwen2 those of query, key and value."""
 
     def bias(config: Json, _: Json) -> Json:
         use_bias = kind == "llama" and hf.flag(config, "attention_bias", False)
         hf.check_only(config, attention_bias=use_bias, mlp_bias=use_bias)
-        return {"use_bias": use_bias}
+        return {"use_bias": use_bias, "qkv_bias": "qkv" if kind == "qwen2" else None}
 
     def epsilon(config: Json, _: Json) -> Json:
         return dict.fromkeys(("norm_epsilon", "qk_norm_epsilon"), hf.number(config, "rms_norm_eps", 1e-6))
@@ -48,9 +44,44 @@ def _keys(kind: str) -> list[Key]:
         Key("attention_bias", bias, lambda fields: fields["use_bias"] and kind == "llama"),
         written("mlp_bias", lambda fields: fields["use_bias"] and kind == "llama"),
         field("tie_word_embeddings", "tied", hf.flag, False),
-        Key("rope_parameters", _rope, lambda fields: hf.rope_parameters(fields["rotary_base"])),
-        Key("sliding_window", check_window, lambda _: None),
+        Key("rope_parameters", _rope, hf.rope_parameters),
+        Key(
+            "sliding_window",
+            functools.partial(_windows, kind),
+            lambda fields: fields["window"] if _local(fields) and kind != "llama" else None,
+        ),
+        *([written("use_sliding_window", _local), written("layer_types", _layer_types)] if kind in QWEN else []),
     ]
+
+
+def _windows(kind: str, config: Json, found: Json) -> Json:
+    """Return the fields of the windows of a type: of all layers, or with Qwen of those that the file names."""
+    window = config.get("sliding_window", None if kind == "llama" else 4096)
+    if kind == "llama":
+        hf.check_only(config, sliding_window=None)
+    elif kind in QWEN and not hf.flag(config, "use_sliding_window", False):
+        window = None
+    first = hf.size(config, "max_window_layers", 28) if kind in QWEN and config.get("max_window_layers") != 0 else 0
+    types = [TYPES["G" if window is None or layer < first else "L"] for layer in range(found["depth"])]
+    if kind in QWEN:
+        types = config.get("layer_types") or types
+    else:
+        hf.check_only(config, layer_types=types)
+    pattern = next((x for x in WINDOW_PATTERNS if types == _layer_types({**found, "window_pattern": x})), None)
+    if pattern is None:
+        shown = f"layer_types={types!r:.200}, of sliding_window={window!r} and max_window_layers={first}"
+        raise CheckpointError(f"config.json: {shown} is not supported; supported: {', '.join(WINDOW_PATTERNS)}")
+    size = {} if pattern == "none" else {"window": hf.size({"sliding_window": window}, "sliding_window")}
+    return {"window_pattern": pattern, **size}
+
+
+def _local(fields: Json) -> bool:
+    return bool(fields["window_pattern"] != "none")
+
+
+def _layer_types(fields: Json) -> list[str]:
+    pattern = WINDOW_PATTERNS[fields["window_pattern"]]
+    return [TYPES[pattern[layer % len(pattern)]] for layer in range(fields["depth"])]
 
 
 def _check_head_dim(config: Json, found: Json) -> Json:
@@ -63,19 +94,31 @@ def _check_head_dim(config: Json, found: Json) -> Json:
     return {}
 
 
-def _rope(config: Json, _: Json) -> Json:
+def _rope(config: Json, found: Json) -> Json:
     if hf.rotary_fraction(config, "partial_rotary_factor", 1.0) != 1:
         raise CheckpointError("config.json: partial_rotary_factor is not supported, only 1")
-    return {"rotary_base": hf.rotary_base(config)}
+    return hf.rotary(config, found["context"])
+
+
+def _kind(fields: LMFields) -> str:
+    """Return the type that can express the fields, if one can."""
+    if fields.qk_norm or fields.qkv_bias:
+        return "qwen3" if fields.qk_norm else "qwen2"
+    return "mistral" if fields.window_pattern == "1:0" else "llama"
 
 
 CONFIG = ConfigTable(
     "LLaMA",
-    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"},
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    },
     _keys,
     constants=lambda kind: {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": "rmsnorm" if kind == "qwen3" else None},
-    vocab_sizes={"llama": 32_000, "mistral": 32_000, "qwen3": 151_936},
-    type_of=lambda fields: "qwen3" if fields.qk_norm else "llama",
+    vocab_sizes={"llama": 32_000, "mistral": 32_000, "qwen2": 151_936, "qwen3": 151_936},
+    type_of=_kind,
 )
 
 
@@ -97,14 +140,14 @@ def unused(name: str) -> bool:
 
 def links(description: Description, tensors: Tensors | None = None) -> list[Link]:
     fields = LMFields.of(description)
-    width, bias = (fields.width,), fields.use_bias
+    width, bias, qkv_bias = (fields.width,), fields.use_bias, fields.use_bias or bool(fields.qkv_bias)
     queries, keys = (fields.num_heads, fields.head_dim), (fields.key_heads, fields.head_dim)
     found = embedding_and_head(EMBEDDING, HEAD, description, tensors)
     for i in range(fields.depth):
         theirs, ours, mlp = f"model.layers.{i}", attention(i), f"{block(i)}/MlpBlock_0"
         found += norm_layer(f"{theirs}.input_layernorm", f"{block(i)}/attention_norm", fields.width, False)
         for name, heads in (("query", queries), ("key", keys), ("value", keys)):
-            found += linear_layer(f"{theirs}.self_attn.{name[0]}_proj", f"{ours}/{name}", width, heads, bias)
+            found += linear_layer(f"{theirs}.self_attn.{name[0]}_proj", f"{ours}/{name}", width, heads, qkv_bias)
         found += linear_layer(f"{theirs}.self_attn.o_proj", f"{ours}/out", queries, width, bias)
         if fields.qk_norm:
             for name in ("query", "key"):

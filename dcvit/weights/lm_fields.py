@@ -19,9 +19,9 @@ NOT_IN_FILES = (*TRAINING_ONLY_FIELDS, "end_of_text")
 # The others, which determine the parameters and the function, in the order of files.
 NAMES = (
     "width", "depth", "mlp_dim", "num_heads", "num_key_heads", "heads", "context", "position", "rotary_fraction",
-    "rotary_base", "norm", "norm_epsilon", "mlp", "mlp_groups", "use_bias", "parallel", "tied", "window_pattern",
-    "window", "prefill_window", "qk_norm", "qk_norm_epsilon", "compose", "branches", "projection", "gate", "static",
-    "rank", "groups", "compose_gelu",
+    "rotary_base", "rotary_scaling", "norm", "norm_epsilon", "mlp", "mlp_groups", "use_bias", "qkv_bias", "parallel",
+    "tied", "window_pattern", "window", "prefill_window", "qk_norm", "qk_norm_epsilon", "compose", "branches",
+    "projection", "gate", "static", "rank", "groups", "compose_gelu",
 )  # fmt: skip
 DEFAULTS = defaults("lm", NAMES)
 
@@ -65,10 +65,12 @@ class LMFields(types.SimpleNamespace):
             "mlp_dim": self.hidden, "num_key_heads": self.key_heads, "mlp_groups": self.mlp_groups or None,
             "prefill_window": None if self.prefill_window == self.window else self.prefill_window,
             "rotary_fraction": round(self.rotary_fraction * self.head_dim) / self.head_dim,
+            "rotary_scaling": self.rotary_scaling and list(self.rotary_scaling),
+            "qkv_bias": None if self.qkv_bias == "qkv" * self.use_bias else self.qkv_bias,
         }  # fmt: skip
         without_effect: list[str] = []
         if self.position == "learned":
-            without_effect += ["rotary_fraction", "rotary_base"]
+            without_effect += ["rotary_fraction", "rotary_base", "rotary_scaling"]
         if self.window_pattern == "none":
             without_effect += ["window", "prefill_window"]
         if self.qk_norm is None:
@@ -144,4 +146,5 @@ class ConfigTable:
 
     def _read(self, config: Json) -> LMFields:
         kind = hf_config.check_type(config, *self.architectures)
+        hf_config.check_only(config, is_causal=True)
         return LMFields(**self.constants(kind), **config_table.read(self.keys(kind), config)).canonical()

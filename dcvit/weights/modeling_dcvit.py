@@ -35,7 +35,9 @@ require_version("transformers>=5.4")  # before, static caches do not count their
 
 RMS_EPSILON = 1e-6  # of the dynamic projections
 ROTARY_BASE_2D = 100.0  # with posemb="rotary2d"
-WINDOW_PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}  # L: a layer with a window
+WINDOW_PATTERNS = {  # L: a layer with a window
+    "none": "G", "1:0": "L", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL",
+}  # fmt: skip
 FIELDS = {  # of both models, with their defaults
     "width": 768, "depth": 12, "num_heads": 12, "num_key_heads": None, "mlp_dim": None, "compose": "both",
     "branches": "qk", "projection": True, "gate": True, "static": False, "rank": 2, "groups": 1, "compose_gelu": "tanh",
@@ -48,9 +50,9 @@ IMAGE_FIELDS = {
 }  # fmt: skip
 TEXT_FIELDS = {
     **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
-    "rotary_base": 10_000.0, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu", "mlp_groups": None,
-    "use_bias": False, "parallel": False, "window_pattern": "none", "window": 256, "prefill_window": None,
-    "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
+    "rotary_base": 10_000.0, "rotary_scaling": None, "norm": "rmsnorm", "norm_epsilon": 1e-6, "mlp": "swiglu",
+    "mlp_groups": None, "use_bias": False, "qkv_bias": None, "parallel": False, "window_pattern": "none",
+    "window": 256, "prefill_window": None, "end_of_text": None, "use_cache": True, "tie_word_embeddings": False,
 }  # fmt: skip
 # The name of the cache in outputs: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -183,13 +185,21 @@ def mean_loss(logits: Tensor, labels: Tensor | None, count: Tensor | int | None)
     return functional.cross_entropy(logits.float(), labels, reduction="sum") / examples
 
 
-def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, width: int, base: float, scaling: list[float] | None) -> Tensor:
     """Apply a rotary position embedding to the first `width` of the D numbers of x, B H N D; pairs are halves apart.
 
-    Positions are numbers, B N, or places in two dimensions, B N 2, each of which rotates half of the pairs.
+    Positions are numbers, B N, or places in two dimensions, B N 2, each of which rotates half of the pairs. `scaling`
+    divides the frequencies for longer contexts: by a factor, or for (factor, low, high, context) less for pairs that
+    turn more often than `low` times in the context, and not for those that turn `high` times or more.
     """
     step = 2 if positions.dim() == 2 else 4
     frequencies = base ** (-torch.arange(0, width, step, device=x.device, dtype=torch.float32) / width)
+    factor, *ramp = scaling or [1.0]
+    kept: Tensor | float = 0.0
+    if ramp:
+        low, high, context = ramp
+        kept = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    frequencies = frequencies * (kept + (1 - kept) / factor)
     angles = (positions[..., None].float() * frequencies).flatten(2)[:, None]
     cos, sin = angles.cos(), angles.sin()
     a, b = x[..., :width].float().chunk(2, dim=-1)
@@ -215,7 +225,7 @@ class Attention(nn.Module):
         self.config, self.layer, self.heads = config, layer, config.num_heads
         self.head_dim = head_dim = config.width // config.num_heads
         key_heads = config.num_heads if compose == "plain" else config.num_key_heads or config.num_heads
-        biases = "" if not bias else "qkv" if compose == "plain" else getattr(config, "qkv_bias", "qkv")
+        biases = config.qkv_bias if config.qkv_bias is not None and compose != "plain" else "qkv" * bias
         self.query = nn.Linear(config.width, config.width, bias="q" in biases)
         self.key, self.value = (nn.Linear(config.width, head_dim * key_heads, bias=name in biases) for name in "kv")
         self.out = nn.Linear(config.width, config.width, bias=bias)
@@ -227,7 +237,7 @@ class Attention(nn.Module):
         # Heads that share a key head, or do not mix, composed by their query alone: both products of attention commute.
         query_wise = config.branches == "q" or not (config.projection or config.gate)
         self.folded = query_wise and (config.groups % key_heads == 0 or not (config.projection or config.static))
-        self.rotary, self.rotary_base = 0, 0.0
+        self.rotary, self.rotary_base, self.scaling = 0, 0.0, getattr(config, "rotary_scaling", None)
         if getattr(config, "position", None) == "rotary":
             self.rotary, self.rotary_base = round(config.rotary_fraction * head_dim), config.rotary_base
         if getattr(config, "posemb", None) == "rotary2d":
@@ -256,7 +266,7 @@ class Attention(nn.Module):
         if hasattr(self, "query_norm"):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary and positions is not None:
-            q, k = (rotate(y, positions, self.rotary, self.rotary_base) for y in (q, k))
+            q, k = (rotate(y, positions, self.rotary, self.rotary_base, self.scaling) for y in (q, k))
         compositions = [c for c in (self.pre, self.post) if c is not None]
         queries, keys = ([c.weights(y, side) for c in compositions] for y, side in ((x, "q"), (source, "k")))
         if cache is not None:

@@ -34,7 +34,7 @@ ORACLE = {  # arguments of the oracle for each architecture of Section 4; Pythia
     "Transformer++": dict(mlp="swiglu", epsilon=1e-6, rotary=8),
     "Pythia": dict(mlp="gelu", epsilon=1e-5, rotary=2, parallel=True),
 }
-PATTERNS = {"none": "G", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
+PATTERNS = {"none": "G", "1:0": "L", "1:1": "LG", "3:1": "LGLL", "7:1": "LGLLLLLL"}
 
 
 def exhaustive(*values):
@@ -151,7 +151,7 @@ class TestReach:
     @pytest.mark.parametrize(
         ("pattern", "depth", "scan"),
         [
-            ("none", 2, True), ("1:1", 3, False), ("3:1", 6, True), ("7:1", 11, False),
+            ("none", 2, True), exhaustive("1:0", 2, True), ("1:1", 3, False), ("3:1", 6, True), ("7:1", 11, False),
             exhaustive("1:1", 3, True), exhaustive("3:1", 6, False), exhaustive("7:1", 11, True),
         ],
     )  # fmt: skip
@@ -178,7 +178,8 @@ class TestReach:
 
     def test_layer_0_is_local_and_layer_1_global(self):
         assert {name: lm.layer_windows(lm.Model(VOCAB, window_pattern=name)) for name in PATTERNS} == {
-            "none": (None,), "1:1": (256, None), "3:1": (256, None, 256, 256), "7:1": (256, None, *[256] * 6)
+            "none": (None,), "1:0": (256,), "1:1": (256, None), "3:1": (256, None, 256, 256),
+            "7:1": (256, None, *[256] * 6),
         }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from small_models import (
 from dcvit.dcmha import dispatch
 from dcvit.errors import CheckpointError
 from dcvit.models import fields, lm, vit
-from dcvit.models.projections import rotate
+from dcvit.models.projections import rotate, scaled
 
 
 class TestRotary:
@@ -55,6 +55,23 @@ class TestRotary:
             for far in (9, 64):
                 np.testing.assert_allclose(score(far + distance, far), score(distance, 0), rtol=0, atol=1e-4)
         assert np.abs(score(6, 0) - score(0, 0)).max() > 0.1
+
+    def test_frequencies_are_scaled_by_the_wavelengths_of_llama_3(self):
+        """Meta's rule (https://github.com/meta-llama/llama-models): long waves are divided, short ones stay."""
+        frequencies, (factor, low, high, context) = 500_000.0 ** (-np.arange(64) / 64), (8.0, 1.0, 4.0, 8192)
+        expected = []
+        for frequency in frequencies:
+            wavelength = 2 * np.pi / frequency
+            smooth = (context / wavelength - low) / (high - low)
+            between = (1 - smooth) * frequency / factor + smooth * frequency
+            long, short = wavelength > context / low, wavelength < context / high
+            expected.append(frequency / factor if long else frequency if short else between)
+        found = scaled(jnp.asarray(frequencies, jnp.float32), (factor, low, high, context))
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
+        kept = np.round(np.asarray(expected) / frequencies, 6)
+        assert {1, 1 / factor} < {*kept}  # and between them
+        np.testing.assert_array_equal(scaled(found, (2.0,)), found / 2)
+        np.testing.assert_array_equal(scaled(found, None), found)
 
 
 @pytest.mark.parametrize(("model", "outputs"), [(lm.LM, "vocab_size"), (vit.ViT, "num_classes")])
@@ -179,7 +196,7 @@ class TestLoad:
         ({"norm": "batch"}, "norm='batch'; known: 'layernorm', 'rmsnorm'"),
         ({"mlp": "relu"}, "mlp='relu'; known: 'gelu', 'gelu_tanh', 'swiglu'"),
         ({"remat": "some"}, "remat='some'; known: 'none'"),
-        ({"window_pattern": "2:1"}, "window_pattern='2:1'; known: 'none', '1:1', '3:1', '7:1'"),
+        ({"window_pattern": "2:1"}, "window_pattern='2:1'; known: 'none', '1:0', '1:1', '3:1', '7:1'"),
         ({"dtype_mm": "float16"}, "dtype_mm='float16'; known: 'float32', 'bfloat16'"),
         *(({name: 0}, f"{name}=0 should be 1 or more") for name in ("context", "width", "num_heads", "window")),
         ({"vocab_size": 0}, "vocab_size=0 should be 1 or more"),
@@ -193,6 +210,14 @@ class TestLoad:
         ({"out_init_std": -0.1}, "out_init_std=-0.1 should not be negative"),
         *(({"rotary_fraction": x}, r"rotary_fraction should be in \(0, 1\]") for x in (0.0, 1.5)),
         ({"rotary_base": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
+        ({"qkv_bias": "k"}, "qkv_bias='k'; known: 'qkv', 'qv', '', None"),
+        *(
+            (
+                {"rotary_scaling": numbers},
+                r"should be \(factor,\) or \(factor, low, high, context\), above 0, low < high",
+            )
+            for numbers in ((), (0.0,), (2.0, 1.0), (2.0, 4.0, 4.0, 32), (2.0, 1.0, 4.0, -32))
+        ),
         ({"norm_epsilon": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
         ({"init_std": 0.0}, "rotary_base, norm_epsilon and init_std above 0"),
         ({"position": "learned", "context": 11}, "12 tokens are more than the model's context of 11"),

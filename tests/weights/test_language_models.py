@@ -20,6 +20,8 @@ from foreign_models import (
 )
 
 from dcvit.errors import CheckpointError
+from dcvit.inference import generation
+from dcvit.inference.sampling import Sampling
 from dcvit.models import lm
 from dcvit.weights import links, lm_fields
 from dcvit.weights.families import FAMILIES, open_weights
@@ -38,6 +40,12 @@ GPT2 = dict(
 )  # fmt: skip
 
 
+LOCAL = "sliding_attention"
+WINDOWS = dict(use_sliding_window=True, sliding_window=7)
+ORIGINAL = "original_max_position_embeddings"
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 32}
+
+
 def rope(base=10_000.0, **others):
     return dict(rope_parameters={"rope_type": "default", "rope_theta": base, **others})
 
@@ -46,10 +54,11 @@ def neox(fraction, **others):
     return "GPTNeoX", SIZES | rope(partial_rotary_factor=fraction) | others
 
 
-def llama(key_heads, base=10_000.0, **others):
-    return "Llama", SIZES | rope(base) | dict(num_key_value_heads=key_heads) | others
+def llama(key_heads, base=10_000.0, scaling=None, **others):
+    return "Llama", SIZES | rope(base, **scaling or {}) | dict(num_key_value_heads=key_heads) | others
 
 
+QWEN3 = SIZES | rope() | dict(num_key_value_heads=2, head_dim=WIDTH // HEADS, rms_norm_eps=1e-3)
 MODELS = {
     "gpt2 tied": ("GPT2", GPT2),
     "gpt2 untied": ("GPT2", GPT2 | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3)),
@@ -59,14 +68,23 @@ MODELS = {
     "neox parallel 1": neox(1.0, hidden_act="gelu_new"),
     "neox sequential .25": neox(0.25, use_parallel_residual=False),
     "neox sequential .5 tied": neox(0.5, use_parallel_residual=False, tie_word_embeddings=True),
+    "neox linear rope": ("GPTNeoX", SIZES | rope(partial_rotary_factor=0.5, rope_type="linear", factor=3.0)),
     "neox sequential 1": neox(1.0, use_parallel_residual=False),
     "llama": llama(6),
     "llama grouped": llama(2),
     "llama grouped tied": llama(2, tie_word_embeddings=True),
     "llama one key head": llama(1, 500_000.0, rms_norm_eps=1e-3),
     "llama tied, biases": llama(6, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama rope of LLaMA 3": llama(2, 50.0, scaling=LLAMA_3),
+    "llama linear rope": llama(2, 50.0, scaling=dict(rope_type="linear", factor=2.5)),
     "mistral": ("Mistral", SIZES | rope() | dict(num_key_value_heads=2, sliding_window=None)),
-    "qwen3": ("Qwen3", SIZES | rope() | dict(num_key_value_heads=2, head_dim=WIDTH // HEADS, rms_norm_eps=1e-3)),
+    "mistral windows": ("Mistral", SIZES | rope() | dict(num_key_value_heads=2, sliding_window=7)),
+    "qwen2": ("Qwen2", SIZES | rope() | dict(num_key_value_heads=2)),
+    "qwen2 tied": ("Qwen2", SIZES | rope() | dict(num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen2 windows": ("Qwen2", SIZES | rope() | WINDOWS | dict(num_key_value_heads=2, max_window_layers=0)),
+    "qwen2 rope": ("Qwen2", SIZES | rope(rope_type="linear", factor=4.0) | dict(num_key_value_heads=6)),
+    "qwen3": ("Qwen3", QWEN3),
+    "qwen3 some windows": ("Qwen3", QWEN3 | WINDOWS | dict(layer_types=[LOCAL, "full_attention", LOCAL])),
 }
 CAUSAL = {"GPT2": "GPT2LMHeadModel"}
 
@@ -227,6 +245,44 @@ def test_a_tied_head_may_be_in_the_file_as_an_equal_copy(saved):
         open_weights(folder).tree()
 
 
+@pytest.mark.interop
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral windows", "qwen3 some windows"])
+def test_generation_beyond_the_window_gives_the_tokens_of_transformers(name, saved):
+    """The prompt is longer than the window of 7 tokens, and so are the new tokens."""
+    torch, transformers = libraries()
+    folder = saved(name)
+    weights = open_weights(folder)
+    prompts = random_tokens(VOCAB, 12)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    options = dict(max_new_tokens=LENGTH - 12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = theirs.generate(torch.from_numpy(prompts).long(), **options)[:, 12:].tolist()
+    net = lm.Model(VOCAB, **weights.description.fields)
+    greedy = generation.Options(LENGTH - 12, sampling=Sampling(temperature=0.0))
+    found = generation.complete(net, weights.tree(), prompts.tolist(), greedy)
+    assert found == expected
+    assert len({token for row in expected for token in row}) > 5
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(rope_scaling=LLAMA_3, rope_theta=50.0, rope_parameters="absent"),
+        dict(rope_scaling={"type": "linear", "factor": 3}),  # the base is then the default, whatever `rope_parameters`
+        dict(rope_scaling={k: v for k, v in LLAMA_3.items() if k != ORIGINAL}),  # for the context, 40
+        dict(rope_parameters=LLAMA_3, **{ORIGINAL: 16}),
+    ],
+)
+def test_scaled_frequencies_are_those_of_transformers_in_every_form_of_the_config(config, saved):
+    folder = saved("llama one key head")
+    rewrite(folder, **config)
+    tokens = random_tokens(VOCAB, LENGTH)
+    theirs = libraries()[1].AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert largest_difference(our_logits(open_weights(folder), tokens), their_logits(theirs, tokens)) < 2e-5
+
+
 def without(name):
     return lambda tensors: {n: x for n, x in tensors.items() if n != name}
 
@@ -241,10 +297,13 @@ def keep(tensors):
 
 # The model, the change of its tensors, the change of its config.json, and a part of the message.
 UNSUITABLE = [
-    ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qwen3"),
+    ("llama", keep, dict(model_type="gemma"), "model_type='gemma' is not supported; supported: llama, mistral, qw"),
     ("llama", keep, dict(model_type="absent"), "model_type=None is not supported"),
-    ("llama", keep, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of type 'linear'"),
-    ("llama", keep, dict(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}), "rope_parameters of type 'lla"),
+    ("llama", keep, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not"),
+    ("llama", keep, dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters of type 'yarn'"),
+    ("llama", keep, dict(rope_parameters={"rope_type": "linear"}), "factor=None; expected a positive number"),
+    ("llama", keep, dict(rope_parameters={"rope_type": "llama3", "factor": 8}), "low_freq_factor=None; expected"),
+    ("llama", keep, dict(rope_scaling=LLAMA_3 | dict(high_freq_factor=1.0)), "low_freq_factor=1.0 should be below"),
     ("llama", keep, dict(rope_parameters={"full": {"rope_theta": 5e5}}), "each kind of layer (full)"),
     ("llama", keep, dict(rope_parameters=[1]), "rope_parameters=[1]; expected an object"),
     ("llama", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size / num_attention_heads"),
@@ -260,11 +319,15 @@ UNSUITABLE = [
     ("llama", keep, dict(vocab_size=62), "model.embed_tokens.weight (file (61, 48), model (62, 48))"),
     ("llama", plus("model.layers.0.self_attn.q_proj.bias"), {}, "1 only in the file: model.layers.0.self_attn.q_pro"),
     ("llama", without("lm_head.weight"), {}, "1 only in the model: lm_head.weight"),
+    ("llama", keep, dict(is_causal=False), "is_causal=False is not supported, only True"),
+    ("llama", keep, dict(quantization_config={"quant_method": "gptq"}), "quantization_config={'quant_method': 'gptq'"),
     ("llama", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
-    ("mistral", keep, dict(sliding_window=4096), "sliding_window=4096 is not supported"),
-    ("mistral", keep, dict(sliding_window="absent"), "sliding_window=4096 is not supported"),
-    ("qwen3", keep, dict(use_sliding_window=True, sliding_window=8), "sliding_window=8 is not supported"),
-    ("qwen3", keep, dict(layer_types=["sliding_attention"] * DEPTH), "layer_types=['sliding_attention'"),
+    ("mistral", keep, dict(sliding_window=0), "sliding_window=0; expected a positive integer"),
+    ("mistral", keep, dict(layer_types=[LOCAL] * DEPTH), "only ['full_attention', 'full_attention', 'full_attention']"),
+    ("qwen3", keep, dict(layer_types=[LOCAL] * DEPTH), "sliding_window=None; expected a positive integer"),
+    ("qwen3", keep, WINDOWS | dict(layer_types=["full_attention", LOCAL, LOCAL]), "layer_types=['full_attention', "),
+    ("qwen3", keep, WINDOWS | dict(layer_types=None, max_window_layers=1), "max_window_layers=1 is not supported"),
+    ("qwen3", keep, WINDOWS | dict(layer_types=["chunked_attention"] * DEPTH), "layer_types=['chunked_attention', "),
     ("gpt2 tied", keep, dict(activation_function="relu"), "activation_function='relu' is not supported; supp"),
     ("gpt2 tied", keep, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2 tied", keep, dict(add_cross_attention=True), "add_cross_attention=True is not supported"),

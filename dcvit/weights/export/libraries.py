@@ -28,6 +28,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "gpt2": ("GPT2LMHeadModel",),
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
     "gpt_neox": ("GPTNeoXForCausalLM",),
     dcvit_hf.IMAGE: ("DCViTForImageClassification", "DCViTModel"),
