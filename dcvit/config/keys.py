@@ -103,6 +103,10 @@ KEYS = {
     "require_fused": Key(
         bool, False, "Refuse to train on a GPU or TPU if attention would not run in a fused kernel."
     ),
+    "check_memory": Key(
+        bool, True, "Refuse to train if parameters, gradients and optimizer state, or the temporary arrays of the "
+        "compiled step, need more memory than a device has free.",
+    ),
     "evals": Key(
         dict, {},
         "Evaluators by name: `type`, `data`, `pp`, `batch_size`, an interval `log`, `optional` (skip it if its data is "

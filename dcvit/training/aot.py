@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 import input_pipeline
@@ -26,6 +25,7 @@ from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
+from dcvit.training.memory import shard_bytes
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
 
@@ -119,8 +119,8 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
         chips=len(devices),
         mesh=" ".join(f"{name}={size}" for name, size in step.mesh.shape.items() if size > 1) or "1",
         parameters=sum(leaf.size for leaf in jax.tree.leaves(step.state.params)),
-        params=_shard_bytes(step.state.params) / GIB,
-        optimizer=_shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
+        params=shard_bytes(step.state.params) / GIB,
+        optimizer=shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
         tflops=step.flops and step.flops / 1e12,
     )
     LOG.info("compiling it")
@@ -235,10 +235,3 @@ def _overflow(message: str, chip: topologies.Chip) -> CompiledStep:
         raise ConfigError(f"the compiler ran out of memory: {first_line(Exception(message))}")
     verdict = f"does not fit, over by {sizes[0] - sizes[1]:.2f} GiB"
     return {"total": sizes[0], "memory": chip.memory / GIB, "verdict": verdict}
-
-
-def _shard_bytes(tree: object) -> int:
-    """Return the bytes of one device's shards of a tree of shapes."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )

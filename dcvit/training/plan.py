@@ -66,6 +66,7 @@ class RunOptions:
     profile: Sequence[int]
     kernels: Policy | None
     require_fused: bool
+    check_memory: bool
 
 
 def make_plan(config: ConfigDict, data: TrainingData, params: Params, evaluators: Iterable[str]) -> Plan:

@@ -24,7 +24,7 @@ from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
 from dcvit.runs.progress import RunProgress
 from dcvit.runs.watchdog import Watchdog
-from dcvit.training import kernels
+from dcvit.training import kernels, memory
 from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
@@ -101,7 +101,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
       accept: config keys, or "data", that may differ from those of the run in the workdir.
 
     Raises:
-      ConfigError: the workdir is in use, cannot be written, or holds another run.
+      ConfigError: the workdir is in use, cannot be written, or holds another run; or the memory does not suffice.
       CheckpointError: the checkpoint to resume from is damaged or does not fit the model.
     """
     identity.check_accepted(accept)
@@ -167,6 +167,7 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
+    memory.check_state(setup, shapes)
     whole = shapes.params if shapes.base is None else shapes.base
     loaded = jax.tree.map(lambda _: None, whole)
     if setup.model.load_initial and (shapes.base is not None or not saved):

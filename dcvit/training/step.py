@@ -87,7 +87,7 @@ def init_params(setup: Setup, key: jax.Array) -> Params:
 
 def state_shapes(setup: Setup) -> TrainState:
     """Return the shapes of the state, each with its sharding on the mesh."""
-    shapes = jax.eval_shape(lambda: initial_state(setup, init_params(setup, jax.random.key(0))))
+    shapes = jax.eval_shape(functools.partial(initial_state, setup), setup.model.shapes)
     placed: TrainState = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         shapes, shardings(shapes, setup.model.mesh, setup.model.strategy),

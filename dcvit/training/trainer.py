@@ -20,6 +20,7 @@ from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
+from dcvit.training import memory
 from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, WandbHook
 from dcvit.training.progress import Progress, StepResult
 from dcvit.training.resume import Run, open_run, start_state
@@ -204,9 +205,11 @@ class Trainer:
         """Compile the training step for a state and a batch."""
         self.run.display.line("compiling the training step")
         self.run.watchdog("compiling the training step")
-        update: Update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
+        update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
+        memory.check_step(self.setup, update)
         self.progress.clock.start()
-        return update
+        compiled: Update = update
+        return compiled
 
     def _advance(self, update: Update, step: int, state: TrainState, batch: dict[str, jax.Array]) -> StepResult:
         """Execute one step; block forever if the run was stopped before it."""

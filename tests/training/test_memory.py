@@ -1,0 +1,46 @@
+"""Runs that need more memory than the machine has are refused, before they start or before the first step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from training_runs import small_setup
+
+from dcvit.errors import ConfigError
+from dcvit.training import memory
+from dcvit.training.step import state_shapes
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+ARRAYS = 4  # as large as the parameters: these, their gradients, and two moments of Adam
+
+
+def check(setup, monkeypatch, available):
+    monkeypatch.setattr(memory.memory, "available", lambda: available)
+    memory.check_state(setup, state_shapes(setup))
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_state_and_gradients_are_compared_with_the_memory_of_all_devices(axis, monkeypatch):
+    setup = small_setup(mesh=[(axis, -1)], sharding_strategy="ddp" if axis == "data" else "fsdp")
+    devices, size = jax.device_count(), sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
+    copies = devices if axis == "data" else 1
+    needed = ARRAYS * 4 * size * copies
+    with pytest.raises(ConfigError, match=f"^{size:,} parameters .* need .*; --config.check_memory=False trains"):
+        check(setup, monkeypatch, needed - devices)
+    check(setup, monkeypatch, 2 * needed)  # small arrays are replicated
+
+
+def test_the_check_can_be_disabled(monkeypatch):
+    check(small_setup(check_memory=False), monkeypatch, 1)
+
+
+def test_temporary_arrays_of_the_compiled_step_are_compared_too(monkeypatch):
+    setup, size = small_setup(), 1000
+    outer = jax.jit(lambda x: jnp.sin(jnp.outer(x, x)) @ x)  # its matrix is the temporary array
+    compiled = outer.lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
+    enough = 2 * 4 * size**2 * jax.device_count()
+    monkeypatch.setattr(memory.memory, "available", lambda: enough)
+    memory.check_step(setup, compiled)
+    monkeypatch.setattr(memory.memory, "available", lambda: 4 * size * jax.device_count())
+    with pytest.raises(ConfigError, match="temporary arrays of a training step need"):
+        memory.check_step(setup, compiled)
