@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -27,6 +29,32 @@ LINE_SECONDS = 10.0  # between lines without a terminal
 DAY = 24 * 60 * 60.0  # seconds; the length of a run above which its estimated time is reported
 ESTIMATE_AFTER = 3  # logged steps; the time between the first and the last of them gives the estimate
 _estimated: set[str] = set()  # titles of the runs of this process whose estimated time was reported
+
+
+@contextlib.contextmanager
+def stage(name: str, show: Callable[[str], None], *, announce: bool = True) -> Iterator[None]:
+    """Show what the body does: its name at once, and every `LINE_SECONDS` also the seconds that it has taken.
+
+    Args:
+      name: the name of the work, such as "compiling the training step".
+      show: prints a line; also called by another thread.
+      announce: show the name at once, not only if the body takes long.
+    """
+    ended, started = threading.Event(), time.monotonic()
+
+    def show_time() -> None:
+        while not ended.wait(LINE_SECONDS):
+            show(f"{name}: {time.monotonic() - started:.0f} s")
+
+    if announce:
+        show(name)
+    thread = threading.Thread(target=show_time, name="stage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class ProgressBar:

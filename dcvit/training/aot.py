@@ -25,6 +25,7 @@ from dcvit.models.flops import training_flops
 from dcvit.parallel import hlo, topologies
 from dcvit.parallel.sharding import batch_sharding, batch_shards
 from dcvit.parallel.topologies import GIB
+from dcvit.runs.progress import stage
 from dcvit.training.memory import shard_bytes
 from dcvit.training.setup import Setup, load_setup
 from dcvit.training.step import TrainState, jit_update, state_shapes
@@ -110,9 +111,10 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
       ConfigError: an unknown topology, a missing libtpu, or a config that does not fit the slice; before compilation.
     """
     chip, devices = topology_devices(topology)
-    setup = load_setup(spec, overrides, devices=devices, stand_in=True)
-    LOG.info("tracing the training step of %s for %s", spec, topology)
-    step = lower(setup)
+    with stage(f"building the model of {spec}", LOG.info, announce=False):
+        setup = load_setup(spec, overrides, devices=devices, stand_in=True)
+    with stage(f"tracing the training step of {spec} for {topology}", LOG.info):
+        step = lower(setup)
     result = CompiledStep(
         config=spec,
         topology=topology,
@@ -123,10 +125,10 @@ def compile_for(spec: str, overrides: Sequence[str], topology: str) -> CompiledS
         optimizer=shard_bytes((step.state.opt_state, step.state.ema)) / GIB,
         tflops=step.flops and step.flops / 1e12,
     )
-    LOG.info("compiling it")
     started = time.perf_counter()
     try:
-        compiled = step.lowered.compile()
+        with stage("compiling it", LOG.info):
+            compiled = step.lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

@@ -30,9 +30,7 @@ def check_step(setup: Setup, compiled: jax.stages.Compiled) -> None:
 
 def shard_bytes(tree: object) -> int:
     """Return the bytes of one device's shards of a tree of shapes."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check(setup: Setup, needed: int, what: str) -> None:
@@ -40,8 +38,8 @@ def _check(setup: Setup, needed: int, what: str) -> None:
     free = _free(devices)
     if setup.options.check_memory and free is not None and needed > free:
         raise ConfigError(
-            f"{what} {needed / 1e9:.2f} GB of memory on each of {len(devices)} {devices[0].platform} devices here, which"
-            f" has {free / 1e9:.2f} GB free; --config.check_memory=False trains all the same"
+            f"{what} {needed / 1e9:.2f} GB of memory on each of {len(devices)} {devices[0].platform} device(s), "
+            f"which has {free / 1e9:.2f} GB free; --config.check_memory=False trains all the same"
         )
 
 

@@ -22,7 +22,7 @@ from dcvit.runs import identity, metrics, restoring, steps, workdir
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.runs.files import Folder, replace
 from dcvit.runs.lock import WorkdirLock
-from dcvit.runs.progress import RunProgress
+from dcvit.runs.progress import RunProgress, stage
 from dcvit.runs.watchdog import Watchdog
 from dcvit.training import kernels, memory
 from dcvit.training.inputs import TOKENIZER
@@ -144,7 +144,9 @@ def start_state(run: Run) -> TrainState:
 
     places = jax.tree.map(lambda s: s.sharding, start.shapes)
     words = np.asarray(jax.random.key_data(jax.random.key(setup.seed)))  # an argument: all seeds share the program
-    state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
+    run.watchdog("initializing the parameters")
+    with stage("initializing the parameters", run.display.line):
+        state: TrainState = jax.jit(fresh, donate_argnums=0, out_shardings=places)(start.loaded, words)
     return _restored(run).replace(base=state.base) if start.step else state
 
 

@@ -20,6 +20,7 @@ from dcvit.parallel import multihost
 from dcvit.parallel.sharding import local_rows, prefetch
 from dcvit.runs.files import Folder
 from dcvit.runs.preemption import Preemption
+from dcvit.runs.progress import stage
 from dcvit.training import memory
 from dcvit.training.hooks import CheckpointHook, Hook, MetricsHook, ProfilerHook, WandbHook
 from dcvit.training.progress import Progress, StepResult
@@ -203,9 +204,9 @@ class Trainer:
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
         """Compile the training step for a state and a batch."""
-        self.run.display.line("compiling the training step")
         self.run.watchdog("compiling the training step")
-        update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
+        with stage("compiling the training step", self.run.display.line):
+            update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
         memory.check_step(self.setup, update)
         self.progress.clock.start()
         compiled: Update = update

@@ -1,6 +1,8 @@
 """Progress on the console: a live bar on a terminal, lines elsewhere, and log records above the bar."""
 
 import logging
+import re
+import threading
 import types
 
 import pytest
@@ -53,6 +55,23 @@ def test_conversion_shows_megabytes_and_the_speed_of_the_output(monkeypatch, cap
     err = capsys.readouterr().err
     assert err.startswith("converting: 2 of 3 MB  ")
     assert " Mtok/s  ETA " in err
+
+
+@pytest.mark.parametrize("announce", [True, False])
+def test_a_stage_is_named_and_its_time_is_shown_until_it_ends(announce, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    lines, timed = [], threading.Event()
+
+    def show(line):
+        lines.append(line)
+        if line != "compiling":
+            timed.set()
+
+    with progress.stage("compiling", show, announce=announce):
+        assert timed.wait(60)
+    assert (lines[0] == "compiling") is announce
+    assert all(re.fullmatch(r"compiling: \d+ s", line) for line in lines[announce:])
+    assert not any(thread.name == "stage" for thread in threading.enumerate())
 
 
 def test_updates_are_shown_at_intervals(capsys):
