@@ -7,6 +7,8 @@ import conversion_models
 import numpy as np
 import pytest
 import small_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dcvit
 from dcvit.errors import CheckpointError
@@ -14,6 +16,7 @@ from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import TextOptions
 from dcvit.training.saved import open_saved
 from dcvit.weights.export import formats
+from input_pipeline.text.tokenizer import BYTE_END_OF_TEXT, END_OF_TEXT, ByteTokenizer, open_tokenizer
 
 WRITERS = {
     "npz": formats.write_npz, "bv": formats.write_bv, "safetensors": formats.write_safetensors, "hf": formats.write_hf,
@@ -196,6 +199,48 @@ def test_a_pipeline_continues_a_batch_as_it_does_single_texts(tmp_path):
     options = dict(max_new_tokens=3, do_sample=False)
     texts = ["cabd", "b"]
     assert pipeline(texts, batch_size=2, **options) == [pipeline(text, **options) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def bytes_folder(tmp_path_factory):
+    """Return the folder for transformers of a model that a run trained with text, and without a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_models, "VOCAB", ByteTokenizer.vocab_size)
+        model = conversion_models.language_model("Transformer++-405M", depth=1)[2]
+    record = {"input": {"data": {"kind": "text", "path": "*.txt"}}}
+    formats.write_hf(described(model, end_tokens=(BYTE_END_OF_TEXT,))._replace(record=record), folder)
+    return folder
+
+
+@pytest.mark.slow
+@given(
+    st.text() | st.sampled_from([f" \t{END_OF_TEXT}\x00", "".join(map(chr, range(300)))]),
+    st.lists(st.integers(0, BYTE_END_OF_TEXT)),
+)
+@settings(max_examples=50)
+def test_the_written_tokenizer_of_bytes_is_that_of_the_run(bytes_folder, text, tokens):
+    written, ours = open_tokenizer(str(bytes_folder)), ByteTokenizer()
+    assert written.encode(text) == ours.encode(text)
+    assert written.decode(ours.encode(text)) == text
+    assert written.decode(tokens) == ours.decode(tokens)
+    assert (written.end_of_text, written.vocab_size) == (ours.end_of_text, ours.vocab_size)
+    assert written.token_bytes.tolist() == ours.token_bytes.tolist()
+
+
+@pytest.mark.interop
+@pytest.mark.slow
+def test_transformers_opens_the_tokenizer_of_bytes(bytes_folder):
+    transformers = pytest.importorskip("transformers", reason="needs transformers; pip install -e .[interop]")
+    text = f" caf\u00e9\n{END_OF_TEXT} \U0001f389\x00\xad"
+    for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        tokenizer = kind.from_pretrained(bytes_folder)
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+        assert tokenizer.eos_token_id == tokenizer.pad_token_id == BYTE_END_OF_TEXT
+    pipeline = transformers.pipeline("text-generation", model=str(bytes_folder), device="cpu")
+    (found,) = pipeline(text, max_new_tokens=2, do_sample=False)
+    assert found["generated_text"].startswith(text)
 
 
 @pytest.mark.slow

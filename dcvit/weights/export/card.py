@@ -11,7 +11,7 @@ import dcvit
 from dcvit.errors import MetricsError
 from dcvit.runs import metrics
 from dcvit.weights import dcvit_hf
-from dcvit.weights.export import formats
+from dcvit.weights.export import formats, tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.modules import example
 
@@ -120,7 +120,7 @@ def write(weights: Weights, folder: Path, to: str, report: str) -> None:
         load=_load(weights, folder, to), inputs=inputs, config=_table(fields, "field"),
     )  # fmt: skip
     for title, column, values in (
-        ("Data", "key", _data(weights.record)), ("Metrics", "metric", _metrics(weights)),
+        ("Data", "key", tokenizer_files.training_data(weights.record)), ("Metrics", "metric", _metrics(weights)),
     ):  # fmt: skip
         if values:
             card += SECTION.substitute(title=title, table=_table(values, column))
@@ -136,7 +136,7 @@ def _image_facts(weights: Weights) -> tuple[str, str]:
 
 
 def _text_facts(weights: Weights) -> tuple[str, str]:
-    is_bytes = _data(weights.record).get("kind") == "stdlib"
+    is_bytes = tokenizer_files.reads_bytes(weights.record)
     tokens = "bytes" if is_bytes else "those of the tokenizer of the source"
     return "language model", f"Inputs are rows of tokens; tokens are {tokens}."
 
@@ -158,13 +158,6 @@ def _load(weights: Weights, folder: Path, to: str) -> str:
     if to == "hf" and json.loads((folder / "config.json").read_text()).get("model_type") in dcvit_hf.CLASSES:
         slots["trust"] = ", trust_remote_code=True"
     return "\n\n".join(f"```python{Template(code).substitute(slots)}```" for code in LOAD[to])
-
-
-def _data(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the training data of a run's config."""
-    given = config.get("input")
-    data = given.get("data") if isinstance(given, dict) else None
-    return data if isinstance(data, dict) else {}
 
 
 def _metrics(weights: Weights) -> dict[str, object]:

@@ -188,7 +188,7 @@ def write_hf(weights: Weights, folder: Path) -> None:
     ends = list(dict.fromkeys(end for end in found if end is not None))
     tokens: Json = {"eos_token_id": ends if ends[1:] else ends[0], "pad_token_id": ends[0]} if ends else {}
     _write_json(folder / GENERATION, tokens)
-    tokenizer_files.write_hf(weights.workdir or weights.path, folder, ends)
+    tokenizer_files.write_hf(weights, folder, ends)
 
 
 def _image_size(weights: Weights) -> Json:
