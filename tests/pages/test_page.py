@@ -1,6 +1,7 @@
 """The page: complete, escaped, in one file of a bounded size, and refused early if it cannot be written."""
 
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
@@ -121,6 +122,18 @@ def test_notes_say_how_confidence_and_several_labels_are_treated():
         "2 images without a finite confidence", "scaled to the range from black to white",
     ):  # fmt: skip
         assert note in text
+
+
+def test_the_baseline_and_classes_that_are_never_predicted_are_named():
+    made = evaluation(3, names=["cat", "Donaudampfschiff", "fox"])
+    pairs = made.outcomes.pairs = Counter({(0, 0): 5, (0, 2): 1, (1, 0): 3, (2, 2): 1})
+    text = Reader(page(made)).text
+    assert "Baseline60.00\u00a0%accuracy of always “cat”, the largest class" in text
+    assert "Never predicted: Donaudampfschiff. " in text
+    pairs[1, 1] = 1
+    assert "Never predicted" not in page(made)
+    made.outcomes.pairs.clear()  # as with several labels of every image
+    assert "Baseline" not in page(made)
 
 
 def test_a_perfect_classifier_has_no_mistakes():

@@ -16,6 +16,7 @@ MATRIX_CLASSES = 20  # up to so many classes, a page shows the confusion matrix
 CONFUSIONS = 30  # rows of the list that replaces it
 STRONG, FULL = 0.5, 0.8  # shares of a row from which dark text (in the dark scheme) or white text is readable
 CLASS_ROWS = 1000  # of the table of classes
+NEVER_SHOWN = 20  # classes without predictions that are named below it
 NAME_CHARACTERS = 60  # of a class name or a location
 NONE = "–"  # in place of a number
 DIRECTION_CONTROLS = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd")  # could reorder text
@@ -115,6 +116,10 @@ def _tiles(evaluation: Evaluation) -> ET.Element:
     tiles = [("Accuracy", percent(row["top1"]), interval)]
     if row.get("top5") is not None:
         tiles.append(("Top-5 accuracy", percent(row["top5"]), "a label is among the five best classes"))
+    if labels := [(row.examples, -row.number) for row in measures.class_measures(outcomes.pairs)]:
+        largest, number = max(labels)
+        text = f"accuracy of always “{shorten(evaluation.class_names[-number])}”, the largest class"
+        tiles.append(("Baseline", percent(largest / outcomes.pairs.total()), text))
     tiles += [
         ("Mean recall", percent(row.get("mean_recall")), "of the classes, each with equal weight"),
         ("Calibration error", percent(error), f"ECE, {BINS} bins of equal width"),
@@ -254,6 +259,9 @@ def _classes(evaluation: Evaluation) -> ET.Element:
     text = f"{len(shown):,} of {total:,} classes, {order}. "
     if len(found) < total:
         text += f"{total - len(found):,} classes without images and predictions are not listed. "
+    if never := [shorten(evaluation.class_names[row.number]) for row in found if not row.predictions]:
+        more = f" and {len(never) - NEVER_SHOWN:,} more" if len(never) > NEVER_SHOWN else ""
+        text += f"Never predicted: {', '.join(never[:NEVER_SHOWN])}{more}. "
     if evaluation.outcomes.several:
         text += "Images with several labels do not count here and in the confusions. "
     return tag(
