@@ -182,7 +182,8 @@ function showInput(sample, row) {
   const limit = limitOf(values), name = `${STAGES[state.stage]} of head ${state.head} for query ${state.query}`;
   $("picture-holder").hidden = Boolean(sample.text);
   $("tokens").hidden = !sample.text;
-  $("input-note").textContent = `${name}; largest ${number(limit)}. White: query, pink: key.`;
+  $("input-note").textContent = `${name}; largest ${number(limit)}. White: query, pink: key.` +
+    (state.stage === 3 ? " Composed weights are no probabilities." : "");
   if (!sample.text) {
     if ($("picture-holder").dataset.sample !== String(state.sample)) {
       $("picture-holder").dataset.sample = state.sample;
@@ -221,8 +222,12 @@ function buildHeads(sample, layer) {
     const [first, last] = layer.range(t);
     seen.fill(1, t * T + first, t * T + last + 1);
   }
-  const cells = STAGES.map((stage) => element("div", { class: "stage" }, stage));
+  const cells = STAGES.map((stage, i) => element("div", { class: "stage", "data-limit": limits?.[i] ?? "" }, stage,
+    element("div", { class: "bar" }), ...(sample.text ? [axis(sample, "keys")] : [])));
+  if (sample.text) cells.unshift(element("div", { class: "axis" }));
+  $("heads").className = sample.text ? "text" : "";
   for (let h = 0; h < H; h++) {
+    if (sample.text) cells.push(axis(sample, "queries"));
     STAGES.forEach((stage, i) => {
       const canvas = element("canvas", { role: "application", "data-head": h, "data-stage": i });
       const holder = sample.text
@@ -280,8 +285,13 @@ function showHeads(sample, layer, row) {
     canvas.setAttribute("aria-label",
       `${STAGES[i]} of head ${h}, query ${state.query}: largest ${number(values[best] ?? 0)} at key ${best}; key ${state.key}: ${number(values[state.key])}`);
   }
+  $("heads").querySelectorAll(".stage").forEach((stage, i) => {
+    const limit = Number(stage.dataset.limit || limits[i]);
+    stage.querySelector(".bar").replaceWith(colorBar(state.scale === "head" ? undefined : limit, isSigned(i)));
+  });
   $("legend").textContent = `Largest absolute numbers of this query: ${STAGES.map((s, i) => `${s} ${number(limits[i])}`).join(", ")}. ` +
-    "Blue is negative, orange positive; weights go from violet, 0, to yellow.";
+    "Blue is negative, orange positive; weights go from violet, 0, to yellow. Composed weights are sums of weights of several " +
+    "heads and no probabilities: they may be negative or above 1, and need not add up to 1.";
 }
 
 function showEffects(sample, row, plain) {

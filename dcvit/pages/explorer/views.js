@@ -86,6 +86,21 @@ function fillTable(table, header, rows) {
   table.replaceChildren(element("thead", {}, head), element("tbody", {}, ...body));
 }
 
+// The colors of the values from -limit or 0 to limit, between these numbers; without a limit, it is that of each head.
+function colorBar(limit, signed) {
+  const at = (share) => css(color(share, 1, signed)), ends = [signed ? -1 : 0, 1];
+  const steps = Array.from({ length: 9 }, (_, i) => at(ends[0] + ((ends[1] - ends[0]) * i) / 8)), bar = element("i");
+  bar.style.background = `linear-gradient(90deg, ${steps.join(", ")})`;
+  const [low, high] = ends.map((end) => (!end ? "0" : limit === undefined ? (end < 0 ? "min" : "max") : number(end * limit, 2)));
+  return element("div", { class: "bar" }, low, bar, high);
+}
+
+// The tokens of a text along an axis of its maps, if there is room for them.
+function axis(sample, name) {
+  const tokens = sample.text.length <= 32 ? sample.text : [];
+  return element("div", { class: `axis ${name}`, "aria-hidden": true }, ...tokens.map((token) => element("span", {}, visible(token))));
+}
+
 // A heat map of lenders (rows) and borrowers (columns), with the numbers of the heads.
 function headMap(title, map, heads, limit) {
   const canvas = element("canvas", { role: "img", "aria-label": describeMap(title, map, heads) });
