@@ -40,6 +40,14 @@ EXPLORERS = {
     "text": ([], ["def main(argv):\n    return ", "import os\nimport sys\n"]),
 }
 
+# Source file that a page links to -> the page of the site that is generated from it.
+GENERATED = {
+    "input_pipeline/source.py": "data_kinds.md",
+    "dcvit/config/keys.py": "config_keys.md",
+    "dcvit/models/attention.py": "models.md#attention",
+    "dcvit/models/vit.py": "models.md",
+}
+
 SECTION = re.compile(r"(\s*)(Args|Fields|Raises|Returns|Yields)(, .*)?:$")
 
 
@@ -87,6 +95,14 @@ def skip_fields(app, what, name, obj, skip, options):
     return True if callable(obj) and origin not in ("dcvit", "input_pipeline") else None
 
 
+def link_site(app, docname, source):
+    """Link what the site has and a clone lacks: generated pages for their sources, and named explorer pages."""
+    text = re.sub(r"`explorer/(\w+)\.html`", r'<a href="explorer/\1.html">\1</a>', source[0])
+    for file, page in GENERATED.items():
+        text = re.sub(rf"\]\((\.\./)+{re.escape(file)}\)", f"](/reference/generated/{page})", text)
+    source[0] = text
+
+
 def write_explorers(app, exception):
     """Write the explorer pages of the package's models into the folder `explorer` of a complete HTML site."""
     if exception is not None or app.builder.format != "html":
@@ -112,4 +128,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=100)
     app.connect("autodoc-process-signature", short_annotations)
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("source-read", link_site)
     app.connect("build-finished", write_explorers)
