@@ -7,7 +7,7 @@ class token; the classifier takes class token and mean of the patches (`pool_typ
 from __future__ import annotations
 
 from dcvit.weights import hf_config, hf_processor, hf_vision, preprocessing, vit_links
-from dcvit.weights.config_table import ABSENT, Key, field, only, written
+from dcvit.weights.config_table import ABSENT, Key, field, written
 from dcvit.weights.family import Description
 from dcvit.weights.hf_vision import sizes
 from dcvit.weights.links import Link
@@ -45,7 +45,7 @@ def _keys(kind: str) -> list[Key]:
         ),
         written("use_swiglu_ffn", lambda fields: fields["mlp"] == "swiglu"),
         field("layerscale_value", "layer_scale", hf_config.number, 1.0),
-        only("qkv_bias", True),
+        hf_vision.QKV_BIAS,
         written("use_mask_token", False),
         written("num_register_tokens", lambda fields: fields["registers"] or ABSENT),
     ]
@@ -132,7 +132,7 @@ def config(description: Description) -> Json:
     layer_scale = (fields["layer_scale"],) if fields["layer_scale"] is not None else (1.0,)
     vit_links.check_expressible(
         description, "DINOv2", pool_type=("tok+gap",) if classes else ("tok",), layer_scale=layer_scale,
-        mlp_dim=(fields["mlp_dim"],) if _ratio(fields) else (4 * fields["width"],),
+        mlp_dim=(fields["mlp_dim"],) if _ratio(fields) else (4 * fields["width"],), qkv_bias=("qkv", ""),
     )  # fmt: skip
     hf_vision.check_square(description, "DINOv2")
     kind, name = (

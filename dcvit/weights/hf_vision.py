@@ -17,6 +17,13 @@ ORDER = (
 )  # fmt: skip
 
 
+def _biases(config: Json, name: str, default: bool) -> str:
+    return "qkv" if hf_config.flag(config, name, default) else ""
+
+
+QKV_BIAS = field("qkv_bias", "qkv_bias", _biases, True, lambda found: found == "qkv")
+
+
 def sizes(patch_size: int = 16, norm_epsilon: float = 1e-6, width: int = 768, heads: int = 12) -> list[Key]:
     """Return the keys that all families have; `image_size` and `channels` stand beside the fields of the model.
 

@@ -36,7 +36,7 @@ KEYS = [
     *sizes(norm_epsilon=1e-12),
     field("intermediate_size", "mlp_dim", default=3072),
     field("hidden_act", "mlp", hf_config.activation, "gelu", hf_config.activation_name),
-    only("qkv_bias", True),
+    hf_vision.QKV_BIAS,
     Key("pooler_act", only("pooler_act", "tanh").read, lambda fields: "tanh" if fields["rep_size"] else ABSENT),
     written("pooler_output_size", _written_pooler),
 ]
@@ -110,7 +110,7 @@ def config(description: Description) -> Json:
     classes, rep_size = description.num_outputs, fields["rep_size"]
     vit_links.check_expressible(
         description, "Hugging Face's ViT", pool_type=("tok",), registers=(0, 1), layer_scale=(None,),
-        mlp=("gelu", "gelu_tanh"), rep_size=(False, 0) if classes else (rep_size,),
+        mlp=("gelu", "gelu_tanh"), rep_size=(False, 0) if classes else (rep_size,), qkv_bias=("qkv", ""),
     )  # fmt: skip
     if not classes and not rep_size:
         raise CheckpointError("Hugging Face's ViT cannot express features without pre_logits: ViTModel has a pooler")

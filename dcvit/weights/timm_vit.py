@@ -80,6 +80,8 @@ def describe(tensors: Tensors, config: Json) -> Description:
     vit_links.check_heads(fields)
     if fc1[0] == 2 * fc2[1]:
         fields["mlp"] = "swiglu"
+    if "blocks.0.attn.qkv.bias" not in tensors:
+        fields["qkv_bias"] = ""
     if "blocks.0.ls1.gamma" in tensors:
         fields["layer_scale"] = float(arguments.get("init_values") or 1e-5)
     registers = sum(count for _, count in _tokens(tensors)) - (pool == "tok")
@@ -116,8 +118,9 @@ def unused(name: str) -> bool:
 def config(description: Description) -> Json:
     """Return config.json in the layout of timm's models on the Hugging Face hub."""
     vit_links.check_expressible(
-        description, "timm", pool_type=(*POOLS.values(),), norm_epsilon=(1e-6,), mlp=(*ACTIVATIONS.values(), "swiglu")
-    )
+        description, "timm", pool_type=(*POOLS.values(),), norm_epsilon=(1e-6,), mlp=(*ACTIVATIONS.values(), "swiglu"),
+        qkv_bias=("qkv", ""),
+    )  # fmt: skip
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
     gated = fields["mlp"] == "swiglu"
@@ -129,7 +132,7 @@ def config(description: Description) -> Json:
         "mlp_ratio": ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,  # timm rounds down
         "init_values": fields["layer_scale"], "class_token": pool == "tok", "no_embed_class": True,
         "reg_tokens": fields["registers"], "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[pool],
-        "fc_norm": False,
+        "fc_norm": False, "qkv_bias": fields["qkv_bias"] == "qkv",
     }  # fmt: skip
     if not gated:
         arguments["act_layer"] = fields["mlp"]
@@ -174,7 +177,7 @@ def _check_arguments(arguments: Json) -> None:
         if name not in ARGUMENTS:
             raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r} is not supported")
     supported: dict[str, tuple[object, ...]] = {
-        "qkv_bias": (True,), "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
+        "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
         "pre_norm": (False, None), "fc_norm": (None, False), "act_layer": (None, *ACTIVATIONS),
     }  # fmt: skip
     for name, values in supported.items():

@@ -174,7 +174,8 @@ def attention(theirs: Sequence[str], ours: str, fields: Json) -> list[Link]:
     inner = (heads, width // heads)
     qkv = [f"{ours}/{name}" for name in ("query", "key", "value")]
     if len(theirs) == 2:
-        links = fused((f"{theirs[0]}.weight", f"{theirs[0]}.bias"), qkv, width, inner)
+        kernels, bias = fused((f"{theirs[0]}.weight", f"{theirs[0]}.bias"), qkv, width, inner)
+        links = [kernels, bias] if biases else [kernels]
     else:
         links = []
         for initial, name, our_name in zip("qkv", theirs, qkv, strict=False):

@@ -35,7 +35,7 @@ SMALL = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)
 ARCHITECTURES = {
     "vit_small_patch16_224": {},
     "deit_small_patch16_224": {"mlp_ratio": 2.5, "img_size": (32, 48)},
-    "deit3_small_patch16_224": {},
+    "deit3_small_patch16_224": {"qkv_bias": False},
     "vit_base_patch16_siglip_224": {"act_layer": "gelu_tanh"},
     "vit_small_patch14_reg4_dinov2": {"patch_size": 8},
     "vit_giant_patch14_dinov2": {"patch_size": 8},
