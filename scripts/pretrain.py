@@ -18,7 +18,7 @@ import jax
 
 from dcvit.pages.evaluation import evaluate
 from dcvit.parallel import runtime
-from dcvit.runs import metrics
+from dcvit.runs import checksums, metrics
 from dcvit.training.saved import open_saved
 from dcvit.training.trained import open_trained
 from dcvit.weights import pretrained
@@ -113,6 +113,7 @@ def make(name: str, workdir: Path) -> None:
     text = (folder / CARD).read_text()
     assert NO_LICENSE in text
     (folder / CARD).write_text(text.replace(NO_LICENSE, "license: apache-2.0") + section(figures))
+    checksums.write(folder, [CARD, FIGURES], checksums.WEIGHTS)
 
 
 def main() -> None:

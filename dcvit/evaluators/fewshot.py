@@ -115,6 +115,8 @@ class Evaluator:
     def run(self, params: Params) -> dict[str, float]:
         """Return `1shot`, `5shot`, … (fractions of `n`, means over the seeds) and `n`, the number of test examples.
 
+        The fractions are NaN if a feature is not finite.
+
         Raises:
           ConfigError: the model has no intermediate called `representation`.
         """
@@ -122,6 +124,8 @@ class Evaluator:
         x, labels = self._features(self.source, params)
         x_test, labels_test = self._features(self.test_source, params)
         self.images_per_second = self.represent.rate()
+        if not (np.isfinite(x).all() and np.isfinite(x_test).all()):
+            return dict.fromkeys((f"{k}shot" for k in self.shots), math.nan) | {"n": len(labels_test)}
         classes = len(self.source.class_names or ()) or int(labels.max()) + 1
         hits = dict.fromkeys(self.shots, 0)
         for seed in range(self.num_seeds):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
+from dcvit.inference.model import NOT_FINITE
 from dcvit.inference.sampling import Sampling, sample
 from dcvit.models.lm import LM, head_kernel, init_cache, unembed
 
@@ -92,7 +93,7 @@ def generate(
 
     Raises:
       ConfigError: the arguments do not fit each other or the model; raised before the first step.
-      FloatingPointError: the model's logits are not finite; raised during iteration.
+      CheckpointError: the model's logits are not finite; raised during iteration.
     """
     options.check(model)
     numbers = range(len(prompts)) if examples is None else examples
@@ -181,7 +182,7 @@ def _generate(
             token, cache = _step(program, params, cache, token, keys, np.int32(number))
         tokens = np.asarray(latest).tolist()
         if min(tokens) < 0:
-            raise FloatingPointError("the model's logits are not finite")
+            raise CheckpointError(f"the model's logits are {NOT_FINITE}")
         tokens = tokens[: len(prompts)]
         ended = [before or token in stop for before, token in zip(ended, tokens, strict=True)]
         if all(ended):

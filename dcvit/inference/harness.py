@@ -19,8 +19,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.inference.generation import Options, Params, cast_params, generate
+from dcvit.inference.model import NOT_FINITE
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.text_stream import TextStream, push_steps
 from dcvit.inference.texts import end_of_text
@@ -157,7 +158,7 @@ class HarnessModel(TemplateLM):
 
         Raises:
           ConfigError: a continuation is longer than the context.
-          FloatingPointError: the model's logits are not finite.
+          CheckpointError: the model's logits are not finite.
         """
         rows = []
         for _, context, continuation in requests:
@@ -177,7 +178,7 @@ class HarnessModel(TemplateLM):
                     scores = jax.device_get(self.score(self.params, batch))
                 sums = scores["log_p"].sum(axis=1, dtype=np.float64)
                 if not np.isfinite(sums).all():
-                    raise FloatingPointError("the model's logits are not finite")
+                    raise CheckpointError(f"the model's logits are {NOT_FINITE}")
                 results.update((i, (float(sums[j]), bool(scores["greedy"][j]))) for j, i in enumerate(part))
                 bar.show(len(results))
         return [results[i] for i in range(len(rows))]
@@ -219,7 +220,7 @@ class HarnessModel(TemplateLM):
 
         Raises:
           ConfigError: see `read_generation_options`.
-          FloatingPointError: the model's logits are not finite.
+          CheckpointError: the model's logits are not finite.
         """
         groups: dict[str, list[int]] = {}  # requests of equal options
         for i, request in enumerate(requests):

@@ -21,8 +21,8 @@ from jaxtyping import Float32
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
-from dcvit.errors import ConfigError, InputError, escaped, type_name
-from dcvit.inference.model import BATCH, Images, LoadedModel, Tokens, apply
+from dcvit.errors import CheckpointError, ConfigError, InputError, escaped, type_name
+from dcvit.inference.model import BATCH, NOT_FINITE, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
@@ -70,8 +70,9 @@ class ImageModel(LoadedModel):
         """Return the `topk` most probable classes of each image, the most probable first.
 
         Raises:
+          CheckpointError: the logits of an image are not finite.
           ConfigError: the model has no head or no preprocessing of images.
-          InputError: an image cannot be read, or does not have the shape of the others.
+          InputError: an image cannot be read, does not have the shape of the others, or is not finite.
         """
         return [row for batch in self.classify(_image_batches(images, self.pp), topk) for row in batch]
 
@@ -176,12 +177,19 @@ def classify(
 
     Yields:
       A list with the `topk` predictions, the most probable first, of each image.
+
+    Raises:
+      CheckpointError: the logits of an image are not finite.
     """
     normalize = jax.nn.sigmoid if multilabel else jax.nn.softmax
     for names, images in batches:
         size = min(BATCH, 1 << (len(images) - 1).bit_length())  # few sizes, each of which is compiled
         padded = np.pad(images, [(0, size - len(images)), (0, 0), (0, 0), (0, 0)])
-        rows = np.asarray(normalize(apply(model, params, jnp.asarray(padded))[0]))
+        logits = apply(model, params, jnp.asarray(padded))[0]
+        finite = np.isfinite(np.asarray(logits)).all(axis=-1)[: len(images)]
+        if not finite.all():
+            raise CheckpointError(f"{names[int(finite.argmin())]}: the model's logits are {NOT_FINITE}")
+        rows = np.asarray(normalize(logits))
         yield [_best(name, row, class_names, topk) for name, row in zip(names, rows, strict=False)]
 
 
@@ -270,6 +278,8 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
     """Return batches of preprocessed images with their names."""
     if isinstance(images, np.ndarray) and images.dtype == np.float32 and images.ndim in (3, 4):
         batch = images[None] if images.ndim == 3 else images
+        if not np.isfinite(batch).all():
+            raise InputError("the preprocessed images have numbers that are not finite")
         starts = range(0, len(batch), BATCH)
         chunks = [batch[start : start + BATCH] for start in starts]
         return [([str(i) for i in range(n, n + len(c))], c) for n, c in zip(starts, chunks, strict=True)]

@@ -22,7 +22,7 @@ from jaxtyping import Array
 from PIL import Image
 
 from dcvit.dcmha.reference import AttentionMatrices
-from dcvit.errors import ConfigError, InputError, nearest
+from dcvit.errors import CheckpointError, ConfigError, InputError, nearest
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
@@ -36,6 +36,7 @@ ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 Images: TypeAlias = ImageInput | Sequence[ImageInput]
 Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
+NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"
 Result = TypeVar("Result")
 
 
@@ -69,12 +70,15 @@ class LoadedModel:
           name: the path of the intermediate.
 
         Raises:
+          CheckpointError: the intermediate has numbers that are not finite.
           ConfigError: the model has no intermediate of this name; the message has the nearest one.
           InputError: an image cannot be read or does not have the shape of the others, or tokens are out of range.
         """
         arrays = [self._intermediate(batch, name) for batch in self._batches(inputs)]
         if not arrays:
             raise InputError("no image is given")
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise CheckpointError(f"{self.source}: numbers of {name!r} are {NOT_FINITE}")
         return np.concatenate(arrays)
 
     def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:

@@ -171,7 +171,7 @@ class LanguageModel(LoadedModel):
 
         Raises:
           ConfigError: the model has no tokenizer, or an option does not fit it; raised before the first piece.
-          FloatingPointError: the model's logits are not finite.
+          CheckpointError: the model's logits are not finite.
         """
         with self.on_devices():
             return self._pieces(_start(self, self.tokenizer, [prompt], options))
@@ -204,7 +204,7 @@ class LanguageModel(LoadedModel):
 
         Raises:
           ConfigError: the prompts or the options do not fit the model.
-          FloatingPointError: the model's logits are not finite.
+          CheckpointError: the model's logits are not finite.
         """
         with self.on_devices():
             return _continue_texts(self, tokenizer or self.tokenizer, prompts, options, show)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import jax
 
 import dcvit
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
+from dcvit.inference.model import NOT_FINITE
 from dcvit.pages import report as reports
 from dcvit.pages.report.outcomes import Outcomes
 from dcvit.pages.report.page import Evaluation, render
@@ -42,7 +44,7 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     Raises:
       ConfigError: the config has no evaluator whose data is present, `out` has other columns, or the report cannot be
         written or has no classification evaluator.
-      CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
+      CheckpointError: the checkpoint is missing, damaged, or does not fit the model, or a metric is not finite.
       InputError: the data is unusable.
     """
     if report and multihost.is_first():
@@ -67,7 +69,10 @@ def evaluate(trained: TrainedModel, out: Path | None = None, report: Path | None
     }
     rows: list[Row] = []
     for name, evaluator in evaluators.items():
-        rows += [shared | row for row in evaluator.rows(name, evaluator.run(params), trained.model)]
+        metrics = evaluator.run(params)
+        if wrong := [key for key, value in metrics.items() if not math.isfinite(value)]:
+            raise CheckpointError(f"{checkpoint}: {name}/{wrong[0]} is {NOT_FINITE}")
+        rows += [shared | row for row in evaluator.rows(name, metrics, trained.model)]
     page = _report(trained, evaluators, observed, rows) if report and multihost.is_first() else ""
     return [{key: row.get(key) for key in columns} for row in rows], page
 

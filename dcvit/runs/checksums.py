@@ -1,11 +1,12 @@
-"""Checksums of a checkpoint: `SHA256SUMS`, in the format of sha256sum(1), lists every other file of the folder.
+"""Checksums of a checkpoint or of a converted model: one file, in the format of sha256sum(1), lists the other files.
 
-They are verified before anything is loaded, because neither Orbax nor TensorStore notices when the bytes of an array
-change on the disk.
+They are verified before anything is loaded, because neither Orbax nor TensorStore nor safetensors notices when the
+bytes of an array change on the disk.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -14,15 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from dcvit.errors import first_line
+from dcvit.errors import CheckpointError, first_line
 from dcvit.runs.files import Folder
 
-NAME = "SHA256SUMS"
+NAME = "SHA256SUMS"  # of a checkpoint, which it identifies
+WEIGHTS = "checksums.sha256"  # of a folder of weights
 THREADS = 4
+MAX_NAMED = 4  # damaged files in a message
 
 
-def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
-    """Write the checksums of a folder, except those of top-level files in `ignored`, which are written later.
+def write(folder: Folder, ignored: Sequence[str] = (), name: str = NAME) -> None:
+    """Write the checksums of a folder, except those of top-level files in `ignored`, to its file `name`.
 
     All local files are flushed to the disk before this returns.
     """
@@ -30,7 +33,7 @@ def write(folder: Folder, ignored: Sequence[str] = ()) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         sums = list(pool.map(lambda name: _sha256(folder / name, sync=True), names))
     text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
-    with (folder / NAME).open("w") as file:
+    with (folder / name).open("w") as file:
         file.write(text)
         file.flush()
         _sync(file)
@@ -45,7 +48,11 @@ def items(folder: Folder) -> set[str]:
 
 
 def problems(
-    folder: Folder, only: Sequence[str] | None = None, share: tuple[int, int] = (0, 1), ignored: Sequence[str] = ()
+    folder: Folder,
+    only: Sequence[str] | None = None,
+    share: tuple[int, int] = (0, 1),
+    ignored: Sequence[str] = (),
+    name: str = NAME,
 ) -> list[str]:
     """Verify a folder and return a message for each missing, foreign or damaged file.
 
@@ -54,6 +61,7 @@ def problems(
       only: verify only the files of these subfolders and those at the top; None verifies all.
       share: (i, n) reads only every n-th file, starting with the i-th, so that n processes share the work.
       ignored: top-level files that may exist without a checksum.
+      name: the file of the checksums. Any file may exist without a checksum in `WEIGHTS`.
     """
 
     def is_selected(name: str) -> bool:
@@ -66,24 +74,50 @@ def problems(
             return f"{name}: {first_line(e)}"
 
     try:
-        sums = _read(folder / NAME)
+        sums = _read(folder / name)
         names = _files(folder)
     except (OSError, ValueError) as e:
-        return [f"{NAME} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
+        return [f"{name} {'is missing' if isinstance(e, FileNotFoundError) else first_line(e)}"]
     missing = [f"{name} is missing" for name in sums if name not in names and is_selected(name)]
-    foreign = [f"{name} has no checksum" for name in names if name not in (*sums, *ignored) and is_selected(name)]
+    known = names if name == WEIGHTS else (*sums, *ignored)
+    foreign = [f"{name} has no checksum" for name in names if name not in known and is_selected(name)]
     present = [name for name in names if name in sums and is_selected(name)][share[0] :: share[1]]
     with ThreadPoolExecutor(THREADS) as pool:
         return [*missing, *foreign, *filter(None, pool.map(check, present))]
 
 
+def check_weights(path: Path) -> None:
+    """Verify the folder of weights, or of a file of weights, if a conversion wrote its checksums.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (folder / WEIGHTS).exists():
+        return
+    files = ((folder / name).lstat() for name in [*_files(folder), WEIGHTS])
+    if found := _weights_problems(folder, tuple((file.st_ino, file.st_ctime_ns) for file in files)):
+        raise CheckpointError(f"{folder} is damaged: {listed(found)}; if the change is yours, remove its {WEIGHTS}")
+
+
+@functools.lru_cache(maxsize=8)  # a command opens weights several times
+def _weights_problems(folder: Path, state: tuple[tuple[int, int], ...]) -> list[str]:
+    return problems(folder, name=WEIGHTS)
+
+
+def listed(found: Sequence[str]) -> str:
+    """Return the first of the messages of `problems`, for an error."""
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"{', '.join(found[:MAX_NAMED])}{more}"
+
+
 def _files(folder: Folder) -> list[str]:
-    """Return the paths of all files in a folder and its subfolders, except `SHA256SUMS`, sorted."""
+    """Return the paths of all files in a folder and its subfolders, except those of checksums, sorted."""
     found: list[str] = []
     for path in folder.iterdir():
         inside = path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
         found += [f"{path.name}/{name}" for name in _files(path)] if inside else [path.name]
-    return sorted(name for name in found if name != NAME)
+    return sorted(name for name in found if name not in (NAME, WEIGHTS))
 
 
 def _read(path: Folder) -> dict[str, str]:

@@ -27,7 +27,6 @@ COMMITTED = "commit_success.txt"
 WRITTEN_LAST = (COMMITTED, "_CHECKPOINT_METADATA")  # in a store: objects that Orbax writes after the checksums
 DAMAGED = ".damaged"  # suffix of a folder that was set aside on a disk
 ASIDE = "DAMAGED"  # object that marks a checkpoint as set aside in a store
-MAX_NAMED = 4  # damaged files in a message
 CONVERTED = 0  # the step of a converted model, which no run saves: it has the parameters only
 
 
@@ -134,8 +133,7 @@ def problems(path: Folder, only: Sequence[str] | None = None, share: tuple[int, 
 
 def damage_message(path: Folder, found: Sequence[str]) -> str:
     """Return the beginning of a message about a damaged checkpoint: its path and its first damaged files."""
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return f"checkpoint {path} is damaged: {', '.join(found[:MAX_NAMED])}{more}"
+    return f"checkpoint {path} is damaged: {checksums.listed(found)}"
 
 
 def latest_intact(

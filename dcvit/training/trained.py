@@ -38,7 +38,7 @@ from dcvit.weights.families import open_weights
 from dcvit.weights.family import Description
 from dcvit.weights.loading import holds_weights, load_params, open_described
 from dcvit.weights.modules import at_image_size, build, errors_name_file, example
-from dcvit.weights.placement import check_finite, place_params
+from dcvit.weights.placement import place_params
 from dcvit.weights.preprocessing import at_size
 from dcvit.weights.tensors import Json, tokenizer_of
 from input_pipeline.text.megatron_format import find_prefix, read_description
@@ -359,7 +359,6 @@ def load_trained(
     class_names = [] if isinstance(module, LM) else read_class_names(workdir, trained.num_outputs)
     mesh = _mesh(sharding, module)
     params = trained.params(mesh=mesh, strategy=sharding or "ddp")
-    check_finite(params, str(trained.checkpoint))
     common: Json = {
         "params": params, "config": trained.record(), "source": trained.checkpoint.name or str(trained.checkpoint),
         "mesh": mesh, "open_evaluators": lambda: trained.evaluators()[2],

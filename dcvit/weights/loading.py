@@ -16,7 +16,8 @@ from dcvit.runs import restoring, steps
 from dcvit.runs.files import Folder
 from dcvit.weights import adapters, big_vision_files, pretrained
 from dcvit.weights.families import Weights, is_weights, open_weights
-from dcvit.weights.placement import in_layout, place_params
+from dcvit.weights.placement import check_finite, in_layout, place_params
+from dcvit.weights.tensors import open_file
 from input_pipeline.files import expand
 
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
@@ -54,8 +55,8 @@ def open_parameters(source: Folder | Weights) -> Tensors:
     if weights := open_described(source):
         return weights.params
     if isinstance(source, Path) and not restoring.is_checkpoint(source):
-        if located := big_vision_files.locate(source):
-            return big_vision_files.open_arrays(located)
+        if big_vision_files.locate(source):
+            return open_file(source).tensors
         if not source.exists():
             big_vision_files.check_named(str(source))
     arrays = restoring.open_params(source)
@@ -95,7 +96,9 @@ def load_params(
     like = make_like(tensors)
     same_layout = not convert and {name: tensor.shape for name, tensor in tensors.items()} == shapes_of(like)
     if same_layout and checkpoint is not None and not steps.about(checkpoint).get("base"):
-        return restoring.restore_params(checkpoint, like)  # each process reads its part only
+        params = restoring.restore_params(checkpoint, like)  # each process reads its part only
+        check_finite(params, str(checkpoint))
+        return params
     return place_params(tensors, like, str(source.path if isinstance(source, Weights) else source))
 
 

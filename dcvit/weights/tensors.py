@@ -19,6 +19,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, first_line
 from dcvit.models.trees import Tensor, Tensors
+from dcvit.runs import checksums
 from dcvit.weights import big_vision_files, pretrained
 from input_pipeline.errors import InputError
 from input_pipeline.files import expand, read_regular
@@ -39,13 +40,17 @@ LFS_POINTER = b"version https://git-lfs"  # the beginning of a file that Git has
 ZIP_MAGIC, TORCH_MEMBER = b"PK\x03\x04", "/data.pkl"
 TORCH_ROOTS = ("state_dict", "model")  # of training checkpoints, which hold more than the weights
 
+# Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
+DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
+
 Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
 
 
 class WeightsFile(NamedTuple):
     """The tensors of a file or a folder, and the content of the config.json beside them, if there is one.
 
-    The contents of a preprocessor_config.json and a generation_config.json are in `config` by these names.
+    Reading a tensor raises CheckpointError if its numbers are of none of `DTYPES`. The contents of a
+    preprocessor_config.json and a generation_config.json are in `config` by these names.
     """
 
     path: Path
@@ -60,10 +65,11 @@ def open_file(path: Path) -> WeightsFile:
       CheckpointError: the path holds no weights in a known format, or a file is damaged or unsafe.
     """
     located = big_vision_files.locate(path)
+    checksums.check_weights(located.path if located else path)
     if located and (located.subtree or located.path.is_dir()):
         config = located.path / "config.json"  # describes a whole folder, not a subtree
         description = read_json(config) if config.is_file() and not located.subtree else {}
-        return WeightsFile(path, big_vision_files.open_arrays(located), description)
+        return WeightsFile(path, _checked(big_vision_files.open_arrays(located), path), description)
     if not path.exists():
         big_vision_files.check_named(str(path))
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
@@ -72,7 +78,20 @@ def open_file(path: Path) -> WeightsFile:
         if description and (beside := config.with_name(name)).is_file():
             description[name] = read_json(beside)
     tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
-    return WeightsFile(path, tensors, {**_own_header(first), **description})
+    return WeightsFile(path, _checked(tensors, path), {**_own_header(first), **description})
+
+
+def _checked(tensors: Tensors, path: Path) -> Tensors:
+    """Return tensors whose reading raises CheckpointError, with the path, if their numbers are of none of `DTYPES`."""
+
+    def read(name: str, tensor: Tensor) -> np.ndarray:
+        array = tensor.read()
+        if array.dtype not in DTYPES:
+            expected = ", ".join(map(str, DTYPES))
+            raise CheckpointError(f"{path}: {name} has numbers of {array.dtype}; expected {expected}")
+        return array
+
+    return {name: Tensor(x.shape, functools.partial(read, name, x)) for name, x in tensors.items()}
 
 
 def _open_folder(path: Path) -> tuple[Tensors, Path]:

@@ -1,14 +1,21 @@
 """The command evaluate on trained models."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
 
+import numpy as np
 import pytest
-from trained_workdirs import DIGITS
+from flax.traverse_util import flatten_dict
+from markdown_pages import ROOT
+from trained_workdirs import DIGITS, load_params
 
-from dcvit import cli, evaluate
+import dcvit
+from dcvit import cli, evaluate, predict
+from dcvit.errors import CheckpointError, InputError
+from dcvit.inference.model import NOT_FINITE
 from dcvit.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -123,3 +130,26 @@ def test_a_report_that_cannot_be_written_loses_no_result(digits_workdir, tmp_pat
     assert (status, json.loads(out)[0]["n"], len(table.read_text().splitlines())) == (2, 360, 2)
     assert "No space left on device" in err
     assert not path.exists()
+
+
+def test_outputs_that_are_not_finite_are_an_error(digits_workdir, tmp_path, capsys):
+    """Every parameter is finite; the logits overflow."""
+    params = flatten_dict(load_params(digits_workdir), sep="/")
+    params["head/kernel"] = np.full_like(params["head/kernel"], 3e38)
+    np.savez(tmp_path / "huge.npz", **params)
+    words = ["--config", "vit_digits", *DIGITS_MODEL, "--checkpoint", str(tmp_path / "huge.npz")]
+    image = str(ROOT / "tests" / "data" / "seven.png")
+    for main, more in ((evaluate.main, ()), (predict.main, (image,)), (predict.main, (image, "--format", "json"))):
+        assert cli.run(main, [*words, *more]) == 2
+        found = capsys.readouterr()
+        assert found.out == ""
+        assert found.err.splitlines()[-1].endswith(NOT_FINITE)
+    model = dcvit.load(digits_workdir)
+    images = np.zeros((2, 8, 8, 1), np.float32)
+    head = {**model.params["head"], "bias": np.full(10, np.inf)}
+    huge = dataclasses.replace(model, params={**model.params, "head": head})
+    for call_model in (huge.predict, lambda x: huge.features(x, "logits")):
+        with pytest.raises(CheckpointError, match="not finite"):
+            call_model(images)
+    with pytest.raises(InputError, match="not finite"):
+        model.predict(images * np.nan)

@@ -151,3 +151,10 @@ def test_error_names_an_unknown_representation(sources):
 def test_numbers_that_are_too_small_raise(sources, options):
     with pytest.raises(ConfigError, match="above 0"):
         evaluate(**options)
+
+
+def test_features_that_are_not_finite_have_no_accuracy(sources):
+    table = TABLE.copy()
+    table[TEST[3], 2] = np.inf
+    found = evaluate(table, shots=(1, 5))
+    assert (found["n"], np.isnan(found["1shot"]), np.isnan(found["5shot"])) == (len(TEST), True, True)

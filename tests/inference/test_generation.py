@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from language_models import DC, GPT3, LLAMA, VOCAB, chain_model, random_model
 
-from dcvit.errors import ConfigError
+from dcvit.errors import CheckpointError, ConfigError
 from dcvit.inference import generation
 from dcvit.inference.generation import Options, complete, generate
 from dcvit.inference.sampling import Sampling
@@ -160,5 +160,5 @@ def test_invalid_arguments_are_errors_before_the_first_step(prompts, options, me
 def test_logits_that_are_not_finite_are_an_error():
     model, params = chain_model([1, 2], size=10)
     params["head"]["kernel"][3, 4] = np.nan
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
+    with pytest.raises(CheckpointError, match="logits are not finite"):
         complete(model, params, [[1], [3]], Options(3))

@@ -28,15 +28,18 @@ from jax.experimental.array_serialization import serialization
 from PIL import Image
 from trained_workdirs import load_params
 
+import dcvit
 from dcvit import cli, convert, evaluate, generate, predict
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import lm, vit
+from dcvit.runs import checksums
 from dcvit.runs.checkpointer import Checkpointer
 from dcvit.training.saved import open_saved
 from dcvit.weights import dcvit_hf, own, preprocessing, siglip, timm_vit
-from dcvit.weights.export import conversion, formats, libraries, logits, programs
+from dcvit.weights.export import card, conversion, formats, libraries, logits, programs
 from dcvit.weights.family import Description
+from dcvit.weights.loading import open_parameters
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import Tensor
@@ -87,6 +90,32 @@ def test_every_own_format_is_read_back_bitwise(name, to, folders, tmp_path):
     assert report.difference == 0
     assert same_bits(values(tmp_path / "out"), values(folders[name]))
     assert build(open_saved(tmp_path / "out").description) == build(open_saved(folders[name]).description)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["npz", "bv", "safetensors", "hf"])
+def test_a_changed_bit_in_a_converted_model_is_found_by_every_reader(to, folders, tmp_path):
+    """But for the card, which its author completes. Without checksums, such as in other models, files are opened."""
+    folder = tmp_path / "out"
+    conversion_models.convert(folders["vit"], folder, to)
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.name != checksums.WEIGHTS]:
+        data = path.read_bytes()
+        path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+        if path.name == card.CARD:
+            open_saved(folder)
+            continue
+        for read in (dcvit.load, open_saved, open_parameters):
+            with pytest.raises(CheckpointError, match=rf"{folder} is damaged: .*remove its checksums.sha256"):
+                read(folder)
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"{folder} is damaged"):
+            open_saved(folder)
+        path.write_bytes(data)
+    (folder / "notes.txt").write_text("a file of the author's")
+    assert open_saved(folder).size == open_saved(folders["vit"]).size
+    path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    (folder / checksums.WEIGHTS).unlink()
+    checksums.check_weights(folder)
 
 
 @pytest.mark.slow

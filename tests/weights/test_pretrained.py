@@ -13,6 +13,7 @@ import dcvit
 from dcvit import cli, convert, evaluate, explore, generate, predict
 from dcvit.config import load as configs
 from dcvit.errors import CheckpointError
+from dcvit.runs import checksums
 from dcvit.weights import pretrained
 
 NAMES = ("digits", "tasks", "text")
@@ -28,6 +29,13 @@ def figures(name):
 def test_the_package_has_the_models_that_the_script_makes():
     assert tuple(pretrained.names()) == NAMES == tuple(sorted(pretrain.CONFIGS))
     assert sum(path.stat().st_size for path in FOLDER.rglob("*")) < 6_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_have_their_checksums(name):
+    assert checksums.problems(FOLDER / name, name=checksums.WEIGHTS) == []
+    lines = (FOLDER / name / checksums.WEIGHTS).read_text().splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["config.json", "model.safetensors", "run.json"]
 
 
 @pytest.mark.slow

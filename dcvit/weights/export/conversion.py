@@ -16,10 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
+from dcvit.runs import checksums
 from dcvit.weights.export import card, formats, libraries, logits, programs
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.modules import checked
+from dcvit.weights.tensors import ADAPTER
 
+WRITTEN_BY_HAND = (card.CARD, ADAPTER)  # files without checksum; the second one names the folder of the base
 TOLERANCE = 1e-3  # largest difference of logits, in standard deviations of the logits
 WRITERS: dict[str, Callable[[Weights, Path], None]] = {
     "dcvit": formats.write_dcvit,
@@ -87,6 +90,8 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
             if not report.difference <= report.allowed:
                 raise CheckpointError(f"{source} to {to}: {report}")
             card.write(weights, folder, to, str(report))
+            if to != "dcvit":  # whose checkpoint has its own; training changes the other files
+                checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
             folder.rename(target)
     except OSError as e:
