@@ -143,8 +143,10 @@ class WandbHook(Hook):
 
     def close(self, *, failed: bool) -> None:
         """Send the last row and complete the W&B run."""
-        self._send()
-        self.tracked.close(failed=failed)
+        try:
+            self._send()
+        finally:
+            self.tracked.close(failed=failed)
 
     def _send(self) -> None:
         if self.progress.row_step > self.sent:

@@ -198,9 +198,10 @@ class Trainer:
         return "the last checkpoint is complete"
 
     def close(self, *, failed: bool) -> None:
-        """Close the hooks."""
-        for hook in self.hooks:
-            hook.close(failed=failed)
+        """Close the hooks in their order, also those after one that fails."""
+        with contextlib.ExitStack() as closing:
+            for hook in reversed(self.hooks):
+                closing.callback(hook.close, failed=failed)
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Update:
         """Compile the training step for a state and a batch."""

@@ -11,7 +11,7 @@ from training_runs import interrupted_before
 
 from dcvit.runs import metrics
 from dcvit.runs.steps import saved_steps
-from dcvit.training import inputs
+from dcvit.training import hooks, inputs
 from dcvit.training.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
@@ -133,3 +133,18 @@ def test_a_run_inside_the_handling_of_an_error_ends_well(digits_run, monkeypatch
     except MemoryError:
         assert digits_run()[0] == 0
     assert ends == [False]
+
+
+def test_a_hook_that_fails_to_close_leaves_no_other_open():
+    closed = []
+
+    class Failing(hooks.Hook):
+        def close(self, *, failed):
+            closed.append((self, failed))
+            raise OSError("the trace cannot be written")
+
+    trainer = object.__new__(Trainer)
+    trainer.hooks = [Failing(), Failing(), Failing()]
+    with pytest.raises(OSError, match="cannot be written"):
+        trainer.close(failed=True)
+    assert closed == [(hook, True) for hook in trainer.hooks]
