@@ -17,6 +17,7 @@ import inspect
 import json
 import logging
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -260,11 +261,13 @@ def shipped() -> list[Path]:
 
 
 def _parse_arguments(text: str) -> dict[str, str]:
-    """Parse "a=1,b=x" to a dict of strings."""
-    pairs = [item.partition("=") for item in text.split(",") if item]
+    """Parse "a=1,b=x" to a dict of strings; a value in quotes may contain commas."""
+    items = re.findall(r"""[^,=]+=(?:'[^']*'|"[^"]*")(?=,|$)|[^,]+""", text)
+    pairs = [item.partition("=") for item in items]
     for key, equals, _ in pairs:
         if not equals or not key:
-            raise ConfigError(f"config argument {key!r} is not of the form key=value")
+            expected = "is not of the form key=value; quote a value with commas: key='a,b'"
+            raise ConfigError(f"config argument {key!r} {expected}")
     return {key: value for key, _, value in pairs}
 
 

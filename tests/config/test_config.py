@@ -81,6 +81,7 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
         ("vit_digits:attention=mla", [], "attention='mla'; known: dcmha, mha"),
         ("vit_digits:attention", [], "not of the form key=value"),
+        ("vit_folder:data_dir=/a,b", [], "'b' is not of the form key=value; quote a value with commas: key='a,b'"),
         ("vit_digits:epochs=many", [], "argument epochs=many should be of type int, not str"),
         ("vit_digits", ["no_such_key=1"], "unknown key 'config.no_such_key'; `dcvit help config` lists all keys"),
         ("vit_digits", ["learning_rate=1"], "unknown key 'config.learning_rate'; did you mean 'lr'"),
@@ -188,3 +189,10 @@ def test_short_runs_of_the_small_configs_have_curves(spec):
     rows, evaluations = (total // durations.steps(part, "log") for part in (loaded, evaluator))
     assert rows >= 10
     assert evaluations >= 4
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_quoted_argument_of_a_config_may_contain_commas(quote):
+    found = configs.load(f"vit_folder:data_dir={quote}/a,b=c{quote},batch_size=3")
+    assert (found.input.data.data_dir, found.input.batch_size) == ("/a,b=c", 3)
+    assert configs.load("vit_folder:data_dir=/bob's,batch_size=3").input.data.data_dir == "/bob's"
