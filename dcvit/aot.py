@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.all == bool(args.config) or bool(args.config) != bool(args.topology):
         raise ConfigError("give --config CONFIG and --topology TOPOLOGY, or --all")
+    if args.config:
+        cli.check_config(args.config, overrides)
 
     import jax
 

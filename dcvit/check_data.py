@@ -25,13 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
 
     from dcvit.config import load as configs
+
+    config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
+
     from dcvit.runs.progress import ProgressBar
     from dcvit.training.inputs import all_inputs, with_hints
     from input_pipeline import MissingDataError
     from input_pipeline.check import check_data
 
     reports, listed = [], set[str]()  # inputs may read the same files
-    for name, data, pp, optional in all_inputs(configs.load(args.config, overrides)):
+    for name, data, pp, optional in all_inputs(config):
         with ProgressBar(name, 0, lines=True) as progress:
 
             def show(completed: int, total: int, progress: ProgressBar = progress) -> None:

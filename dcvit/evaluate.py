@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.add_options(parser)
     args, overrides = parser.parse(argv)
     process.use_huge_pages()
+    cli.check_model(args, overrides)
 
     from dcvit.pages.evaluation import append_csv, evaluate
     from dcvit.parallel import runtime

@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--tokens {args.tokens}: should be 1 or more")
     if not all(args.stop):
         raise ConfigError("--stop: an empty string would end every text before it begins")
+    cli.check_model(args, overrides)
 
     from dcvit.inference.sampling import Sampling
     from dcvit.inference.texts import LanguageModel, TextOptions, read_prompts

@@ -42,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--tasks names no task")
     if args.include_path and not args.include_path.is_dir():
         raise ConfigError(f"--include_path: no folder {args.include_path}")
+    cli.check_model(args, overrides)
 
     from dcvit.inference import harness_tasks
     from dcvit.inference.texts import LanguageModel
     from dcvit.parallel import runtime
-    from dcvit.training.trained import check_options, open_model
+    from dcvit.training.trained import open_model
 
     runtime.configure()
     runtime.check_devices()
-    check_options(args.workdir, args.config, args.checkpoint)
     if args.out:
         args.out.open("a").close()  # an unwritable file is an error now instead of after the evaluation
     harness_tasks.prepare(args.online)

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--topk {args.topk}: should be 1 or more")
     if not args.images:
         parser.error("no image files: give files, or folders of them")
+    cli.check_model(args, overrides)
 
     from dcvit.inference import images
     from dcvit.parallel import runtime

@@ -55,16 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     process.use_huge_pages()
 
+    from dcvit.config import load as configs
+
+    config = configs.load(args.config, overrides)  # before JAX is imported, so that an error is shown at once
+
     import jax
 
-    from dcvit.config import load as configs
     from dcvit.parallel import runtime
     from dcvit.runs.preemption import Preemption
+    from dcvit.runs.progress import stage
     from dcvit.training.setup import make_setup
     from dcvit.training.trainer import train
 
     runtime.configure()
-    config = configs.load(args.config, overrides)
     multihost.initialize(args)
     runtime.check_devices()
     with cli.ignore_broken_pipe(), Preemption() as preemption:
@@ -73,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.seeds:
             return _train_seeds(args, overrides, preemption)
         check_no_seeds(args.workdir)
-        train(make_setup(config, workdir=args.workdir), args.workdir, args.accept, preemption)
+        with stage("preparing data and model", print, announce=False):
+            setup = make_setup(config, workdir=args.workdir)
+        train(setup, args.workdir, args.accept, preemption)
     return 0
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 from jaxtyping import PyTree
@@ -19,6 +18,9 @@ from dcvit.models.trees import Tensor, check_tree, shapes_of
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
 from dcvit.runs.files import Folder, absolute
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 LOG = logging.getLogger(__name__)
 # Orbax logs warnings, and errors with their traceback, before it raises them; the caller reports them in one line.
@@ -52,6 +54,8 @@ def restore(checkpoint: Folder, items: Mapping[str, PyTree]) -> dict[str, PyTree
     Raises:
       CheckpointError: the checkpoint is unreadable, or a tree or shape differs.
     """
+    import orbax.checkpoint as ocp  # in functions: weights of other formats need no Orbax, whose import takes long
+
     check_compatible(checkpoint, items)
     processes = process_options()
     handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=processes))
@@ -87,6 +91,8 @@ def restore_params(source: Folder, like: PyTree) -> dict[str, Any]:
     Raises:
       CheckpointError: they cannot be read.
     """
+    import orbax.checkpoint as ocp
+
     item = _params(source)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -145,6 +151,8 @@ def _verified_params(source: Folder) -> Folder:
 
 def _metadata(item: Folder) -> PyTree:
     """Return the tree of shapes and dtypes of a saved item."""
+    import orbax.checkpoint as ocp
+
     try:
         return ocp.StandardCheckpointHandler().metadata(epath.Path(absolute(item))).tree
     except Exception as e:
@@ -163,4 +171,6 @@ def process_options() -> ocp.options.MultiprocessingOptions:
 
     If the processes are not named, Orbax uses a device computation, which must not run beside the training step.
     """
+    import orbax.checkpoint as ocp
+
     return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))

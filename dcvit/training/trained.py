@@ -210,14 +210,6 @@ def _at_image_size(config: ConfigDict, size: tuple[int, int]) -> ConfigDict:
     return config
 
 
-def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
-    """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
-    if workdir is None and (config is None or checkpoint is None):
-        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
-    if workdir is not None and not workdir.exists():
-        raise ConfigError(f"no workdir {workdir}{pretrained.hint(workdir)}")
-
-
 def open_trained(
     workdir: Folder | None,
     config: str | None,
@@ -239,19 +231,14 @@ def open_trained(
     Raises:
       ConfigError: too few options, or a config that is invalid or incomplete.
     """
-    check_options(workdir, config, checkpoint)
+    pretrained.check_options(workdir, config, checkpoint)
     if pretrained.is_pretrained(workdir):
         run = configs.read_json(workdir / pretrained.RUN)
     elif workdir is not None and config is None and holds_weights(workdir):
         raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
     else:
         run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
-    if config:
-        found = configs.load(config, overrides)
-    elif overrides:
-        raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
-    else:
-        found = run
+    found = configs.load(config, overrides) if config else run
     folder = checkpoint or workdir
     assert folder is not None
     check_checkpoint(folder)

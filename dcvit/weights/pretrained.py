@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import TypeGuard
 
+from dcvit.errors import ConfigError
+from dcvit.runs.files import Folder
+
 LOG = logging.getLogger(__name__)
 FOLDER = Path(__file__).parents[1] / "pretrained"
 RUN = "run.json"  # the config of the run, complete
@@ -38,6 +41,14 @@ def resolve(source: str) -> str:
 def is_pretrained(path: object) -> TypeGuard[Path]:
     """Return True for the folder of a model of the package."""
     return isinstance(path, Path) and path.absolute().parent == FOLDER and (path / RUN).is_file()
+
+
+def check_options(workdir: Folder | None, config: str | None, checkpoint: Folder | None) -> None:
+    """Raise ConfigError if the options `--workdir`, `--config` and `--checkpoint` name no model."""
+    if workdir is None and (config is None or checkpoint is None):
+        raise ConfigError("give --workdir DIR, or both --config CONFIG and --checkpoint CHECKPOINT")
+    if workdir is not None and not workdir.exists():
+        raise ConfigError(f"no workdir {workdir}{hint(workdir)}")
 
 
 def hint(path: object) -> str:

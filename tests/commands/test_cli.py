@@ -22,7 +22,7 @@ import contextlib, io, json, sys
 from dcvit.__main__ import dispatch
 found = {{}}
 for words in {commands}:
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.suppress(SystemExit, ValueError), contextlib.redirect_stdout(io.StringIO()):
         dispatch(words)
     found[" ".join(words)] = sorted({heavy} & sys.modules.keys())
 print(json.dumps(found))
@@ -35,6 +35,28 @@ def test_help_of_the_commands_does_not_import_jax():
     code = IMPORTED.format(commands=commands, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
+
+
+@pytest.mark.slow
+def test_an_unknown_config_key_is_an_error_before_jax_is_imported():
+    options = {
+        "train": "--workdir absent", "check-data": "", "check-kernels": "", "aot": "--topology v5e:1x1",
+        "evaluate": "--checkpoint digits", "predict": "--checkpoint digits a.png", "generate": "--checkpoint text",
+        "lm_eval": "--checkpoint text --tasks piqa",
+    }  # fmt: skip
+    commands = [
+        [command, *words.split(), "--config", "vit_digits", "--config.sede=1"] for command, words in options.items()
+    ] + [["predict", "--workdir", "digits", "a.png", "--config.seed=1"], ["generate", "--workdir", "absent"]]
+    code = IMPORTED.format(commands=commands, heavy=HEAVY | {"numpy", "PIL"})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
+
+
+@pytest.mark.slow
+def test_weights_of_the_package_are_read_without_orbax():
+    code = "import sys, dcvit.training.trained; print('orbax.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_help_lists_the_commands(capsys):

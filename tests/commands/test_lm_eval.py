@@ -102,7 +102,7 @@ def call(one, monkeypatch, capsys):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: manager(**options, include_defaults=False))
     opened = LanguageModel(one.net, one.params, {}, open_tokenizer=lambda path: ByteTokenizer())
     monkeypatch.setattr(trained, "open_model", lambda *options: opened)
-    monkeypatch.setattr(trained, "check_options", lambda *options: None)
+    monkeypatch.setattr(cli, "check_model", lambda *options: None)
 
     def run(*argv):
         watched.append(True)

@@ -7,8 +7,6 @@ import inspect
 
 from dcvit.config.big_vision.part import Part
 from dcvit.errors import ConfigError, InputError
-from input_pipeline.preprocess import ops
-from input_pipeline.preprocess.builder import calls
 
 ON_LABELS = ("onehot", "keep", "drop")  # ops that an image file without label does not need
 
@@ -21,6 +19,8 @@ def translate_pp(part: Part, key: str) -> str:
     Raises:
       ConfigError: this is no string, or it cannot be parsed.
     """
+    from input_pipeline.preprocess import ops  # in functions: configs of dcvit load without the libraries of images
+
     pp = part.values.pop(key, "")
     found = _calls(pp, f"{part.name}.{key}")
     changed = False
@@ -39,11 +39,15 @@ def translate_pp(part: Part, key: str) -> str:
 
 def without_labels(pp: str) -> str:
     """Return the ops that an image without label needs."""
+    from input_pipeline.preprocess.builder import calls
+
     return "|".join(ast.unparse(call) for call in calls(pp) if _name(call) not in ON_LABELS)
 
 
 def _calls(pp: object, what: str) -> list[ast.Call]:
     """Return the ops of a string. Raises ConfigError if it cannot be parsed."""
+    from input_pipeline.preprocess.builder import calls
+
     if not isinstance(pp, str):
         raise ConfigError(f"{what}={pp!r} should be of type str")
     try:
