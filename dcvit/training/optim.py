@@ -163,7 +163,8 @@ def muon(
     updates (Liu et al., 2025, arXiv 2502.16982): the learning rate and weight decay of AdamW fit. The matrices are
     those of `dcvit.models.trees.MATRICES`: the projections of attention, with all heads as one axis, and the layers of
     the MLPs. Adam updates embeddings, heads, norms, biases, and the small projections of compositions and of other head
-    variants.
+    variants. The momentum has optax's correction of its bias, so that early updates, from the second on, differ from
+    those of modded-nanogpt.
 
     Args:
       beta: decay of the momentum.
