@@ -98,7 +98,8 @@ function colorBar(limit, signed) {
 // The tokens of a text along an axis of its maps, if there is room for them.
 function axis(sample, name) {
   const tokens = sample.text.length <= 32 ? sample.text : [];
-  return element("div", { class: `axis ${name}`, "aria-hidden": true }, ...tokens.map((token) => element("span", {}, visible(token))));
+  const kind = tokens.some((token) => token.length > 2) ? "long" : "";
+  return element("div", { class: `axis ${name} ${kind}`, "aria-hidden": true }, ...tokens.map((token) => element("span", {}, visible(token))));
 }
 
 // A heat map of lenders (rows) and borrowers (columns), with the numbers of the heads.
