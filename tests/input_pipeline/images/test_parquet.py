@@ -9,6 +9,7 @@ import shutil
 import image_datasets
 import numpy as np
 import pytest
+from markdown_pages import ROOT, blocks
 
 import input_pipeline as ip
 from input_pipeline import shuffle
@@ -144,6 +145,21 @@ class TestOrder:
             spans = [np.ptp(places[block == b]) for b in range(len(sizes))]
             assert max(spans) < 2 * 100
             assert np.corrcoef(places, np.arange(size))[0, 1] < 0.5
+
+    @pytest.mark.interop
+    def test_the_documented_code_writes_files_from_a_folder_of_images(self, tmp_path, monkeypatch):
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        image_datasets.image_folder(tmp_path / "pets")
+        (tmp_path / "pets" / "val").rename(tmp_path / "pets" / "validation")
+        (code,) = blocks(ROOT / "docs/data.md", "python", "<!-- run by tests/input_pipeline/images/test_parquet.py -->")
+        exec(code, {})
+        for split, folder in {"train": "train", "val": "validation"}.items():
+            source = ip.open_source("folder", data_dir="pets_parquet", split=split)
+            images = sorted(file.read_bytes() for file in (tmp_path / "pets" / folder).rglob("*.*"))
+            assert sorted(source[i]["image"] for i in range(len(source))) == images
+            assert source.class_names == ("cat", "dog", "fox")
 
     def test_a_folder_of_parquet_files_is_read_as_one_of_images(self, shared_root, tmp_path, caplog):
         caplog.set_level("INFO")
