@@ -136,7 +136,8 @@ def _find(name: str) -> Path:
     if "/" in name or name.endswith(".py"):
         path = expand(name if name.endswith(".py") else f"{name}.py")
         if not path.is_file():
-            raise ConfigError(f"no config file {name}")
+            hint = f"; the package has {path.stem!r}" if any(path.stem == p.stem for p in shipped()) else ""
+            raise ConfigError(f"no config file {name}{hint}")
         return path
     known = {path.stem: path for path in shipped()}
     if name not in known:

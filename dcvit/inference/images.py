@@ -295,7 +295,7 @@ def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     if isinstance(image, str | Path):
         return str(image), functools.partial(read_regular, image)
     if isinstance(image, bytes):
-        return str(number), lambda: image
+        return str(number), io.BytesIO(image).getvalue
     if isinstance(image, np.ndarray):
         found = f"{image.dtype} of {image.shape}"
         try:

@@ -69,7 +69,11 @@ class Source:
                 )
             files = image_files(folder / name, skipped)
             if not files:
-                raise InputError(f"class folder {folder / name} holds no images ({', '.join(SUFFIXES)})")
+                inside = Counter[str]()
+                image_files(folder / name, inside)
+                raise InputError(
+                    f"class folder {folder / name} holds no images ({', '.join(SUFFIXES)}){describe_skipped(inside)}"
+                )
             if val_fraction is not None:
                 files = _split_files(files, split, val_fraction, root)
             self.files += files
@@ -120,7 +124,7 @@ def _class_folders(folder: Path) -> list[str]:
     with named_errors(folder):
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not names:
-        raise InputError(f"{folder} holds no class folders")
+        raise InputError(f"{folder} holds no class folders, each with the images of one class")
     return names
 
 
@@ -143,9 +147,9 @@ def image_files(folder: str | Path, skipped: Counter[str]) -> list[str]:
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """Return a text such as "; skipped 3 files: 2 .txt, 1 hidden"; it is empty if there are none."""
+    """Return a text such as "; skipped 3 file(s): 2 .txt, 1 hidden"; it is empty if there are none."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common(10) if count)
-    return f"; skipped {skipped.total():,} files: {kinds}" if kinds else ""
+    return f"; skipped {skipped.total():,} file(s): {kinds}" if kinds else ""
 
 
 def _split_files(files: list[str], split: str, val_fraction: float, root: Path) -> list[str]:
@@ -157,5 +161,7 @@ def _split_files(files: list[str], split: str, val_fraction: float, root: Path) 
     ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(os.path.relpath(file, root))).digest())
     held_out = max(1, round(val_fraction * len(files)))
     if held_out == len(files):
-        raise InputError(f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val")
+        raise InputError(
+            f"{Path(files[0]).parent} has {len(files)} image(s), too few for train and val: add images or omit it"
+        )
     return sorted(ranked[:held_out] if split == "val" else ranked[held_out:])

@@ -76,7 +76,8 @@ def test_what_a_run_writes_is_read_back_the_same(file, tmp_path):
     ("spec", "overrides", "message"),
     [
         ("vit_digit", [], "no config named 'vit_digit'; did you mean 'vit_digits'"),
-        ("absent/config.py", [], "no config file absent/config.py"),
+        ("absent/config.py", [], "no config file absent/config.py$"),
+        ("absent/vit_folder.py", [], "no config file absent/vit_folder.py; the package has 'vit_folder'"),
         ("vit_digits:atention=mha", [], "did you mean 'attention'"),
         ("lm_pile:branches=q", [], "no argument 'branches'; .* fields of the model as --config.model.branches=VALUE"),
         ("vit_digits:attention=mla", [], "attention='mla'; known: dcmha, mha"),

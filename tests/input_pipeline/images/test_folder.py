@@ -117,9 +117,9 @@ def test_training_and_prediction_take_the_same_files_and_count_the_others(tmp_pa
     trained, predicted = (record.getMessage().partition(": ")[2] for record in caplog.records)
     assert trained == (
         "12 images of 2 classes, from 2 of 'große Hunde' to 10 of 'cat'; "
-        "skipped 5 files: 2 .txt, 1 beside the class folders, 1 hidden, 1 without suffix"
+        "skipped 5 file(s): 2 .txt, 1 beside the class folders, 1 hidden, 1 without suffix"
     )
-    assert predicted == "12 images; skipped 5 files: 3 .txt, 1 hidden, 1 without suffix"
+    assert predicted == "12 images; skipped 5 file(s): 3 .txt, 1 hidden, 1 without suffix"
 
 
 def rename_a_class(root):
@@ -129,6 +129,7 @@ def rename_a_class(root):
 def empty_a_class(root):
     for file in (root / "train" / "cat").iterdir():
         file.unlink()
+    (root / "train" / "cat" / "IMG_1.HEIC").touch()
 
 
 def remove_all_classes(root):
@@ -140,7 +141,7 @@ def remove_all_classes(root):
     ("damage", "options", "error", "message"),
     [
         (rename_a_class, {"split": "val"}, ip.InputError, "class 'emu' of .*val is not among the 3 classes of .*train"),
-        (empty_a_class, {}, ip.InputError, "class folder .*cat holds no images"),
+        (empty_a_class, {}, ip.InputError, r"class folder .*cat holds no images \(.*\); skipped 1 file\(s\): 1 .heic"),
         (remove_all_classes, {}, ip.InputError, "train holds no class folders"),
         (None, {"split": "test"}, ip.MissingDataError, r"no folder .*test \(in .*pets: train, val\)"),
         (None, {"classes_from": "/nowhere"}, ip.MissingDataError, "no folder /nowhere"),
