@@ -63,7 +63,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
       patches · p_h·p_w·channels·M                           embedding
       L · (attention(T, T, T²) + compositions + n·T·M·F)       blocks, with 0, 1 or 2 compositions or a head variant
       attention(1, patches, patches) + n·M·F                 attention pooling, plain
-      M·rep + rep·C, once (for each patch if unpooled)       pre_logits and head; 2·M for M with `pool_type="tok+gap"`
+      M·rep + rep·C, once (for each patch if unpooled)       pre_logits and head; 2·M for M with two pools
 
     The intermediates of every patch, `pre_logits_2d` and `logits_2d`, do not count, because a compiled prediction does
     not compute them.
@@ -78,7 +78,7 @@ def vit_flops(net: ViT, image_shape: tuple[int, int, int]) -> int:
     total += sum(_across_heads(net, layer, tokens, tokens**2, 4 * tokens**2) for layer in range(net.depth))
     if net.pool_type == "map":
         total += _attention(net.width, net.width, 1, patches, patches) + mlp
-    pooled = net.width * (2 if net.pool_type == "tok+gap" else 1)
+    pooled = net.width * (2 if "+" in net.pool_type else 1)
     features = net.width if net.rep_size is True else net.rep_size or pooled
     head = (pooled * features if net.rep_size else 0) + features * (net.num_classes or 0)
     return 2 * (total + head * (patches if net.pool_type == "none" else 1))

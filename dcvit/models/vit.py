@@ -53,7 +53,7 @@ VARIANTS = {
     "G-opt": (1536, 48, 8192, 16),
     "e": (1792, 56, 15360, 16),  # Chen et al., 2023 (arXiv 2209.06794)
 }
-POOLS = ("gap", "map", "tok", "tok+gap", "0", "none")
+POOLS = ("gap", "map", "tok", "tok+gap", "tok+reg", "0", "none")
 POSEMBS = ("learn", "sincos2d", "rotary2d")
 ROTARY_BASE = 100.0  # of DINOv3
 
@@ -69,7 +69,8 @@ class ViT(TransformerFields):
       posemb: "learn", "sincos2d" (MoCo v3's fixed embedding), or "rotary2d" (DINOv3's rotation of queries and keys by
         the place of their patch).
       pool_type: "gap" (mean of the patches), "map" (attention pooling), "tok" (class token), "tok+gap" (both, one after
-        the other, as DINOv2's classifier), "0" (first patch), "none".
+        the other, as DINOv2's classifier), "tok+reg" (class token and first register, as the two averaged classifiers
+        of a distilled DeiT), "0" (first patch), "none".
       registers: number of learned tokens that precede the patches and are not pooled (Darcet et al., 2024).
       rep_size: width of a tanh `pre_logits` layer before the head; True means `width`, False omits the layer.
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (big_vision's approximation) or "swiglu".
@@ -143,10 +144,10 @@ class ViT(TransformerFields):
             pool = MAPHead(self.num_heads, mlp, norm, dtype, self.implementation, name="MAPHead_0")
             x = pool(patches)
         else:
-            x = _pool(x[:, 0], patches, self.pool_type)
-        if self.pool_type == "tok+gap":
-            cls = jnp.broadcast_to(out["encoded"][:, :1], patches.shape)
-            patches = jnp.concatenate([cls, patches], axis=-1)
+            x = _pool(x, patches, self.pool_type)
+        if "+" in self.pool_type:
+            first = jnp.broadcast_to(out["encoded"][:, :1], patches.shape) if self.pool_type == "tok+gap" else patches
+            patches = jnp.concatenate([first, patches], axis=-1)
         x_2d = patches.reshape(batch, rows, columns, -1).astype(jnp.float32)
         x = out["head_input"] = x.astype(jnp.float32)
         return self._head(x, x_2d, out)
@@ -154,7 +155,7 @@ class ViT(TransformerFields):
     def _extra_tokens(self, width: int) -> list[Array]:
         """Return the parameters of the tokens before the patches: the class token and the registers."""
         tokens = []
-        if self.pool_type in ("tok", "tok+gap"):
+        if self.pool_type.startswith("tok"):
             tokens.append(self.param("cls", nn.initializers.zeros, (1, 1, width)))
         if self.registers:
             init = nn.initializers.normal(0.02)  # equal ones would stay equal
@@ -200,20 +201,22 @@ class ViT(TransformerFields):
         return table
 
 
-def _pool(first: Array, patches: Array, pool_type: str) -> Array:
+def _pool(x: Array, patches: Array, pool_type: str) -> Array:
     """Return one vector for each image, or all patches with `pool_type="none"`."""
     if pool_type == "none":
         return patches
     if pool_type in ("tok", "0"):
-        return first if pool_type == "tok" else patches[:, 0]
-    mean = jnp.mean(patches, axis=1)
-    return mean if pool_type == "gap" else jnp.concatenate([first, mean], axis=-1)
+        return x[:, 0] if pool_type == "tok" else patches[:, 0]
+    last = x[:, 1] if pool_type == "tok+reg" else jnp.mean(patches, axis=1)
+    return last if pool_type == "gap" else jnp.concatenate([x[:, 0], last], axis=-1)
 
 
 def check_fields(net: ViT, sides: Sequence[int]) -> None:
     """Raise ValueError if the fields of a model are invalid or do not fit images of these sides, height and width."""
     check_choices(net, pool_type=POOLS, posemb=POSEMBS, mlp=ACTIVATIONS, qkv_bias=QKV_BIASES)
     check_not_negative(net, "rep_size", "registers", "layer_scale")
+    if net.pool_type == "tok+reg" and not net.registers:
+        raise ValueError("pool_type='tok+reg' needs a register, found registers=0")
     if net.norm_epsilon <= 0:
         raise ValueError(f"norm_epsilon={net.norm_epsilon} should be above 0")
     for name in ("dropout", "stochastic_depth"):

@@ -152,7 +152,7 @@ def _image_samples(model: ImageModel, files: Sequence[Path], on_error: Callable[
     if not files:
         raise ConfigError("no image files: give files, or folders of them")
     module = model.module
-    extra = module.registers + (module.pool_type in ("tok", "tok+gap"))
+    extra = module.registers + module.pool_type.startswith("tok")
     found = find_images(files, on_error)
     batches = map(model.checked, read_images(found, model.pp, on_error))
     first = next(batches, None)

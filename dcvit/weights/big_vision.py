@@ -127,7 +127,7 @@ def parameters(description: Description) -> dict[str, Shape]:
     if fields["pool_type"] == "map":
         head = _prefixed(ATTENTION, attention) | _prefixed("MlpBlock_0", _dense(mlp)) | _norm("LayerNorm_0", width)
         shapes |= _prefixed("MAPHead_0", {"probe": (1, 1, width), **head})
-    pooled = width * (2 if fields["pool_type"] == "tok+gap" else 1)
+    pooled = width * (2 if "+" in fields["pool_type"] else 1)
     if fields["rep_size"]:
         size = width if fields["rep_size"] is True else fields["rep_size"]
         shapes |= _dense({"pre_logits": ((pooled,), (size,))})

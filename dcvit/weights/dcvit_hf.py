@@ -126,7 +126,7 @@ def _image_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
     ]
     if fields["posemb"] == "learn":
         found.append(same("position", "pos_embedding"))
-    if fields["pool_type"] in ("tok", "tok+gap"):
+    if fields["pool_type"].startswith("tok"):
         found.append(same("cls", "cls"))
     if fields["registers"]:
         found.append(same("registers", "registers"))

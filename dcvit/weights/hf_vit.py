@@ -1,7 +1,7 @@
 """ViT and DeiT of Hugging Face transformers, with the names of releases 4 (also written by 5) and 5.
 
 https://huggingface.co/docs/transformers/model_doc/vit. DeiT's distillation token is a register here: it takes part in
-attention, but only the class token is classified.
+attention, and is classified if it has a classifier of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dcvit.weights.tensors import Json, Tensors
 
 PREFIXES = ("vit.", "deit.", "")
 PATCHES, CLS, DISTILLATION = "embeddings.patch_embeddings.projection", "embeddings.cls_token", "distillation_token"
+HEADS = ("classifier", "cls_classifier")  # alone, and beside that of the distillation token
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
 BLOCK_4 = vit_links.BlockNames(
     ("layernorm_before", "layernorm_after"),
@@ -51,15 +52,14 @@ def matches(tensors: Tensors, config: Json) -> bool:
 
 def describe(tensors: Tensors, config: Json) -> Description:
     """Describe the model; see `dcvit.weights.family.Family`."""
-    if "cls_classifier.weight" in tensors:
-        raise CheckpointError("DeiT with a second classifier for the distillation token, which dcvit's ViT lacks")
     kind = hf_config.check_type(config, "vit", "deit")
     prefix = _prefix(tensors)
     fields, image_size = hf_vision.read(KEYS, config)
-    fields["pool_type"] = "tok"
-    if f"{prefix}embeddings.{DISTILLATION}" in tensors:
+    head = next((name for name in HEADS if f"{name}.weight" in tensors), None)
+    fields["pool_type"] = "tok+reg" if head == HEADS[1] else "tok"
+    if f"{prefix}embeddings.{DISTILLATION}" in tensors or head == HEADS[1]:
         fields["registers"] = 1
-    classes = vit_links.shape_of(tensors, "classifier.weight", "ViT")[0] if "classifier.weight" in tensors else None
+    classes = vit_links.shape_of(tensors, f"{head}.weight", "ViT")[0] if head else None
     if classes is None and any(f"{prefix}{name}" in tensors for name in POOLER):  # a classifier takes the class token
         size = vit_links.shape_of(tensors, f"{prefix}{POOLER[0]}", "ViT")[0]
         fields["rep_size"] = True if size == fields["width"] else size
@@ -90,7 +90,8 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     found = vit_links.model_links(
         description,
         vit_links.Names(
-            f"{prefix}{PATCHES}", in_front, f"{prefix}{layers}", block, f"{prefix}layernorm", "classifier"
+            f"{prefix}{PATCHES}", in_front, f"{prefix}{layers}", block, f"{prefix}layernorm",
+            HEADS[fields["pool_type"] == "tok+reg"], "distillation_classifier",
         ),
     )  # fmt: skip
     if fields["rep_size"]:
@@ -109,14 +110,16 @@ def config(description: Description) -> Json:
     fields = vit_links.settings(description)
     classes, rep_size = description.num_outputs, fields["rep_size"]
     vit_links.check_expressible(
-        description, "Hugging Face's ViT", pool_type=("tok",), registers=(0, 1), layer_scale=(None,),
-        mlp=("gelu", "gelu_tanh"), rep_size=(False, 0) if classes else (rep_size,), qkv_bias=("qkv", ""),
+        description, "Hugging Face's ViT", pool_type=("tok", *["tok+reg"] * bool(classes)), registers=(0, 1),
+        layer_scale=(None,), mlp=("gelu", "gelu_tanh"), rep_size=(False, 0) if classes else (rep_size,),
+        qkv_bias=("qkv", ""),
     )  # fmt: skip
     if not classes and not rep_size:
         raise CheckpointError("Hugging Face's ViT cannot express features without pre_logits: ViTModel has a pooler")
     kind = "DeiT" if fields["registers"] else "ViT"
+    head = "ForImageClassification" + "WithTeacher" * (fields["pool_type"] == "tok+reg")
     found: Json = {
-        "architectures": [f"{kind}ForImageClassification" if classes else f"{kind}Model"],
+        "architectures": [f"{kind}{head if classes else 'Model'}"],
         "model_type": kind.lower(),
         **hf_vision.write(KEYS, description),
     }

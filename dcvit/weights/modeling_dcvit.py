@@ -415,14 +415,14 @@ class DCViTBody(DCModel):
         self.grid = [pixels // patch for pixels, patch in zip(size, config.patch_size, strict=True)]
         if config.posemb == "learn":
             self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], config.width))
-        if config.pool_type in ("tok", "tok+gap"):
+        if config.pool_type.startswith("tok"):
             self.cls = nn.Parameter(torch.zeros(1, 1, config.width))
         if config.registers:
             self.registers = nn.Parameter(torch.zeros(1, config.registers, config.width))
         self.layers, self.norm = nn.ModuleList(Block(config, i) for i in range(config.depth)), main_norm(config)
         if config.pool_type == "map":
             self.pool = AttentionPool(config)
-        width = config.width * (2 if config.pool_type == "tok+gap" else 1)
+        width = config.width * (2 if "+" in config.pool_type else 1)
         if config.rep_size:
             before, width = width, config.width if config.rep_size is True else config.rep_size
             self.pre_logits = nn.Linear(before, width)
@@ -464,7 +464,8 @@ class DCViTBody(DCModel):
         if kind in ("none", "gap"):
             return patches if kind == "none" else patches.mean(1)
         first = patches[:, 0] if kind == "0" else x[:, 0]
-        return torch.cat([first, patches.mean(1)], dim=-1) if kind == "tok+gap" else first
+        last = x[:, 1] if kind == "tok+reg" else patches.mean(1)
+        return torch.cat([first, last], dim=-1) if "+" in kind else first
 
     def _places(self, x: Tensor) -> Tensor:
         """Return 2π times the places of the patches, in [-1, 1] on both axes, after zeros for other tokens."""

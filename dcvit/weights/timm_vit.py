@@ -19,7 +19,7 @@ from dcvit.weights.tensors import Json, Tensors
 SIZES = "tiny|wee|little|small|medium|mediumd|betwixt|base|large|huge|giant|giantopt|gigantic|so150m|so400m"
 # timm has many more ViTs, some with the same names and shapes of tensors and another computation.
 KNOWN = re.compile(
-    rf"(flexivit_({SIZES})|(vit|deit|deit3)_({SIZES})_patch\d+(_plus)?(_reg\d+)?"
+    rf"(flexivit_({SIZES})|(vit|deit|deit3)_({SIZES})(_distilled)?_patch\d+(_plus)?(_reg\d+)?"
     r"(_dinov2|_tipsv2|_gap|_map|_siglip(_gap)?)?(_36x1)?(_\d+)?)(\..*)?"
 )
 TANH = re.compile(r"vit_(giantopt_patch|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip(_gap)?_512).*")
@@ -35,9 +35,9 @@ ARGUMENTS = {
 }  # fmt: skip
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
+NAMES = {ours: theirs for theirs, ours in POOLS.items()}
 # Tensors of properties that this project's ViT lacks, by the end of their names.
 FOREIGN = {
-    "head_dist.weight": "a second head for the distillation token",
     "norm_pre.weight": "a norm before the first layer (CLIP)",
     "fc_norm.weight": "a norm after pooling instead of before it",
     "blocks.0.attn.q_norm.weight": "a norm of queries and keys with bias",
@@ -71,6 +71,10 @@ def describe(tensors: Tensors, config: Json) -> Description:
     fc1 = vit_links.shape_of(tensors, "blocks.0.mlp.fc1.weight", "timm ViT")
     fc2 = vit_links.shape_of(tensors, "blocks.0.mlp.fc2.weight", "timm ViT")
     pool = _pool(tensors, config.get("global_pool") or arguments.get("global_pool"))
+    if "dist_token" in tensors:
+        if pool != "tok" or "head_dist.weight" not in tensors:
+            raise CheckpointError("timm's distilled DeiT is supported with its two classifiers only")
+        pool = "tok+reg"
     fields: Json = {
         "width": width, "depth": vit_links.depth_of(tensors, "blocks.{}"), "num_heads": _heads(width, architecture),
         "mlp_dim": fc2[1], "patch_size": tuple(patch), "pool_type": pool, "mlp": _activation(architecture, arguments),
@@ -84,7 +88,7 @@ def describe(tensors: Tensors, config: Json) -> Description:
         fields["qkv_bias"] = ""
     if "blocks.0.ls1.gamma" in tensors:
         fields["layer_scale"] = float(arguments.get("init_values") or 1e-5)
-    registers = sum(count for _, count in _tokens(tensors)) - (pool == "tok")
+    registers = sum(count for _, count in _tokens(tensors)) - pool.startswith("tok")
     if registers:
         fields["registers"] = registers
     classes = vit_links.shape_of(tensors, "head.weight", "timm ViT")[0] if "head.weight" in tensors else None
@@ -95,9 +99,10 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
     """Return the links; see `dcvit.weights.family.Family`."""
     fields = vit_links.settings(description)
     if tensors is None:
-        has_cls = fields["pool_type"] == "tok"
-        tokens = [("cls_token", 1)] * has_cls + [("reg_token", fields["registers"])] * (fields["registers"] > 0)
-        embedded = 0
+        has_cls, distilled = fields["pool_type"].startswith("tok"), fields["pool_type"] == "tok+reg"
+        registers = ("dist_token" if distilled else "reg_token", fields["registers"])
+        tokens = [("cls_token", 1)] * has_cls + [registers] * (fields["registers"] > 0)
+        embedded = 2 * distilled  # timm's class for it needs their position embeddings
     else:
         tokens = _tokens(tensors)
         embedded = _embedded(tensors, sum(count for _, count in tokens), description)
@@ -105,7 +110,7 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
         ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma")
     )
     in_front = vit_links.TokenNames("pos_embed", tuple(tokens), embedded)
-    names = vit_links.Names("patch_embed.proj", in_front, "blocks.{}", block, "norm", "head")
+    names = vit_links.Names("patch_embed.proj", in_front, "blocks.{}", block, "norm", "head", "head_dist")
     found = vit_links.model_links(description, names)
     return found + (_pooling(fields) if fields["pool_type"] == "map" else [])
 
@@ -117,29 +122,34 @@ def unused(name: str) -> bool:
 
 def config(description: Description) -> Json:
     """Return config.json in the layout of timm's models on the Hugging Face hub."""
+    one_register = description.fields.get("registers") == 1 and bool(description.num_outputs)
     vit_links.check_expressible(
-        description, "timm", pool_type=(*POOLS.values(),), norm_epsilon=(1e-6,), mlp=(*ACTIVATIONS.values(), "swiglu"),
+        description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register), norm_epsilon=(1e-6,),
+        mlp=(*ACTIVATIONS.values(), *["swiglu"] * (description.fields.get("pool_type") != "tok+reg")),
         qkv_bias=("qkv", ""),
     )  # fmt: skip
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
-    gated = fields["mlp"] == "swiglu"
+    gated, distilled = fields["mlp"] == "swiglu", pool == "tok+reg"
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
     ratio = hidden / width
     arguments = {
         "img_size": list(pp.size), "in_chans": pp.channels, "patch_size": list(fields["patch_size"]),
         "embed_dim": width, "depth": fields["depth"], "num_heads": fields["num_heads"],
         "mlp_ratio": ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,  # timm rounds down
-        "init_values": fields["layer_scale"], "class_token": pool == "tok", "no_embed_class": True,
-        "reg_tokens": fields["registers"], "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[pool],
+        "init_values": fields["layer_scale"], "class_token": pool.startswith("tok"), "no_embed_class": not distilled,
+        "reg_tokens": 0 if distilled else fields["registers"], "global_pool": "token" if distilled else NAMES[pool],
         "fc_norm": False, "qkv_bias": fields["qkv_bias"] == "qkv",
     }  # fmt: skip
-    if not gated:
+    # The classes of MLP and model cannot be arguments; architectures of timm have them.
+    architecture = "deit_base_distilled_patch16_224" if distilled else "vit_base_patch16_224"
+    if gated:
+        architecture = "vit_giant_patch14_dinov2"
+    else:
         arguments["act_layer"] = fields["mlp"]
     classes = description.num_outputs or 0
     return {
-        # The class of the MLP cannot be an argument; an architecture of timm with SwiGLU has it.
-        "architecture": "vit_giant_patch14_dinov2" if gated else "vit_base_patch16_224",
+        "architecture": architecture,
         "num_classes": classes,
         "num_features": width,
         "global_pool": arguments["global_pool"],
@@ -149,7 +159,7 @@ def config(description: Description) -> Json:
             "crop_pct": _crop_pct(pp),
             "crop_mode": "squash" if pp.squash or not pp.resize else "center",
             "interpolation": pp.method, "mean": list(pp.mean), "std": list(pp.std),
-            "first_conv": "patch_embed.proj", "classifier": "head",
+            "first_conv": "patch_embed.proj", "classifier": ["head", "head_dist"] if distilled else "head",
         },
     }  # fmt: skip
 
@@ -207,7 +217,7 @@ def _pool(tensors: Tensors, named: object) -> str:
 
 def _tokens(tensors: Tensors) -> list[tuple[str, int]]:
     """Return the names and numbers of the tokens before the patches."""
-    names = [name for name in ("cls_token", "reg_token") if name in tensors]
+    names = [name for name in ("cls_token", "dist_token", "reg_token") if name in tensors]
     return [(name, vit_links.shape_of(tensors, name, "timm ViT", axes=3)[1]) for name in names]
 
 

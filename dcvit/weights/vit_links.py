@@ -56,7 +56,10 @@ class TokenNames(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of the modules of a model; `block` of a layer has "{}" for its number. An empty head is absent."""
+    """Names of the modules of a model; `block` of a layer has "{}" for its number. An empty head is absent.
+
+    `second_head` is that of the first register, with `pool_type="tok+reg"`.
+    """
 
     patches: str
     tokens: TokenNames
@@ -64,6 +67,7 @@ class Names(NamedTuple):
     in_block: BlockNames
     norm: str
     head: str = ""
+    second_head: str = ""
 
 
 def settings(description: Description) -> Json:
@@ -114,6 +118,22 @@ def fused(theirs: Sequence[str], ours: Sequence[str], inputs: int, outputs: Sequ
             lambda x: [part.reshape(outputs) for part in np.split(x, count)],
             lambda *parts: (np.concatenate([part.reshape(-1) for part in parts]),),
             ((count * size,),),
+        ),
+    ]  # fmt: skip
+
+
+def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> list[Link]:
+    """Link two linear layers, whose outputs are averaged, to one layer of their inputs one after the other."""
+    weights, biases = (tuple(f"{name}.{end}" for name in theirs) for end in ("weight", "bias"))
+    return [
+        Link(
+            weights, (f"{ours}/kernel",),
+            lambda *arrays: (np.concatenate([x.T / np.array(2, x.dtype) for x in arrays]),),
+            lambda x: [part.T * np.array(2, x.dtype) for part in np.split(x, 2)], ((outputs, inputs),) * 2,
+        ),
+        Link(
+            biases, (f"{ours}/bias",), lambda *arrays: (np.mean(arrays, axis=0, dtype=np.float32),),
+            lambda x: (x, x), ((outputs,),) * 2,
         ),
     ]  # fmt: skip
 
@@ -217,7 +237,9 @@ def model_links(description: Description, names: Names) -> list[Link]:
         links += mlp([f"{theirs}.{name}" for name in names.in_block.mlp], f"{ours}/MlpBlock_0", width, mlp_dim, gated)
     links += norm(names.norm, "Transformer/encoder_norm", width)
     if names.head and description.num_outputs:
-        pooled = width * (2 if fields["pool_type"] == "tok+gap" else 1)
+        pooled = width * (2 if "+" in fields["pool_type"] else 1)
+        if fields["pool_type"] == "tok+reg":
+            return links + averaged((names.head, names.second_head), "head", width, description.num_outputs)
         links += dense(names.head, "head", (pooled,), (description.num_outputs,))
     return links
 

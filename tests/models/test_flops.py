@@ -100,6 +100,7 @@ PLAIN = [
     {"pool_type": "0", "scan": True, "depth": 2},
     {"qk_norm": "rmsnorm", "groups": 5},
     {"pool_type": "tok+gap", "registers": 2, "layer_scale": 0.1},
+    {"pool_type": "tok+reg", "registers": 1},
     {"pool_type": "map", "registers": 3, "mlp": "swiglu"},
 ]
 COMPOSED = [

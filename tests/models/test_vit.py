@@ -213,7 +213,7 @@ def test_training_without_dropout_draws_no_random_numbers(scan):
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", vit.POOLS)
 def test_shapes_of_pooled_and_named_outputs(pool):
-    net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False)
+    net = vit.Model(7, **SMALL, pool_type=pool, rep_size=5, posemb="sincos2d", head_zeroinit=False, registers=1)
     (logits, out), _ = jax.eval_shape(net.init_with_output, jax.random.key(0), IMAGES)
     assert logits.shape == ((2, 4, 7) if pool == "none" else (2, 7))
     assert out["pre_logits"].shape[-1] == 5
@@ -232,6 +232,15 @@ def test_pooled_features_are_the_mean_the_first_or_all_tokens(pool):
     pooled = {"gap": out["encoded"].mean(axis=1), "none": out["encoded"]}.get(pool, out["encoded"][:, 0])
     np.testing.assert_allclose(out["head_input"], pooled, atol=1e-6)
     assert out["encoded"].shape[1] == (5 if pool == "tok" else 4)
+
+
+def test_the_head_of_a_distilled_model_takes_class_token_and_first_register():
+    net = vit.Model(7, **SMALL, pool_type="tok+reg", registers=2)
+    params = random_params(param_shapes(net, IMAGES), std=0.3)
+    _, out = evaluate(net, params, IMAGES)
+    np.testing.assert_allclose(out["head_input"], out["encoded"][:, :2].reshape(2, -1), atol=1e-6)
+    with pytest.raises(ValueError, match="'tok\\+reg' needs a register, found registers=0"):
+        param_shapes(net.clone(registers=0), IMAGES)
 
 
 def test_class_token_and_registers_precede_the_patches_and_registers_are_not_pooled():

@@ -46,6 +46,7 @@ MODELS = {
     "ViT, no biases": ("ViTForImageClassification", "ViTConfig", {**HIDDEN, **CLASSES, "qkv_bias": False}),
     "ViT features": ("ViTModel", "ViTConfig", {**HIDDEN, "pooler_output_size": 24}),
     "DeiT": ("DeiTForImageClassification", "DeiTConfig", {**HIDDEN, **CLASSES, "layer_norm_eps": 1e-3}),
+    "DeiT, two heads": ("DeiTForImageClassificationWithTeacher", "DeiTConfig", {**HIDDEN, **CLASSES}),
     "DeiT, no biases": ("DeiTModel", "DeiTConfig", {**HIDDEN, "qkv_bias": False}),
     "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", HIDDEN),
     "SigLIP classifier": ("SiglipForImageClassification", "SiglipConfig", CLASSES),

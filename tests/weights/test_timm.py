@@ -35,6 +35,7 @@ SMALL = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)
 ARCHITECTURES = {
     "vit_small_patch16_224": {},
     "deit_small_patch16_224": {"mlp_ratio": 2.5, "img_size": (32, 48)},
+    "deit_small_distilled_patch16_224": {},
     "deit3_small_patch16_224": {"qkv_bias": False},
     "vit_base_patch16_siglip_224": {"act_layer": "gelu_tanh"},
     "vit_small_patch14_reg4_dinov2": {"patch_size": 8},
@@ -57,7 +58,7 @@ def save(model, folder):
 
 
 def sums_of(model):
-    names = [name for name in ("cls_token", "reg_token") if getattr(model, name, None) is not None]
+    names = [name for name in ("cls_token", "dist_token", "reg_token") if getattr(model, name, None) is not None]
     return [*names, "pos_embed"] if names else []
 
 

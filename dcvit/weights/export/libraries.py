@@ -19,7 +19,7 @@ from dcvit.weights.tensors import Json, adapted_base
 # Classes by model type whose inputs are images or tokens alone, and whose outputs are compared.
 KNOWN: dict[str, tuple[str, ...]] = {
     "vit": ("ViTForImageClassification", "ViTModel"),
-    "deit": ("DeiTForImageClassification", "DeiTModel"),
+    "deit": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
     "siglip": ("SiglipForImageClassification",),
     "siglip_vision_model": ("SiglipVisionModel",),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
