@@ -7,7 +7,6 @@ here; to write it, name it in `dcvit.weights.export.formats`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import flax.traverse_util
-import ml_dtypes
 import numpy as np
 
 from dcvit.errors import CheckpointError
@@ -58,10 +56,6 @@ FAMILIES: dict[str, Family] = {
     "llama": llama,
     "gpt_neox": gpt_neox,
 }
-
-
-# Of parameters; other numbers, such as those of quantized layers, have scales that no family knows.
-DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 
 
 class Weights(NamedTuple):
@@ -145,8 +139,7 @@ def open_weights(path: str | Path) -> Weights:
     path = Path(path)
     base = adapted_base(path)
     file = open_file(base or path)
-    tensors = {name: Tensor(x.shape, functools.partial(_read, path, name, x)) for name, x in file.tensors.items()}
-    file = file._replace(tensors=peft.merged(tensors, path) if base else tensors)
+    file = file._replace(tensors=peft.merged(file.tensors, path)) if base else file
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:
@@ -169,11 +162,3 @@ def _check_case(links: list[Link], path: Path) -> None:
     for name in (name for link in links for name in link.ours):
         if seen.setdefault(name.casefold(), name) != name:
             raise CheckpointError(f"{path}: the names {seen[name.casefold()]!r} and {name!r} differ only in case")
-
-
-def _read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
-    """Return the numbers of a tensor. Raise CheckpointError if they are of none of `DTYPES`."""
-    array = tensor.read()
-    if array.dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has numbers of {array.dtype}; expected {', '.join(map(str, DTYPES))}")
-    return array

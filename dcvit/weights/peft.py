@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, has_type
 from dcvit.models.lora import A, Adaptation, B
 from dcvit.models.trees import Shapes, matrix_axes
 from dcvit.weights.links import Link
@@ -47,17 +47,21 @@ def merged(base: Tensors, folder: Path) -> Tensors:
     more = [key for key, value in config.items() if value and key not in KNOWN]
     more += ["peft_type"] if config.get("peft_type") != "LORA" else []
     more += ["init_lora_weights"] if config.get("init_lora_weights", True) not in (True, False, "gaussian") else []
+    more += ["use_rslora"] if config.get("use_rslora") not in (None, True, False) else []
     if more:
         raise CheckpointError(f"{folder / ADAPTER}: {more[0]}={config.get(more[0])!r:.100} is not supported")
     modules = [name.removesuffix(LOW) for name in factors if name.endswith(LOW)]
     if other := sorted(factors.keys() ^ {module + end for module in modules for end in (LOW, HIGH)}):
         raise CheckpointError(f"{folder / FILE}: {other[0]} is missing, or no factor of a weight")
     tensors = dict(base)
+    adapted: dict[str, str] = {}
     for module in modules:
         name = f"{module.removeprefix(PREFIX)}.weight"
         name = name if name in base else name.removeprefix("transformer.")  # as in the first files of GPT-2
         if name not in base:
             raise CheckpointError(f"{folder / FILE} adapts {name.removesuffix('.weight')}, which its base lacks")
+        if adapted.setdefault(name, module) != module:
+            raise CheckpointError(f"{folder / FILE}: {adapted[name]} and {module} adapt the same {name}")
         try:
             tensors[name] = _adapted(base[name], factors[module + LOW], factors[module + HIGH], config, module)
         except CheckpointError as e:
@@ -93,7 +97,7 @@ def _alpha(config: Json, module: str) -> float:
         if f".{module}".endswith(f".{pattern}"):
             found = value
             break
-    if not isinstance(found, int | float) or not abs(found) <= MAX_ALPHA:
+    if not has_type(found, int | float) or not abs(found) <= MAX_ALPHA:
         raise CheckpointError(f"lora_alpha={found!r:.100} of {module}; expected a number")
     return found
 

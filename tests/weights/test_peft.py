@@ -15,6 +15,7 @@ from small_models import param_shapes, random_params
 from dcvit import cli, convert, train
 from dcvit.errors import CheckpointError
 from dcvit.models import lm
+from dcvit.runs import checksums
 from dcvit.training.saved import open_saved
 from dcvit.weights import peft
 from dcvit.weights.export import formats, logits
@@ -190,7 +191,7 @@ def test_what_peft_cannot_hold_is_one_line(case, adapted, lm_workdir, tmp_path, 
 
 def edited(adapter, target, change=None, **properties):
     """Return a copy of an adapter with changed tensors and properties."""
-    shutil.copytree(adapter, target)
+    shutil.copytree(adapter, target, ignore=shutil.ignore_patterns(checksums.WEIGHTS))
     config = json.loads((target / ADAPTER).read_text()) | properties
     (target / ADAPTER).write_text(json.dumps(config))
     if change:
@@ -201,7 +202,24 @@ def edited(adapter, target, change=None, **properties):
 
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def as_dtype(dtype):
+    return lambda t: t.update({f"{MODULE}.lora_A.weight": np.ones((3, 32), dtype)})
+
+
 BAD = {
+    "twice": (
+        lambda t: t.update({k.removeprefix("base_model.model."): x for k, x in t.items() if MODULE in k}), {},
+        f"{MODULE} and model.layers.0.self_attn.q_proj adapt the same model.layers.0.self_attn.q_proj.weight",
+    ),
+    "int8": (as_dtype(np.int8), {}, f"{MODULE}.lora_A.weight has numbers of int8; expected float32"),
+    "int64": (as_dtype(np.int64), {}, "has numbers of int64"),
+    "uint8": (as_dtype(np.uint8), {}, "has numbers of uint8"),
+    "bool": (as_dtype(np.bool_), {}, "has numbers of bool"),
+    "bool alpha": (None, {"lora_alpha": True}, "lora_alpha=True of"),
+    "bool pattern": (None, {"alpha_pattern": {"q_proj": True}}, "lora_alpha=True of"),
+    "word": (None, {"use_rslora": "false"}, "use_rslora='false' is not supported"),
     "module": (lambda t: t.update({k.replace("s.0", "s.7"): x for k, x in t.items()}), {}, "which its base lacks"),
     "factor": (lambda t: t.pop(f"{MODULE}.lora_B.weight"), {}, f"{MODULE}.lora_B.weight is missing, or no factor"),
     "shape": (lambda t: t.update({f"{MODULE}.lora_A.weight": np.ones((3, 5))}), {}, "factors of (3, 5) and (32, 3)"),
@@ -223,7 +241,7 @@ BAD = {
 def test_a_damaged_or_unknown_adapter_is_one_line(name, adapted, tmp_path):
     change, properties, message = BAD[name]
     with pytest.raises(CheckpointError) as error:
-        open_weights(edited(adapted / "adapter", tmp_path / "adapter", change, **properties))
+        dict(open_weights(edited(adapted / "adapter", tmp_path / "adapter", change, **properties)).read())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
