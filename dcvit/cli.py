@@ -35,6 +35,7 @@ from input_pipeline.files import expand
 FORMATS = ("table", "csv", "json")
 LOGGERS = ("dcvit", "input_pipeline")  # the packages whose log records a command prints
 EXIT_SIGPIPE = 141  # exit status that a shell reports for SIGPIPE
+LONG_WORD = re.compile(r"(?<=\S{500})\S{500,}(?=\S{300})")  # the middle of a word that is too long to read
 EXPECTED = (ConfigError, CheckpointError, InputError, MetricsError, FloatingPointError, OSError)
 
 Main = Callable[[Sequence[str] | None], int]
@@ -357,8 +358,8 @@ def run(main: Main, argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(message: str) -> None:
-    """Print an error as one line on stderr."""
-    print(f"error: {escaped(message)}", file=sys.stderr)
+    """Print an error as one line on stderr; of a very long word, such as a name, the middle is left out."""
+    print(f"error: {LONG_WORD.sub('…', escaped(message))}", file=sys.stderr)
 
 
 def _report(error: Exception) -> tuple[str, int]:

@@ -28,8 +28,8 @@ from dcvit.training import kernels, memory
 from dcvit.training.inputs import TOKENIZER
 from dcvit.training.setup import Params, Setup
 from dcvit.training.step import TrainState, init_params, initial_state, state_shapes
-from dcvit.weights import adapters
-from dcvit.weights.loading import load_params, open_parameters
+from dcvit.weights import adapters, pretrained
+from dcvit.weights.loading import load_params, open_parameters, path_from
 from input_pipeline.files import expand
 
 LOG = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def open_run(setup: Setup, folder: Folder, accept: Sequence[str] = ()) -> Iterat
     data = identity.data_identity(setup.data.source)
     about = {"config": setup.record, "data": data, "software": identity.software(), "devices": identity.devices()}
     fresh = _fresh_start(setup, folder, data)
-    about |= _base_of_adapters(setup)
+    about |= _base_of_adapters(setup, folder)
     with contextlib.ExitStack() as stack:
         lock, checkpointer, start = stack.enter_context(_open_workdir(setup, folder, fresh, about, accept))
         if changed := adapters.changed(start.about.get("base", {}), about.get("base", {})) if start.step else ():
@@ -177,13 +177,14 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     return Start(0, {}, shapes, loaded)
 
 
-def _base_of_adapters(setup: Setup) -> dict[str, dict[str, int]]:
-    """Return the checksums of the parameters that a run adapts, as an entry of `about`; {} without adapters."""
+def _base_of_adapters(setup: Setup, folder: Folder) -> dict[str, Any]:
+    """Return the checksums of the parameters that a run adapts and their path, of `about`; {} without adapters."""
     if setup.model.lora is None:
         return {}
     source = setup.record["model_init"]
     shapes = shapes_of(setup.model.shapes)
-    return {"base": adapters.checksums(open_parameters(expand(source)), shapes, setup.model.lora, source)}
+    tensors = open_parameters(expand(pretrained.resolve(source)))
+    return {"base": adapters.checksums(tensors, shapes, setup.model.lora, source), **path_from(folder, source)}
 
 
 @contextlib.contextmanager

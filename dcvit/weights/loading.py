@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from dcvit.models.lora import is_adapter
 from dcvit.models.trees import Tensors, shapes_of
 from dcvit.models.upcycling import gained_compositions, has_compositions, identity_compositions
 from dcvit.runs import restoring, steps
-from dcvit.runs.files import Folder
+from dcvit.runs.files import Folder, absolute
 from dcvit.weights import adapters, big_vision_files, pretrained
 from dcvit.weights.families import Weights, is_weights, open_weights
 from dcvit.weights.placement import check_finite, in_layout, place_params
 from dcvit.weights.tensors import open_file
 from input_pipeline.files import expand
 
+BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
 UPCYCLE_HINT = "to start its compositions as the identity: --config.model_load.upcycle=True"
 
 
@@ -40,15 +42,16 @@ def open_described(source: Folder) -> Weights | None:
     return open_weights(source) if is_described else None
 
 
-def open_parameters(source: Folder | Weights) -> Tensors:
+def open_parameters(source: Folder | Weights, adapted_by: Sequence[Folder] = ()) -> Tensors:
     """Open the parameters of a model by their paths, as single or stacked layers; a tensor is read on demand.
 
     Args:
       source: a workdir (its latest checkpoint) or a checkpoint of this project, or a file or folder that
         `dcvit.weights.families.open_weights` reads, or has read.
+      adapted_by: the checkpoints of adapters whose base this is, directly or through another one.
 
     Raises:
-      CheckpointError: the source is missing, damaged, or of an unknown format.
+      CheckpointError: the source is missing, damaged, or of an unknown format; or adapters have no base but themselves.
     """
     if isinstance(source, Weights):
         return source.params
@@ -63,13 +66,35 @@ def open_parameters(source: Folder | Weights) -> Tensors:
     tensors = {name: restoring.as_tensor(array, f"{name} of {source}") for name, array in arrays.items()}
     if not is_adapter(tensors):
         return tensors
-    about = steps.about(steps.step_folder(source))
+    about = steps.about(checkpoint := steps.step_folder(source))
     _, init = adapters.described(about, str(source))
+    if (checkpoint := absolute(checkpoint)) in adapted_by:
+        raise CheckpointError(f"{checkpoint} is its own base")
     try:
-        base = open_parameters(expand(init))
+        base = open_parameters(adapted_model(checkpoint, about, init), (*adapted_by, checkpoint))
     except CheckpointError as e:
         raise CheckpointError(f"{source} adapts config.model_init={init!r}: {e}") from None
     return adapters.merged(base, tensors, about, str(source))
+
+
+def adapted_model(checkpoint: Folder, about: Mapping[str, Any], init: str) -> Path:
+    """Return the path of the `model_init` that a checkpoint of adapters adapts.
+
+    The description has a relative one as the path from the workdir; that of an older version has none.
+    """
+    if path := about.get(BASE_PATH):
+        moved = Path(absolute(checkpoint).parent.parent, path).resolve()
+        if moved.exists():
+            return moved
+    return expand(pretrained.resolve(init))
+
+
+def path_from(workdir: Folder, init: str) -> dict[str, str]:
+    """Return the entry of `about` with the path of a relative `model_init` from the workdir; {} for others."""
+    path = expand(pretrained.resolve(init))
+    if path.is_absolute() or not isinstance(workdir, Path):
+        return {}
+    return {BASE_PATH: os.path.relpath(path.resolve(), workdir.resolve())}
 
 
 def load_params(

@@ -261,3 +261,11 @@ def test_a_table_is_adapted_to_the_width_of_the_terminal(capsys, monkeypatch):
     assert all(any(f"task {i}" in line and f"{i / 8:.4f}" in line for line in lines) for i in range(8))
     assert lines[-1] == "in every row: model DCFormer++-405M"
     assert not any("in every row" in line for line in shown(many, 80))
+
+
+def test_the_middle_of_a_very_long_name_is_not_printed(capsys):
+    cli.print_error(f"no file {'a' * 100_000}/b; the models are c")
+    line = capsys.readouterr().err
+    assert len(line) < 1000
+    assert line.startswith("error: no file aaa")
+    assert line.endswith("aaa/b; the models are c\n")

@@ -1,6 +1,7 @@
 """Low-rank adapters: the formula, runs that train and save nothing else, their models, and invalid options."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from trained_workdirs import DIGITS, load_params
-from training_runs import interrupted_before, refusal, small_setup
+from training_runs import interrupted_before, refusal, same, small_setup
 
 import dcvit
 from dcvit import cli, evaluate, train
@@ -23,6 +24,7 @@ from dcvit.weights import adapters
 
 pytestmark = [pytest.mark.usefixtures("library_promotion"), pytest.mark.slow]
 
+PACKAGED = {"width": 64, "depth": 2, "mlp_dim": 256, "compose": "both", "patch_size": (2, 2)}  # the model "digits"
 TARGETS = ".*/(query|value|Dense_0)/kernel"
 SHAPES = {  # shapes of A, of B, and of their product as matrices
     "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel": ((6, 2, 4), (6, 2), (2, 8)),
@@ -140,6 +142,28 @@ def test_a_scanned_model_with_a_new_head_adapts_an_unrolled_one(digits_workdir, 
     params = dcvit.load(tmp_path / "run").params
     head, base = (np.asarray(p["head"]["kernel"]) for p in (params, load_params(digits_workdir)))
     assert np.abs(head - base).max() > 0
+
+
+def test_a_relative_base_moves_with_its_run_and_a_run_is_not_its_own_base(digits_workdir, tmp_path, monkeypatch):
+    shutil.copytree(digits_workdir, tmp_path / "a" / "base")
+    monkeypatch.chdir(tmp_path / "a")
+    assert adapt("base", "run", "--config.total_steps=1") == 0
+    expected = load_params(Path("run"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert same(load_params(tmp_path / "b" / "run"), expected)
+    (tmp_path / "b" / "base").rename(tmp_path / "c")
+    (tmp_path / "b" / "run").rename(tmp_path / "b" / "base")
+    with pytest.raises(CheckpointError, match=r"^\S* adapts config.model_init='base': \S* is its own base$"):
+        load_params(tmp_path / "b" / "base")
+
+
+def test_the_name_of_a_model_of_the_package_is_a_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = [f"--config.model.{key}={value}" for key, value in PACKAGED.items()]
+    assert adapt("digits", "run", "--config.total_steps=1", "--config.ema_decay=0", *model) == 0
+    base, found = dcvit.load("digits").params, load_params(Path("run"))
+    assert same(found["head"], base["head"])
 
 
 def test_another_base_is_refused(digits_workdir, tmp_path, capsys):

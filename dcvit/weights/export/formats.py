@@ -45,11 +45,10 @@ from dcvit.weights import links as linking
 from dcvit.weights.export import tokenizer_files
 from dcvit.weights.families import Weights
 from dcvit.weights.family import Description, WrittenFamily
-from dcvit.weights.loading import open_described
+from dcvit.weights.loading import adapted_model, open_described
 from dcvit.weights.modules import build, example
 from dcvit.weights.safetensors_writer import write_shards
 from dcvit.weights.tensors import ADAPTER, GENERATION, PROCESSOR, Json, adapted_base, tokenizer_of
-from input_pipeline.files import expand
 
 # Families of transformers by our models; the first that can express a model is used.
 WRITTEN: dict[str, WrittenFamily] = {
@@ -225,11 +224,12 @@ def write_peft(weights: Weights, folder: Path) -> None:
     arrays = restoring.open_params(weights.path) if weights.workdir else {}
     if not is_adapter(arrays):
         raise CheckpointError(f"{weights.path} has no adapters: --to peft needs a run with config.lora")
-    lora, init = adapters.described(steps.about(steps.step_folder(weights.path)), str(weights.path))
+    about = steps.about(checkpoint := steps.step_folder(weights.path))
+    lora, init = adapters.described(about, str(weights.path))
     factors = adapters.single_layers({name: restoring.as_tensor(array, name) for name, array in arrays.items()})
     if whole := sorted(name for name in factors if not name.endswith(adapters.FACTORS)):
         raise CheckpointError(f"{weights.path} trains {whole[0]} as a whole, but --to peft writes adapters only")
-    base = open_described(expand(init))
+    base = open_described(adapted_model(checkpoint, about, init))
     family = "dcvit" if not base else "peft" if adapted_base(base.path) else base.family
     if not base or family not in NATIVE["lm"]:
         raise CheckpointError(f"{weights.path} adapts {init} ({family}): --to peft needs {', '.join(NATIVE['lm'])}")
