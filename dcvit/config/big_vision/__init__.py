@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ __all__ = ["Values", "importable", "is_big_vision", "translate"]
 def importable() -> Iterator[None]:
     """Make the modules importable that config files of big_vision import, inside the context.
 
-    An installed big_vision that is imported already stays as it is.
+    A big_vision that can be imported is used: configs below `proj` import more of it.
     """
-    if "big_vision" in sys.modules:
+    is_there = "big_vision" in sys.modules
+    with contextlib.suppress(ImportError):
+        importlib.import_module("big_vision.configs.common")
+        is_there = True
+    if is_there:
         yield
         return
     modules = {name: types.ModuleType(name) for name in ("big_vision", "big_vision.configs")}
