@@ -22,7 +22,7 @@ from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.parallel import multihost
 from dcvit.runs import checksums, steps
-from dcvit.runs.files import Folder, absolute, remove
+from dcvit.runs.files import Folder, absolute, remove, rename
 from dcvit.runs.restoring import process_options
 
 ITEMS = ("params", "ema", "rest")
@@ -40,7 +40,7 @@ class RenamedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         shutil.rmtree(self._final_path, ignore_errors=True)
         await super().finalize()
         checksums.write(self._final_path)
-        self._final_path.rename(final)
+        rename(Path(self._final_path), Path(final))
         self._final_path = final
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from dcvit.errors import CheckpointError, first_line
-from dcvit.runs.files import Folder
+from dcvit.runs.files import Folder, sync_names
 
 NAME = "SHA256SUMS"  # of a checkpoint, which it identifies
 WEIGHTS = "checksums.sha256"  # of a folder of weights
@@ -27,7 +27,7 @@ MAX_NAMED = 4  # damaged files in a message
 def write(folder: Folder, ignored: Sequence[str] = (), name: str = NAME) -> None:
     """Write the checksums of a folder, except those of top-level files in `ignored`, to its file `name`.
 
-    All local files are flushed to the disk before this returns.
+    All local files, and their names, are flushed to the disk before this returns.
     """
     names = [name for name in _files(folder) if name not in ignored]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -37,6 +37,9 @@ def write(folder: Folder, ignored: Sequence[str] = (), name: str = NAME) -> None
         file.write(text)
         file.flush()
         _sync(file)
+    if os.path.isdir(folder):  # noqa: PTH112 - a local folder, also by a path of etils
+        for parent in {Path(folder), *(Path(folder, file).parent for file in names)}:
+            sync_names(parent)
 
 
 def items(folder: Folder) -> set[str]:

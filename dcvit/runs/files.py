@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import shutil
@@ -61,11 +62,29 @@ def replace(path: Folder, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure could leave an empty file
-        fresh.replace(path)
+        rename(fresh, path)
     except OSError as e:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise OSError(e.errno, os.strerror(e.errno or 0), str(path)) from None
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a local file or folder, or replace a file, and return when the new name would survive a power failure."""
+    path.replace(target)
+    sync_names(target.parent)
+
+
+def sync_names(folder: Path) -> None:
+    """Flush the names in a local folder to the disk; flushing a file does not include its name."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that flush no folder
+            raise
+    finally:
+        os.close(number)
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dcvit.errors import CheckpointError, first_line
 from dcvit.runs import checksums
-from dcvit.runs.files import Folder, remove
+from dcvit.runs.files import Folder, remove, rename
 
 FOLDER = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax has not completed
@@ -93,7 +93,9 @@ def steps_to_remove(steps: Sequence[int], keep: int, keep_every: int | None, bes
 def remove_step(path: Folder) -> None:
     """Remove a checkpoint. A kill during the removal leaves no folder that looks like a complete checkpoint."""
     if isinstance(path, Path):
-        path = path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
+        removed = path.with_name(f"{path.name}{TEMPORARY}-removed")
+        rename(path, removed)
+        path = removed
     else:
         (path / COMMITTED).unlink()
     remove(path)
@@ -115,7 +117,7 @@ def set_aside(path: Folder) -> Folder:
     number = 1
     while (aside := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists():
         number += 1
-    path.rename(aside)
+    rename(path, aside)
     return aside
 
 

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -291,3 +292,24 @@ def test_memory_does_not_grow_with_each_save(tmp_path):
         blocks.append(sys.getallocatedblocks())
     checkpointer.close()
     assert (blocks[-1] - blocks[9]) / 20 < 60
+
+
+def test_a_new_name_is_flushed_with_its_folder(tmp_path, monkeypatch):
+    """After the rename; a power failure could otherwise bring the old name back."""
+    flushed = []  # the entries of each flushed folder
+    real = os.fsync
+
+    def fsync(number):
+        path = Path(f"/proc/self/fd/{number}").readlink()
+        flushed.extend(str(entry.relative_to(tmp_path)) for entry in (path.iterdir() if path.is_dir() else ()))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, tree(1), {})
+    checkpointer.close()
+    assert "checkpoints/1" in flushed
+    files.replace(tmp_path / "config.json", "{}")
+    assert "config.json" in flushed
+    aside = steps.set_aside(tmp_path / "checkpoints" / "1")
+    assert f"checkpoints/{aside.name}" in flushed

@@ -17,6 +17,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError, ConfigError, InputError, first_line, first_line_with_type, nearest
 from dcvit.runs import checksums
+from dcvit.runs.files import rename
 from dcvit.weights.export import card, formats, libraries, logits, programs
 from dcvit.weights.families import Weights, open_weights
 from dcvit.weights.modules import checked
@@ -93,7 +94,7 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
             if to != "dcvit":  # whose checkpoint has its own; training changes the other files
                 checksums.write(folder, WRITTEN_BY_HAND, checksums.WEIGHTS)
             folder.chmod(0o755)  # `mkdtemp` allows only the owner
-            folder.rename(target)
+            rename(folder, target)
     except OSError as e:
         raise OSError(f"cannot write {target}: {e.strerror or first_line(e)}") from None
     return report

@@ -25,6 +25,7 @@ from dcvit.models.lora import is_adapter
 from dcvit.models.trees import nested
 from dcvit.runs import restoring, steps
 from dcvit.runs.checkpointer import Checkpointer
+from dcvit.runs.files import replace
 from dcvit.weights import (
     adapters,
     dcvit_hf,
@@ -248,4 +249,4 @@ def _theirs(family: str, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_json(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    replace(path, json.dumps(content, indent=2) + "\n")
