@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,15 +30,19 @@ from input_pipeline.errors import (
     nearest,
 )
 from input_pipeline.files import FileState, OpenedFiles, check_unchanged, expand, named_errors
-from input_pipeline.optional import parquet_errors, require
+from input_pipeline.optional import require
+from input_pipeline.row_groups import OpenedParquet, check_pages, most_decoded, open_parquet, read_batches
 from input_pipeline.shuffle import Blocks
 from input_pipeline.source import Example
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
 SHARD_NUMBER = re.compile(r"-(\d{5}-of-(\d{5}))(-[0-9a-f]{16})?$")  # older files have a hash, too
-Columns = tuple[list[memoryview | None], list[int | None]]  # images and labels
-READ_BYTES = 1 << 20  # of a file at a time
+ROW_BYTES, VALUE_BYTES = 16, 144  # memory for each row, and for each image besides its bytes
+MAX_REPEATED = 1 << 32  # bytes decoded from a row group in which images are repeated, about five seconds
 RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts would read row groups repeatedly
 
 
@@ -46,15 +50,25 @@ RESERVE = 1.25  # memory for row groups, in windows; with less, several hosts wo
 class RowGroup:
     """Rows of a file that are read together.
 
-    `columns` are the columns of images and labels; `nbytes` is the size of all columns after decompression.
+    `columns` are the columns of images and labels, and `encoded` is that of the images' bytes, such as "image.bytes";
+    `nbytes` is the expected memory.
     """
 
     path: str
     state: FileState
     number: int
     columns: tuple[str, str]
+    encoded: str
     first_row: int
     rows: int
+    nbytes: int
+
+
+class Columns(NamedTuple):
+    """The images and labels of a row group, and their memory in bytes."""
+
+    images: list[bytes | None]
+    labels: "pa.Array"
     nbytes: int
 
 
@@ -112,6 +126,11 @@ class Source:
         if self.groups:
             in_window = int(RESERVE * window * self.nbytes() / len(self))
             limit = min(self.nbytes(), in_window + 4 * max(group.nbytes for group in self.groups))
+            if limit > most_decoded(stored := int(self.opened.states[:, 1].sum())):
+                raise InputError(
+                    f"window={window} of {data_dir} would keep {limit / 1e9:.1f} GB of row groups in memory, "
+                    f"decompressed from {stored:,} bytes; set a smaller window"
+                )
             _row_groups.reserve(limit, f"window={window} of {data_dir}")
 
     @functools.cached_property
@@ -129,13 +148,13 @@ class Source:
 
     def __getitem__(self, index: int) -> Example:
         group, row = self._locate(index)
-        images, labels = _row_groups.get(group)
-        image, label = images[row], labels[row]
+        columns = _row_groups.get(group)
+        image, label = columns.images[row], columns.labels[row].as_py()
         if image is None or label is None:
             raise InputError(f"the {'image' if image is None else 'label'} is null")
         if self.class_names is not None and not 0 <= label < len(self.class_names):
             raise InputError(f"{self.label}={label} is not one of the {len(self.class_names)} classes, from 0")
-        return {"image": bytes(image), "label": label}
+        return {"image": image, "label": label}
 
     def describe(self, index: int) -> str:
         """Return the file and row of an example."""
@@ -163,6 +182,7 @@ class _RowGroups:
     def __init__(self) -> None:
         self.limit, self.nbytes = 0, 0
         self.held: OrderedDict[RowGroup, Future[Columns]] = OrderedDict()
+        self.sizes: dict[RowGroup, int] = {}  # of those that are read
         self.reads: Counter[RowGroup] = Counter()
         self.lock = threading.Lock()
 
@@ -188,11 +208,16 @@ class _RowGroups:
             self.reads[group] += 1
             if self.reads[group] == group.rows:
                 self._drop(group)
-            while self.nbytes > self.limit and len(self.held) > 1:
-                self._drop(next(iter(self.held)))
+            self._shrink()
         if missing:
             try:
-                future.set_result(_read(group))
+                columns = _read(group)
+                with self.lock:
+                    if self.held.get(group) is future:
+                        self.sizes[group] = columns.nbytes
+                        self.nbytes += columns.nbytes - group.nbytes
+                        self._shrink()
+                future.set_result(columns)
             except BaseException as e:
                 future.set_exception(e)
                 if not isinstance(e, InputError) or isinstance(e, ReadingError):  # damage is there at the next read too
@@ -203,8 +228,13 @@ class _RowGroups:
     def _drop(self, group: RowGroup) -> None:
         """Release a row group; threads that already have it keep it."""
         if self.held.pop(group, None) is not None:
-            self.nbytes -= group.nbytes
+            self.nbytes -= self.sizes.pop(group, group.nbytes)
         self.reads.pop(group, None)
+
+    def _shrink(self) -> None:
+        """Release the row groups that were not used for the longest time, until the others are within the limit."""
+        while self.nbytes > self.limit and len(self.held) > 1:
+            self._drop(next(iter(self.held)))
 
 
 _row_groups = _RowGroups()
@@ -271,9 +301,9 @@ def options_of_folder(options: Mapping[str, object]) -> dict[str, object] | None
 
 def _open(path: str, state: FileState, image: str, label: str) -> File:
     """Read the footer of a file and the labels of its first row group."""
-    pa, pq = require("pyarrow"), require("pyarrow.parquet")
-    with parquet_errors(path), pq.ParquetFile(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
+    pa = require("pyarrow")
+    with open_parquet(path) as opened:
+        schema, metadata = opened.file.schema_arrow, opened.file.metadata
         for name in (image, label):
             if schema.names.count(name) != 1:
                 raise InputError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
@@ -283,21 +313,29 @@ def _open(path: str, state: FileState, image: str, label: str) -> File:
             raise InputError(f"{path}: the column {image!r} should contain the bytes of image files, not {images}")
         if not pa.types.is_integer(labels):
             raise InputError(f"{path}: the column {label!r} should contain integers, not {labels}")
-        first = file.read_row_group(0, columns=[label])[label].to_pylist() if metadata.num_row_groups else []
-    columns = (image if encoded == images else f"{image}.bytes", label)
+        first = _labels(opened, 0, label, path).unique() if metadata.num_row_groups else []
     parts = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if any(part.num_rows < 0 for part in parts) or sum(part.num_rows for part in parts) != metadata.num_rows:
         raise InputError(f"{path} is damaged: the numbers of rows in its footer are inconsistent")
-    if any(part.total_byte_size < part.num_rows for part in parts):
+    if any(part.total_byte_size < 1 <= part.num_rows for part in parts):
         raise InputError(f"{path} is damaged: its footer has no sizes of row groups")
     starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
     groups = [
-        RowGroup(path, state, number, columns, start, part.num_rows, part.total_byte_size)
+        RowGroup(
+            path,
+            state,
+            number,
+            (image, label),
+            image if encoded == images else f"{image}.bytes",
+            start,
+            part.num_rows,
+            part.total_byte_size + ROW_BYTES * part.num_rows,
+        )
         for number, (part, start) in enumerate(zip(parts, starts, strict=False))
         if part.num_rows
     ]
     class_names = _class_names(path, schema.metadata or {}, label)
-    return File(path, (images, labels), class_names, groups, len(first) > 1 and len(set(first)) == 1)
+    return File(path, (images, labels), class_names, groups, len(first) == 1 < parts[0].num_rows)
 
 
 def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...] | None:
@@ -312,16 +350,47 @@ def _class_names(path: str, metadata: Mapping[bytes, bytes], label: str) -> tupl
     return None if names is None else tuple(names)
 
 
+def _labels(opened: OpenedParquet, number: int, label: str, what: str) -> "pa.Array":
+    """Return the labels of a row group. Raises InputError if they are damaged or too many."""
+    rows = opened.file.metadata.row_group(number).num_rows
+    pages = check_pages(opened, number, [label], what)
+    if ROW_BYTES * rows > most_decoded(pages.stored):
+        raise InputError(f"{what} has {rows:,} rows in {pages.stored:,} bytes; write fewer rows in a row group")
+    labels = opened.file.read_row_group(number, columns=[label], use_threads=False)[label].combine_chunks()
+    if len(labels) != rows:
+        raise InputError(f"{what} has {len(labels):,} labels, but {rows:,} rows according to the footer")
+    return labels
+
+
 def _read(group: RowGroup) -> Columns:
-    """Return the images and labels of a row group."""
+    """Return the images and labels of a row group; equal images share memory.
+
+    Raises:
+      ReadingError: the file was changed after it was opened.
+      InputError: the row group is damaged, or its images take more memory than `most_decoded`.
+    """
     check_unchanged(group.path, group.state)
-    pq = require("pyarrow.parquet")
-    options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
-    what = f"row group {group.number}"
-    with parquet_errors(group.path, what), pq.ParquetFile(group.path, **options) as file:
-        table = file.read_row_group(group.number, columns=list(group.columns), use_threads=False)
-        images = table.column(1 - table.column_names.index(group.columns[1]))
-        if images.type.num_fields:  # a struct with one field
-            (images,) = images.flatten()
-    views = [memoryview(image.as_buffer()) if image.is_valid else None for image in images]
-    return views, table.column(group.columns[1]).to_pylist()
+    images: list[bytes | None] = []
+    known: dict[bytes, bytes] = {}
+    what, size, decoded = f"row group {group.number}", ROW_BYTES * group.rows, 0
+    with open_parquet(group.path, what) as opened:
+        labels = _labels(opened, group.number, group.columns[1], what)
+        pages = check_pages(opened, group.number, [group.encoded], what)
+        for batch in read_batches(opened, group.number, [group.encoded], pages):
+            column = batch.column(group.columns[0])
+            if column.type.num_fields:  # a struct
+                column = column.flatten()[column.type.get_field_index("bytes")]
+            for image in column.to_pylist():
+                if image is not None and image not in known:
+                    known[image] = image
+                    size += len(image) + VALUE_BYTES
+                images.append(known.get(image))
+                decoded += len(image or b"")
+            if size > most_decoded(pages.stored) or decoded > MAX_REPEATED:
+                raise InputError(
+                    f"{what} has more than {decoded:,} bytes of images, decoded from {pages.stored:,}; write fewer "
+                    "rows in a row group"
+                )
+    if len(images) != group.rows:
+        raise InputError(f"{what} has {len(images):,} images, but {group.rows:,} rows according to the footer")
+    return Columns(images, labels, size)

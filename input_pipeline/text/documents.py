@@ -10,15 +10,19 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from input_pipeline import memory
 from input_pipeline.errors import InputError, MissingDataError, first_line, nearest
 from input_pipeline.files import expand, files_below, named_errors
-from input_pipeline.optional import parquet_errors, require
+from input_pipeline.optional import require
+from input_pipeline.row_groups import OpenedParquet, check_pages, open_parquet, read_batches
 from input_pipeline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.zst")
 PARQUET = ".parquet"
@@ -29,7 +33,7 @@ PIECE_BYTES = 1 << 16  # bytes read at a time
 COMPRESSED_PIECE_BYTES = 1 << 10
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 MAX_WINDOW_BYTES = 1 << 31  # the largest zstd window, of --long=31; memory is allocated only for files that use it
-ROWS = 256  # of a Parquet file that are decoded at a time
+MAX_PARQUET, MAX_RATIO = 1 << 27, 32  # bytes decoded from a Parquet file, besides this many for each stored byte
 MAX_LINE_BYTES = 1 << 27  # about fifty novels; parsing JSON takes up to twenty times as much memory
 
 
@@ -217,21 +221,31 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
 
 def _rows(file: Path, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...], int]]:
     """Yield (number, strings of some columns, bytes of the file read so far) of each row of a Parquet file."""
-    types, parquet = require("pyarrow.types"), require("pyarrow.parquet")
-    with parquet_errors(str(file)), parquet.ParquetFile(file, page_checksum_verification=True) as opened:
-        schema, total, size = opened.schema_arrow, opened.metadata.num_rows, file.stat().st_size
+    types = require("pyarrow.types")
+    with open_parquet(str(file)) as opened:
+        schema, total, size = opened.file.schema_arrow, opened.file.metadata.num_rows, file.stat().st_size
         for key in keys:
             if schema.names.count(key) != 1:
                 raise InputError(f"{file}: no column {key!r}; {nearest(key, schema.names)}")
             if not types.is_string(kind := schema.field(key).type) and not types.is_large_string(kind):
                 raise InputError(f"{file}: the column {key!r} should contain strings, not {kind}")
-        number = 0
-        for batch in opened.iter_batches(ROWS, columns=list(keys), use_threads=False):
+        number = decoded = 0
+        for batch in _batches(opened, file, keys):
+            decoded += batch.nbytes
+            if decoded > MAX_PARQUET + MAX_RATIO * size:
+                raise InputError(f"{file}: {decoded:,} bytes of text are decoded from {size:,}; store it as .jsonl")
             for texts in zip(*(batch.column(key).to_pylist() for key in keys), strict=True):
                 number += 1
                 if None in texts:
                     raise InputError(f"{file}:{number}: {keys[texts.index(None)]!r} is null, expected a string")
-                yield number, texts, size * number // total
+                yield number, texts, size * number // max(1, total)
+
+
+def _batches(opened: OpenedParquet, file: Path, keys: Sequence[str]) -> Iterator["RecordBatch"]:
+    """Yield some columns of a Parquet file, a few rows at a time."""
+    for group in range(len(opened.groups)):
+        pages = check_pages(opened, group, keys, f"{file}: row group {group}")
+        yield from read_batches(opened, group, keys, pages)
 
 
 def _read_whole(file: Path) -> bytes:

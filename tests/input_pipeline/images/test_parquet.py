@@ -1,6 +1,7 @@
 """Parquet files of images: equal to tfds and pyarrow, read once in an epoch, and errors that name what is wrong."""
 
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -320,6 +321,8 @@ DAMAGED = "train-00001-of-00003.parquet cannot be read as Parquet: "
         (without("image"), "train-00001-of-00003.parquet has no column 'image'; known: label"),
         (columns(image=["a"], label=[0]), "the column 'image' should contain the bytes of image files, not string"),
         (columns(image=[{"path": "a"}], label=[0]), "the column 'image' should contain the bytes of image files"),
+        (columns(image=[b"a"], label=[[0]]), "the column 'label' should contain integers, not list<"),
+        (columns(image=[[b"a"]], label=[0]), "the column 'image' should contain the bytes of image files, not list<"),
         (columns(image=[b"a"], label=["0"]), "the column 'label' should contain integers, not string"),
         (replace([b"a"], [0], struct=pa.binary()), "differ in the types or class names of 'image' and 'label'"),
         (replace([b"a"], [0], names=["cat", "dog"]), "differ in the types or class names"),
@@ -426,3 +429,131 @@ def test_window_larger_than_the_available_memory_is_refused(shared_root, monkeyp
     monkeypatch.setattr(parquet.memory, "available", lambda: 10_000)
     with pytest.raises(ip.InputError, match=r"window=10000 of .* would keep 0\.0 GB .* set a smaller window"):
         open_parquet(shared_root)
+
+
+MIB = 1 << 20
+
+
+def peak_memory(function):
+    """Return the most bytes that pyarrow held during a call, which raises an InputError, and the message."""
+    pool = pa.system_memory_pool()
+    before, pa_pool = pool.bytes_allocated(), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(ip.InputError) as error:
+            function()
+    finally:
+        pa.set_memory_pool(pa_pool)
+    return pool.max_memory() - before, str(error.value)
+
+
+def repeated(value, rows):
+    """Return a table whose images are one value of a dictionary."""
+    images = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value], pa.binary()))
+    return pa.table({"image": images, "label": np.zeros(rows, np.int64)})
+
+
+def lie(path):
+    """Replace the sizes of a row group in the footer, and those of its columns, by small ones."""
+    group, content = pq.ParquetFile(path).metadata.row_group(0), path.read_bytes()
+    for size in {group.total_byte_size, group.column(0).total_uncompressed_size}:
+        bits = [2 * size >> shift & 127 for shift in range(0, 35, 7) if 2 * size >> shift]  # Thrift: zigzag, 7 bits
+        small = b"\x82" + b"\x80" * (len(bits) - 2) + b"\0"
+        content = content.replace(bytes([*(b | 128 for b in bits[:-1]), bits[-1]]), small)
+    path.write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["zstd", "gzip", "brotli"])
+def test_page_that_decompresses_to_more_than_the_footer_says_is_refused(tmp_path, compression):
+    path = tmp_path / "train.parquet"
+    pq.write_table(
+        pa.table({"image": [bytes(100 * MIB)], "label": [0]}), path, compression=compression, use_dictionary=False,
+        write_statistics=False, store_schema=False,
+    )  # fmt: skip
+    with pytest.raises(ip.InputError, match=r"window=10000 of .* would keep 0\.1 GB .* decompressed from [\d,]+ bytes"):
+        open_parquet(tmp_path)
+    lie(path)
+    source = open_parquet(tmp_path)
+    nbytes, message = peak_memory(lambda: source[0])
+    assert "row group 0 has a page that decompresses to 104,857," in message
+    assert nbytes < 10 * MIB
+
+
+def test_values_that_are_repeated_by_an_encoding_are_decoded_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "MAX_REPEATED", 100 * MIB)
+    pq.write_table(
+        repeated(bytes(8 * MIB), 1000),
+        tmp_path / "train.parquet",
+        dictionary_pagesize_limit=1 << 30,
+        store_schema=False,
+    )
+    source = open_parquet(tmp_path)
+    nbytes, message = peak_memory(lambda: source[0])
+    assert "row group 0 has more than " in message
+    assert nbytes < 80 * MIB
+
+
+def test_values_that_share_prefixes_are_counted(tmp_path):
+    value = np.random.default_rng(0).bytes(10_000)
+    rows = pa.table({"image": [value[:i] for i in range(10_000)], "label": [0] * 10_000})
+    pq.write_table(
+        rows,
+        tmp_path / "train.parquet",
+        use_dictionary=False,
+        column_encoding={"image": "DELTA_BYTE_ARRAY", "label": "PLAIN"},
+    )
+    nbytes, message = peak_memory(lambda: open_parquet(tmp_path)[0])
+    assert "row group 0 has more than " in message
+    assert nbytes < 80 * MIB
+
+
+def test_two_million_equal_rows_are_read(tmp_path):
+    pq.write_table(
+        repeated(b"image", 2_000_000), tmp_path / "train.parquet", row_group_size=2_000_000, store_schema=False
+    )
+    source = open_parquet(tmp_path)
+    assert len(source) == 2_000_000
+    assert source[1_999_999] == {"image": b"image", "label": 0}
+
+
+def test_too_many_rows_are_refused(tmp_path):
+    pq.write_table(
+        repeated(b"image", 3_000_000), tmp_path / "train.parquet", row_group_size=3_000_000, store_schema=False
+    )
+    with pytest.raises(ip.InputError, match=r"train\.parquet has 3,000,000 rows in [\d,]+ bytes; write fewer rows"):
+        open_parquet(tmp_path)
+
+
+def test_names_and_footers_that_need_much_memory_are_refused(tmp_path):
+    column = pa.array([{f"c{i}": 1 for i in range(300)}])
+    pq.write_table(pa.table({"p" * 10_000: column}), tmp_path / "train.parquet")
+    with pytest.raises(ip.InputError, match="the names of its columns have more than 2,097,152 characters"):
+        open_parquet(tmp_path)
+    content = (tmp_path / "train.parquet").read_bytes()
+    (tmp_path / "train.parquet").write_bytes(content + bytes(MIB * 5) + (MIB * 5).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(ip.InputError, match="its footer has 5,242,880 bytes, more than 4,194,304"):
+        open_parquet(tmp_path)
+
+
+@pytest.mark.slow
+def test_flipped_bits_of_a_footer_are_refused_or_harmless(tmp_path):
+    """pyarrow ends the process when it is asked for the metadata of a damaged column."""
+    path = tmp_path / "train.parquet"
+    pq.write_table(table([b"abc"] * 4, [0] * 4, names=["a"]), path, row_group_size=2, store_schema=False)
+    content = path.read_bytes()
+    size = int.from_bytes(content[-8:-4], "little")
+    for bit in range(0, 8 * size, 97):
+        damaged = bytearray(content)
+        damaged[len(content) - 8 - size + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(ip.InputError):
+            source = open_parquet(tmp_path)
+            [source[i] for i in range(len(source))]
+
+
+@pytest.mark.parametrize("image", [pa.array([b"a"], pa.binary()), pa.array([{"bytes": b"a"}])])
+def test_column_named_like_the_field_of_another_is_not_read(tmp_path, image):
+    other = pa.array([b"b"], pa.binary())
+    pq.write_table(pa.table({"image.bytes": other, "image": image, "label": [3]}), tmp_path / "train.parquet")
+    assert open_parquet(tmp_path)[0] == {"image": b"a", "label": 3}

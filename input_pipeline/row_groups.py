@@ -1,0 +1,261 @@
+"""Row groups of Parquet files, decoded a few rows at a time and within limits of memory.
+
+Sizes in a footer may be wrong, a page of a few bytes may decompress to 2 GB, and an encoding may repeat one value for
+millions of rows. pyarrow allocates what the header of a page says, so the headers are read before the pages. The places
+of the pages are read from the footer here, because `pyarrow.parquet` ends the process if the metadata of a column is
+damaged or encrypted.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from input_pipeline.errors import InputError
+from input_pipeline.optional import parquet_errors, require
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+MAX_DECODED, MAX_RATIO = 1 << 25, 8  # bytes, besides this many for each stored byte
+MAX_FOOTER = 1 << 22  # bytes, of thousands of row groups
+MAX_NAMES = (
+    1 << 21
+)  # characters of the names of all columns, each with those of its parents, as pyarrow.parquet keeps them
+BATCH_ROWS, BATCH_BYTES = 256, 1 << 22  # decoded at a time; a single row may have more
+READ_BYTES = 1 << 20  # of a file at a time
+HEADER_BYTES = (1 << 10, 1 << 16, 1 << 24)  # read for the header of a page; the last is pyarrow's limit
+CONTENTS = {0: 5, 2: 7, 3: 8}  # field of a page's header with its number of values, by its type; 2 is a dictionary
+PREFIXES = 7  # the encoding of values by the length of the prefix that they share with the one before
+
+SHORT, LONG = 5, 6  # Thrift's numbers of its types of integers, of 32 and 64 bits
+
+Value = (
+    Any  # of a Thrift structure: an integer, bytes, a list, Fields, or None for a value of a type that is not needed
+)
+Fields = dict[int, Value]
+
+
+class OpenedParquet(NamedTuple):
+    """A Parquet file, and the row groups in its footer."""
+
+    file: "ParquetFile"
+    raw: BinaryIO
+    groups: list[Fields]
+
+
+class Pages(NamedTuple):
+    """Sizes in bytes of the pages of some columns of a row group."""
+
+    stored: int
+    largest: int  # bound of a decoded value
+
+
+def most_decoded(stored: int) -> int:
+    """Return how many bytes may be decoded from stored ones."""
+    return MAX_DECODED + MAX_RATIO * stored
+
+
+@contextlib.contextmanager
+def open_parquet(path: str, what: str = "") -> Iterator[OpenedParquet]:
+    """Open a Parquet file, and convert errors of pyarrow in the context, whose subject is `what`, by default the path.
+
+    Raises:
+      InputError: the file is damaged, or its footer is too large.
+    """
+    options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": READ_BYTES}
+    with parquet_errors(path, what), Path(path).open("rb") as raw:
+        groups = _row_groups(raw)
+        with require("pyarrow.parquet").ParquetFile(path, **options) as file:
+            yield OpenedParquet(file, raw, groups)
+
+
+def check_pages(opened: OpenedParquet, number: int, columns: Sequence[str], what: str) -> Pages:
+    """Read the headers of the pages of a row group.
+
+    Args:
+      opened: the file.
+      number: the number of the row group.
+      columns: names of columns without lists; those of fields are separated by dots.
+      what: the subject of error messages.
+
+    Raises:
+      InputError: a header is damaged, or a page has more bytes than `most_decoded`.
+    """
+    found = Pages(0, 1)
+    for chunk in opened.groups[number].get(1) or ():
+        try:
+            metadata = chunk[3]
+            name = b".".join(metadata[3]).decode() + "."
+            if not any(name.startswith(f"{column}.") for column in columns):
+                continue
+            if 8 in chunk or _integer(metadata, 5) != _integer(opened.groups[number], 3):
+                raise ValueError("an encrypted column, or other numbers of values and rows")
+            pages = _chunk_pages(opened.raw, metadata, what)
+        except InputError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            raise InputError(
+                f"{what} cannot be read as Parquet: the header of a page is damaged or encrypted"
+            ) from None
+        found = Pages(found.stored + pages.stored, max(found.largest, pages.largest))
+    return found
+
+
+def read_batches(
+    opened: OpenedParquet, number: int, columns: Sequence[str], pages: Pages
+) -> Iterator["pa.RecordBatch"]:
+    """Yield the rows of a row group, a few at a time, after `check_pages`."""
+    rows = min(BATCH_ROWS, max(1, BATCH_BYTES // pages.largest))
+    yield from opened.file.iter_batches(rows, row_groups=[number], columns=list(columns), use_threads=False)
+
+
+def _row_groups(file: BinaryIO) -> list[Fields]:
+    """Return the row groups in the footer of a file; [] if pyarrow will find that it is none.
+
+    Raises:
+      ValueError: the footer is damaged, or it or the names in it are too large.
+    """
+    end = file.seek(0, 2)
+    file.seek(max(0, end - 8))
+    size = int.from_bytes(file.read(4), "little")
+    if file.read() != b"PAR1" or size + 8 > end:
+        return []
+    if size > MAX_FOOTER:
+        raise ValueError(f"its footer has {size:,} bytes, more than {MAX_FOOTER:,}")
+    file.seek(end - 8 - size)
+    try:
+        footer, _ = _structure(file.read(size), 0, LONG)
+        inner = sum(len(element[4]) + 1 for element in footer[2] if 5 in element)
+        names = sum(len(element[4]) + inner for element in footer[2] if 5 not in element)
+        groups: list[Fields] = [group for group in footer[4] if _integer(group, 3) >= 0]
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        raise ValueError("its footer is damaged") from None
+    if names > MAX_NAMES:
+        raise ValueError(f"the names of its columns have more than {MAX_NAMES:,} characters")
+    return groups
+
+
+def _chunk_pages(file: BinaryIO, chunk: Fields, what: str) -> Pages:
+    """Return the sizes of the pages of a column in a row group.
+
+    Raises:
+      InputError: a page is too large; see `check_pages`.
+      LookupError, TypeError, AttributeError, ValueError, RecursionError: a header is damaged.
+    """
+    start, dictionary = _integer(chunk, 9), chunk.get(11)
+    if dictionary and 0 < dictionary < start:
+        start = dictionary
+    length, rows = _integer(chunk, 7), _integer(chunk, 5)
+    at, end, values, total, largest, prefixes = start, file.seek(0, 2), 0, 0, 0, False
+    while values < rows and at < start + length:
+        header, before = _page_header(file, at)
+        kind, size, stored = (_integer(header, key) for key in (1, 2, 3))
+        at += before + stored
+        if at > end:
+            raise ValueError("a page behind the end of the file")
+        if size > most_decoded(stored):
+            raise InputError(
+                f"{what} has a page that decompresses to {size:,} bytes from {stored:,}, more than {MAX_DECODED:,} and "
+                f"{MAX_RATIO} times as many; write smaller pages"
+            )
+        if kind in CONTENTS:
+            count, encoding = (_integer(header[CONTENTS[kind]], key) for key in (1, 4 if kind == 3 else 2))
+            if kind == 2 and count > size:
+                raise ValueError("a dictionary of more values than bytes")
+            values += 0 if kind == 2 else count
+            prefixes |= encoding == PREFIXES
+        total, largest = total + size, max(largest, size)
+    return Pages(at - start, total if prefixes else largest)
+
+
+def _page_header(file: BinaryIO, at: int) -> tuple[Fields, int]:
+    """Return the header of a page, a structure in Thrift's compact protocol, and its length."""
+    for size in HEADER_BYTES:
+        file.seek(at)
+        data = file.read(size)
+        try:
+            return _structure(data, 0, SHORT)
+        except IndexError:
+            if len(data) < size or size == HEADER_BYTES[-1]:
+                raise
+    raise AssertionError
+
+
+def _structure(data: bytes, at: int, integers: int) -> tuple[Fields, int]:
+    """Return the fields of a structure, and the position after it.
+
+    Args:
+      data: the bytes that contain the structure.
+      at: the position of the structure.
+      integers: the type of integers that are returned; pyarrow ignores fields of another type, too.
+
+    Raises:
+      IndexError: the data is too short.
+      ValueError: the data is damaged.
+    """
+    fields: Fields = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _signed(data, at)
+        if number in fields:
+            raise ValueError("two fields of one number")
+        kind = head & 15
+        fields[number], at = (None, at) if kind in (1, 2) else _value(data, at, kind, integers)  # booleans have no data
+    return fields, at + 1
+
+
+def _value(data: bytes, at: int, kind: int, integers: int) -> tuple[Value, int]:
+    """Return a value of a type, and the position after it; see `_structure`."""
+    if kind in (4, SHORT, LONG):
+        value, at = _signed(data, at)
+        return value if kind == integers else None, at
+    if kind == 8:
+        size, at = _unsigned(data, at)
+        return data[at : at + size], at + size
+    if kind == 9:
+        size, at = data[at] >> 4, at + 1
+        kind = data[at - 1] & 15
+        if size == 15:
+            size, at = _unsigned(data, at)
+        values = []
+        for _ in range(size):
+            value, at = _value(data, at, kind, integers)
+            values.append(value)
+        return values, at
+    if kind == 12:
+        return _structure(data, at, integers)
+    if kind not in (1, 2, 3, 7):
+        raise ValueError("a type that Parquet does not have")
+    data[at]  # raises IndexError at the end
+    return None, at + (8 if kind == 7 else 1)
+
+
+def _unsigned(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer of variable length, and the position after it."""
+    value, shift = 0, 0
+    while shift < 70:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+    raise ValueError("an integer of more than ten bytes")
+
+
+def _signed(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer whose lowest bit is the sign, and the position after it."""
+    value, at = _unsigned(data, at)
+    return value >> 1 ^ -(value & 1), at
+
+
+def _integer(fields: Fields, number: int) -> int:
+    """Return a field. Raises ValueError if it is not an integer from 0."""
+    value = fields.get(number)
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"field {number} is {value}")
+    return value
