@@ -1,8 +1,8 @@
 """Search for damaged data: `dcvit check-data --config CONFIG[:argument=value,…] [--config.KEY=VALUE …]`.
 
-Reads every example of the training data and of all evaluations of a config once, decodes images completely, and lists
-the damaged examples with their file and the reason. Text is read file by file, each up to its first damaged line. Exit
-status: 0 no example is damaged; 1 some are; 2 the config is invalid or data is missing.
+Reads every example of the training data and of all evaluations of a config once, decodes images completely, checks
+labels, and lists the damaged examples with their file and the reason. Text is read file by file, each up to its first
+damaged line. Exit status: 0 no example is damaged; 1 some are; 2 the config is invalid or data is missing.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from input_pipeline.errors import InputError, MissingDataError, MissingLibraryEr
 from input_pipeline.images.decode import JPEG_WARNING
 from input_pipeline.loader import thread_count
 from input_pipeline.optional import remove_lines
-from input_pipeline.preprocess.builder import Preprocess, decoding
+from input_pipeline.preprocess.builder import Preprocess, checking, decoding
 from input_pipeline.source import Source, open_source
 from input_pipeline.text.documents import LINE_SUFFIXES, SUFFIXES, Files, find_files, read_documents
 
+CLASSES = "{num_classes}"
 PIECE, PIECES = 32, 4  # examples that a thread reads at a time, and how often until the progress is shown
 
 
@@ -33,13 +34,13 @@ class Report(NamedTuple):
 
 
 def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, int], None]) -> Report:
-    """Read every example of a data source, and decode it completely if `pp` decodes images.
+    """Read every example of a data source, decode it completely if `pp` decodes images, and check its labels.
 
     Text is read when its source is opened, which fails at the first damaged line; then the files are read one by one.
 
     Args:
       data: the arguments of `open_source`.
-      pp: the preprocessing string.
+      pp: the preprocessing string; "{num_classes}" stands for the number of the data's class names.
       on_progress: called with the number of examples that are checked, and of all.
 
     Raises:
@@ -47,7 +48,7 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
       InputError: an option is invalid, or the source cannot be opened for another reason than damaged text.
       ReadingError: an optional library is not installed.
     """
-    decode = Preprocess(decoding(pp))
+    Preprocess(pp.replace(CLASSES, "1"))
     try:
         source = open_source(**data)  # type: ignore[arg-type]  # open_source checks the options
     except MissingDataError:
@@ -57,6 +58,10 @@ def check_data(data: Mapping[str, object], pp: str, on_progress: Callable[[int, 
         if not report.damaged:
             raise
         return report
+    if CLASSES in pp and not source.class_names:  # training asks for a number
+        decode = Preprocess(decoding(pp.replace(CLASSES, "1")))
+    else:
+        decode = Preprocess(checking(pp.replace(CLASSES, str(len(source.class_names or ())))))
     damaged: list[Damage] = []
     rows = range(len(source))
     size = PIECE * PIECES * thread_count()

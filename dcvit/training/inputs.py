@@ -98,7 +98,9 @@ def all_inputs(config: ConfigDict) -> Iterator[tuple[str, dict[str, object], str
             pp = holder.get("pp") or ""
             if not isinstance(pp, str):
                 raise ConfigError(f"{name}.pp={pp!r} should be of type str")
-            yield f"{name}.{key}", data, pp.replace("{num_classes}", "1"), bool(holder.get("optional"))
+            if config.num_classes is not None:
+                pp = pp.replace("{num_classes}", str(config.num_classes))
+            yield f"{name}.{key}", data, pp, bool(holder.get("optional"))
 
 
 def open_source(data: Options, what: str) -> Source:

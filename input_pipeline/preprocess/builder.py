@@ -87,6 +87,21 @@ def decoding(spec: str) -> str:
     return ""
 
 
+def checking(spec: str) -> str:
+    """Return the ops of a preprocessing string that fail for a damaged example: those of `decoding` and of labels.
+
+    Raises:
+      InputError: the string cannot be parsed, or an op or argument is invalid.
+    """
+    made = {step.arguments.get("outkey") for step in parsed(spec) if step.op != "copy"} - {"image"}
+    kept = [
+        ast.unparse(node)
+        for node, step in zip(_nodes(spec), parsed(spec), strict=True)
+        if step.op in ("flatten", "onehot") or (step.op == "copy" and step.arguments["inkey"] not in made)
+    ]
+    return "|".join([decoding(spec), *kept])
+
+
 class Preprocess:
     """A parsed preprocessing string: a function of an example and the example's random number generator."""
 

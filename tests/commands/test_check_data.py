@@ -1,5 +1,6 @@
 """`dcvit check-data` lists every damaged example of a config's data, and only those."""
 
+import io
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from PIL import Image
 
 from dcvit import cli
 from dcvit.__main__ import dispatch
-from input_pipeline.preprocess.builder import decoding
+from input_pipeline.preprocess.builder import checking, decoding
 
 TEXT = "lm_text:data_dir={},context=16"
 
@@ -90,6 +91,26 @@ def test_damaged_lines_of_marked_answers_are_listed(tmp_path, capsys):
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines if "no key 'texts'" in line] == ["a.jsonl:2"]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_labels_at_which_training_stops_are_listed(tmp_path, capsys, named):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    encoded = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(encoded, "PNG")
+    names = {"info": {"features": {"label": {"names": [str(i) for i in range(10)]}}}} if named else {}
+    for i, (labels, kind) in enumerate([([0, -1, 9, 10], pa.int64()), ([0, 2**64 - 1], pa.uint64())]):
+        rows = pa.table({"image": [encoded.getvalue()] * len(labels), "label": pa.array(labels, kind)})
+        (tmp_path / f"{i}").mkdir()
+        path = tmp_path / f"{i}" / "train.parquet"
+        pq.write_table(rows.replace_schema_metadata({"huggingface": json.dumps(names)}), path)
+        words = ["--config", "vit_digits", "--config.evals={}", "--config.input.data.kind=parquet"]
+        classes = "{num_classes}" if named else "10"
+        words += [f"--config.input.data.data_dir={path.parent}", f"--config.input.pp=decode|onehot({classes})"]
+        status, lines, _ = check(capsys, *words)
+        assert status == 1
+        damaged = [int(line.split(", row ")[1].split(":")[0]) for line in lines[:-1]]
+        assert damaged == [row for row, label in enumerate(labels) if not 0 <= label < 10]
+
+
 def test_data_without_files_is_read(capsys):
     status, lines, _ = check(capsys, "--config", "vit_digits")
     assert (status, lines[0]) == (0, "config.input.data: 1,437 read, 0 damaged")
@@ -124,6 +145,18 @@ def test_invalid_config_or_missing_data_is_status_2(capsys, words, message):
 def test_images_are_decoded_completely(pp, expected):
     """A training crop would not see damage outside of it."""
     assert decoding(pp) == expected
+
+
+@pytest.mark.parametrize(
+    ("pp", "expected"),
+    [
+        ('decode|resize(8)|flatten|onehot(3)|keep("image", "labels")', "decode|flatten|onehot(3)"),
+        ('decode|copy("label", "a")|onehot(3, key="a")', "decode|copy('label', 'a')|onehot(3, key='a')"),
+        ('decode|resize(8, outkey="small")|copy("small", "a")', "decode"),
+    ],
+)
+def test_labels_are_checked_without_the_ops_of_pixels(pp, expected):
+    assert checking(pp) == expected
 
 
 @pytest.mark.exhaustive
