@@ -96,7 +96,7 @@ class FlaxAttention(Attention):
             dropout_rng = None
         elif dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        mesh = explicit_mesh(inputs, dropout_rng)
+        mesh = explicit_mesh(inputs, dropout_rng, self.variables)
         call = self._call if mesh is None else functools.partial(self._call_explicitly, mesh)
         return call(inputs, dropout_rng, wanted)
 

@@ -77,8 +77,12 @@ def with_auto_axes(f: Callable[..., Result], mesh: AbstractMesh, specs: object) 
       specs: a `PartitionSpec` for each result of `f`.
     """
 
+    @jax.jit  # by which arrays of one device join those of the mesh, also where it is not the current one
     def call(*args: object) -> Result:
         with jax.sharding.use_abstract_mesh(mesh):
+            # Else the compiler chooses the sharding of an array of one device, also where the program returns it, as
+            # `nnx.jit` returns parameters.
+            args = jax.tree.map(lambda x: jax.sharding.reshard(x, jax.typeof(x).sharding.spec), args)
             result: Result = jax.sharding.auto_axes(f, axes=mesh.explicit_axes, out_sharding=specs)(*args)
             return result
 

@@ -200,6 +200,18 @@ def test_shardings_of_an_nnx_call_are_those_of_the_output():
 
 
 @pytest.mark.exhaustive
+def test_an_nnx_layer_that_was_called_on_a_mesh_runs_without_it_and_on_another_one():
+    """The parameters come from one device, and `nnx.jit` returns them from the program of the mesh."""
+    layer, call = dcmha_nnx.DCMHA(4, 24, rngs=nnx.Rngs(0)), nnx.jit(lambda layer, x: layer(x))
+    expected = layer(inputs())
+    for names in (("data", "tensor"), ("model", "data")):
+        with jax.set_mesh(jax.make_mesh((2, 4), names, (AxisType.Explicit,) * 2, devices=jax.devices()[:8])):
+            np.testing.assert_allclose(call(layer, inputs()), expected, atol=1e-5)
+        assert layer.query.kernel[...].sharding.is_fully_replicated
+        np.testing.assert_allclose(layer(inputs()), expected, atol=1e-5)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("broadcast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_dropout_rate_of_one_removes_all_weights(broadcast):
     """The output is the bias. flax's layer divides zero by zero, `nn.Dropout` does the same as here."""
