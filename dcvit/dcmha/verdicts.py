@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
-import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 
 LOG = logging.getLogger(__name__)
 FORMAT = 1
+LARGEST_ERROR = 2e-2  # of an implementation that passed
+MAX_BYTES = 2**24  # of a file; a verdict takes about 1 kB
 PASSED, WRONG, UNSUPPORTED, FAILED, TIMED_OUT, STARTED = (
     "passed", "wrong", "unsupported", "failed", "timed out", "started",
 )  # fmt: skip
@@ -103,6 +107,16 @@ def _hash_of_code() -> str:
     return digest.hexdigest()[:16]
 
 
+def _open(path: Path, flags: int) -> BinaryIO:
+    """Open a file without following a link or waiting for a pipe; raise OSError (ELOOP) if it is not a regular file."""
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # which Windows lacks
+    number = os.open(path, flags | safe, 0o666)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.ELOOP, "not a regular file", str(path))
+    return os.fdopen(number, "rb" if flags == os.O_RDONLY else "r+b")
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait for the lock of a file with flock(2), and hold it; the system releases it when the process ends.
@@ -110,7 +124,7 @@ def _locked(path: Path) -> Iterator[None]:
     Without flock, on Windows and some network file systems, of two verdicts written at the same time one may be lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with _open(path, os.O_RDWR | os.O_CREAT) as file:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -146,9 +160,11 @@ class Verdicts:
                     some[name] = verdict
                 cases = {key: {name: dataclasses.asdict(v) for name, v in some.items()} for key, some in found.items()}
                 content = {"format": FORMAT, "environment": self.environment, "cases": cases}
-                file = self.path.with_suffix(".tmp")  # of the process that has the lock
-                file.write_text(json.dumps(content, indent=1))
-                file.replace(self.path)
+                fresh = self.path.with_suffix(".tmp")  # of the process that has the lock
+                fresh.unlink(missing_ok=True)
+                with _open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                    file.write(json.dumps(content, indent=1).encode())
+                fresh.replace(self.path)
         except OSError as e:
             LOG.warning("attention: verdicts are not kept: %s", e)
 
@@ -167,7 +183,11 @@ class Verdicts:
           OSError: the file exists and cannot be read.
         """
         try:
-            content = json.loads(self.path.read_text())
+            with _open(self.path, os.O_RDONLY) as file:
+                text = file.read(MAX_BYTES + 1)
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            content = json.loads(text, object_pairs_hook=_unique)
             if content["format"] != FORMAT or content["environment"] != self.environment:
                 raise ValueError("it has another format or belongs to another environment")
             return {
@@ -175,7 +195,9 @@ class Verdicts:
             }
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as e:
+            if isinstance(e, OSError) and e.errno != errno.ELOOP:
+                raise
             LOG.warning("attention: ignored the verdicts in %s: %s", self.path, e)
             return {}
 
@@ -184,8 +206,16 @@ def _verdict(fields: Mapping[str, object]) -> Verdict:
     """Return the verdict of a file's fields; raise ValueError or TypeError if they are not as written."""
     verdict = Verdict(**fields)  # type: ignore[arg-type]
     numbers = [x for x in (verdict.error, verdict.milliseconds) if x is not None]
-    if verdict.status not in STATUSES or not all(isinstance(x, float | int) and math.isfinite(x) for x in numbers):
+    if verdict.status not in STATUSES or not all(type(x) in (int, float) and 0 <= x < 1e308 for x in numbers):
         raise ValueError(f"a verdict has invalid fields: {fields}")
-    if verdict.passed and len(numbers) != 2:
-        raise ValueError(f"a verdict has passed without error or time: {fields}")
+    if verdict.passed and (len(numbers) != 2 or verdict.reason or numbers[0] > LARGEST_ERROR):
+        raise ValueError(f"a verdict has passed without time, with a large error, or with a reason: {fields}")
     return verdict
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON; raise ValueError if a name occurs twice, as two verdicts on one implementation."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields

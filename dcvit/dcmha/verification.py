@@ -34,7 +34,7 @@ Tree: TypeAlias = Any  # of arrays, or of their shapes and dtypes
 # Largest relative error in the 2-norm; that of a row, relative to the mean row, may be four times as large. Products of
 # 16-bit numbers have errors of 2^-9 and pass several roundings; on TPUs, operands of float32 products are rounded to
 # bfloat16 at JAX's default precision, on GPUs to 10 bits (TF32).
-BOUND, BOUND_FLOAT32 = 2e-2, 1e-4
+BOUND, BOUND_FLOAT32 = verdicts.LARGEST_ERROR, 1e-4
 SECONDS = 60.0  # limit of compiling, and of running, one implementation
 RUNS = 5  # timed
 REPETITIONS = 7  # at most; their results must equal those of the first run, because a race shows in some runs only

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -360,8 +361,14 @@ def test_verdicts_of_another_environment_do_not_count(change):
         lambda text: text.replace('"milliseconds"', '"seconds"'),
         lambda text: json.dumps({**json.loads(text), "format": 0}),
         lambda text: json.dumps({**json.loads(text), "cases": []}),
+        lambda text: re.sub('"milliseconds": [^,]*', '"milliseconds": 1' + "0" * 400, text),
+        lambda text: re.sub('"milliseconds": [^,]*', '"milliseconds": -1.0', text),
+        lambda text: re.sub('"error": [^,]*', '"error": 0.5', text),
+        lambda text: text.replace('"reason": ""', '"reason": "it is wrong"'),
+        lambda text: text.replace('"right": {', '"right": {}, "right": {'),
+        lambda text: text + " " * verdicts.MAX_BYTES,
     ],
-    ids=["cut", "nested", "status", "field", "format", "cases"],
+    ids=["cut", "nested", "status", "field", "format", "cases", "huge", "negative", "wrong", "reason", "twice", "long"],
 )
 def test_a_damaged_file_is_ignored_with_one_line(damage, cache, caplog):
     verified(case(right))
@@ -373,6 +380,20 @@ def test_a_damaged_file_is_ignored_with_one_line(damage, cache, caplog):
     assert [m for m in caplog.messages if str(path) in m]
     assert verified(case(right))[0][0] in ("right", "plain")
     assert verdict(case(right), "right").passed
+
+
+@pytest.mark.parametrize("suffix", [".json", ".tmp", ".lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
+def test_pipes_are_not_opened_and_links_not_followed(make, suffix, cache, caplog):
+    cache.mkdir()
+    (cache / "victim").write_text("untouched")
+    store = Verdicts({"device": "chip"})
+    make(store.path.with_suffix(suffix))
+    for name in ("one", "two"):
+        store.write(name, "kernel", Verdict("passed", 0.0, 1.0))
+    assert [bool(store.read(name)) for name in ("one", "two")] == [suffix != ".lock"] * 2
+    assert (cache / "victim").read_text() == "untouched"
+    assert bool(caplog.messages) == (suffix != ".tmp")
 
 
 def test_writers_at_the_same_time_lose_no_verdict(cache):
