@@ -159,6 +159,8 @@ def accumulate(
 ) -> tuple[jax.Array, Params]:
     """Return loss and gradient of a batch as the mean over `parts` equal parts, computed one after the other.
 
+    They are those of the complete batch, except for the load-balance loss, which is no mean over examples.
+
     Each part holds examples of every device, so that all devices work on each part.
     """
     if parts == 1:

@@ -1,6 +1,8 @@
 """Cross-head attention of other papers: equal to their formulas, finite gradients, decoding, losses, errors."""
 
 import functools
+import re
+from pathlib import Path
 
 import head_oracle
 import jax
@@ -17,6 +19,7 @@ from dcvit.training.tasks import ImageTask, TokenTask
 
 NEW = {"xsa", "knocking", "gated_elementwise", "paired", "lightweight"}  # their gradients too are always compared
 ORACLES = ("mha", "talking", "mta", "gated", "lightweight", *head_settings.VARIANTS)
+ROOT = Path(__file__).parents[2]
 LENGTH, WIDTH, LAYER = 6, 24, 2
 TINY = {"context": 12, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 4, "num_key_heads": 2}
 
@@ -324,6 +327,23 @@ def test_balance_of_equal_use_is_the_number_of_chosen_heads_and_of_one_sided_use
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [4, 8])
+def test_the_documented_formulas_give_the_numbers_of_parameters(heads):
+    def count(name):
+        net = lm.Model(7, heads=name, **{**TINY, "num_heads": heads, "width": 64})
+        shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        return sum(x.size for x in jax.tree.leaves(shapes))
+
+    rows = [line.split(" | ") for line in (ROOT / "docs/heads.md").read_text().splitlines() if line.startswith("| `")]
+    formulas = {row[0].strip("|` "): row[3].replace("²", "**2").replace("·", "*") for row in rows if len(row) > 5}
+    del formulas["heads"]
+    for name, text in formulas.items():
+        formula = re.sub(r"(?<=[A-Z0-9)])(?=[A-Z(])", "*", text.split("; ")[-1 if heads == 4 else 0].split(" for ")[0])
+        sizes = {"M": 64, "H": heads, "D": 64 // heads, "R": 2, "G": 2 if name == "folded" else 1}
+        assert count(name) - count("mha") == eval(formula, sizes), name
+
+
 @pytest.mark.parametrize("name", ["moh_topk", exhaustive("diff2")])
 def test_scanned_layers_equal_unrolled_ones_also_in_the_loss(name):
     net, params = make_net(name, depth=2)
