@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from dcvit.dcmha.inputs import Composition
 from dcvit.errors import ConfigError, check_regex, matches, nearest
 from dcvit.parallel.mesh import AXES, BATCH, Axis, axis_size, divisible_axes
 
@@ -63,10 +64,16 @@ class ModelSizes(Protocol):
 
     width: int
     num_heads: int
+    num_key_heads: int | None
     mlp_dim: int | None
     compose: str | None
     groups: int
     heads: str | None
+    implementation: str | None
+
+    def composition(self) -> Composition:
+        """Return the composition of the layers."""
+        ...
 
 
 class DeviceCountError(ConfigError):
@@ -166,7 +173,7 @@ def check_model(mesh: Mesh, net: ModelSizes) -> None:
     for name, size in sizes.items():
         if size % tensor:
             raise ConfigError(f"config.mesh: tensor {tensor} does not divide {name} {size}")
-    if net.heads == "paired" and net.num_heads // 2 % tensor:
+    if net.heads in ("paired", "diff") and net.num_heads // 2 % tensor:
         raise ConfigError(f"config.mesh: tensor {tensor} does not divide the {net.num_heads // 2} pairs of heads")
     if net.compose and net.groups > 1 and net.groups % tensor:
         raise ConfigError(
@@ -182,7 +189,8 @@ def check_context(mesh: Mesh, net: ModelSizes, tokens: int | None) -> None:
         return
     if tokens is None:
         raise ConfigError(f"config.mesh has context {context}, which splits the tokens of language models only")
-    joint = tensor if net.compose and net.groups % tensor else 1  # such compositions split tokens instead of heads
+    folds = net.implementation in (None, "folded") and net.composition().foldable(net.num_key_heads or net.num_heads)
+    joint = tensor if net.compose and net.groups % tensor and not folds else 1  # then tokens are split, and not heads
     if tokens % (2 * context * joint):
         with_tensor = f" · tensor {joint}" if joint > 1 else ""
         raise ConfigError(

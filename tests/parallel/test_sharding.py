@@ -260,6 +260,13 @@ BAD = {
         },
         "tensor 4 does not divide the 2 pairs of heads",
     ),
+    "differential pairs": (
+        {
+            "mesh": [("data", 2), ("tensor", 4)], "sharding_strategy": "tensor",
+            "model.heads": "diff", "model.num_heads": 4,
+        },
+        "tensor 4 does not divide the 2 pairs of heads",
+    ),
 }  # fmt: skip
 
 
@@ -280,12 +287,13 @@ def test_mesh_that_does_not_fit_is_refused_in_one_line_with_the_arithmetic(digit
         ({"tokens": 36}, {"context": 4}, "rows of 36 tokens are not a multiple of 2 · context 4 = 8"),
         ({"tokens": 24}, {"context": 4, "tensor": 2}, "a multiple of 2 · context 4 · tensor 2 = 16: set the context"),
         ({"tokens": 24, "groups": 2}, {"context": 4, "tensor": 2}, None),
+        ({"tokens": 24, "num_key_heads": 1, "branches": "q"}, {"context": 4, "tensor": 2}, None),  # folded
         ({"tokens": 32, "implementation": "decode"}, {"context": 4}, "decode does not support this case"),
     ],
 )
 def test_rows_and_implementations_that_cannot_be_split_are_refused(options, mesh, message):
-    fields = {"model.implementation": options.get("implementation"), "model.groups": options.get("groups", 1)}
-    rows = {"input.data.context": options["tokens"], "model.context": options["tokens"]}
+    tokens, fields = options["tokens"], {f"model.{name}": value for name, value in options.items() if name != "tokens"}
+    rows = {"input.data.context": tokens, "model.context": tokens}
     axes = [("data", 8 // np.prod([*mesh.values()]).item()), *mesh.items()]
     strategy = {"sharding_strategy": "tensor"} if "tensor" in mesh else {}
     config = configured("lm", **{"model.compose": "both", **fields, **rows, **strategy, "mesh": axes})
