@@ -7,6 +7,7 @@ imports are inside functions: the modules that use this one also work where a li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -14,7 +15,7 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -152,6 +153,26 @@ def store_any(ref: Value, x: Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
+
+
+@contextlib.contextmanager
+def stablehlo_for_tensorflow() -> Iterator[None]:
+    """Let JAX serialize programs in a version of StableHLO that the installed TensorFlow reads.
+
+    JAX chooses the version of a month before its own release, which an older TensorFlow cannot read, and has no option
+    for it. Delete when `jax2tf` asks TensorFlow.
+    """
+    from jaxlib.mlir.dialects import stablehlo as written  # JAX has no public name for it
+    from tensorflow.compiler.mlir.stablehlo import stablehlo as read
+
+    choose = written.get_version_from_compatibility_requirement
+    written.get_version_from_compatibility_requirement = lambda requirement: read.get_smaller_version(
+        choose(requirement), read.get_current_version()
+    )
+    try:
+        yield
+    finally:
+        written.get_version_from_compatibility_requirement = choose
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from PIL import Image
 from trained_workdirs import load_params
 
 import dcvit
-from dcvit import cli, convert, evaluate, generate, predict
+from dcvit import cli, convert, evaluate, generate, predict, versions
 from dcvit.config.keys import TRAINING_ONLY_FIELDS
 from dcvit.errors import CheckpointError, ConfigError
 from dcvit.models import lm, vit
@@ -201,6 +201,32 @@ def test_other_libraries_evaluate_the_result_and_the_card_loads_it(name, to, fol
     assert float(found[1]) < 2e-5 * (float(found[2]) / conversion.TOLERANCE)
     assert found[3] in ("transformers", "onnxruntime", "TensorFlow", "jax.export", "timm")
     run_snippets(out, tmp_path)
+
+
+@pytest.mark.slow
+def test_programs_are_written_in_a_version_of_stablehlo_that_tensorflow_reads():
+    """An assertion about a symbolic shape is an operation that differs between versions."""
+    reader = pytest.importorskip("tensorflow.compiler.mlir.stablehlo.stablehlo", reason="needs tensorflow")
+    (size,) = jax.export.symbolic_shape("b", constraints=["b >= 2"])
+    with versions.stablehlo_for_tensorflow():
+        program = jax.export.export(jax.jit(jnp.negative))(jax.ShapeDtypeStruct((size,), jnp.float32))
+    written = re.search(rb"StableHLO_v([0-9.]+)", program.mlir_module_serialized)[1].decode()
+    assert reader.get_smaller_version(written, reader.get_current_version()) == written
+    assert b"shape_assertion" in reader.deserialize_portable_artifact_str(program.mlir_module_serialized)
+
+
+@pytest.mark.slow
+def test_the_reason_that_tensorflow_cannot_run_a_program_is_in_the_error(tmp_path):
+    tf = pytest.importorskip("tensorflow", reason="needs tensorflow")
+    xla = pytest.importorskip("tensorflow.compiler.tf2xla.python.xla")
+    types = dict(Tout=[tf.float32], Sout=[(None, 3)], platforms=("CPU",))
+    program = tf.function(
+        lambda x: {"logits": xla.call_module([x], version=9, module=b"unknown 1", **types)[0]},
+        input_signature=[tf.TensorSpec((None, 3), tf.float32)],
+    )
+    tf.saved_model.save(tf.Module(), str(tmp_path), signatures={"serving_default": program})
+    with pytest.raises(CheckpointError, match=r"^TensorFlow [0-9.]+ cannot run the program of JAX .*: .*unknown"):
+        programs.run_savedmodel(tmp_path, np.zeros((2, 3), np.float32))
 
 
 @pytest.mark.interop

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcvit import versions
 from dcvit.errors import CheckpointError, first_line
 from dcvit.models.trees import nested
 from dcvit.weights.export import formats
@@ -69,7 +70,8 @@ def write_onnx(weights: Weights, folder: Path) -> None:
     dtype = np.dtype(np.float32 if _tail(weights) else np.int32)
     apply, params = _apply(weights), nested(dict(weights.read()))
     try:
-        with _silent():
+        # Nested jitted functions are inlined: jax2onnx 0.13 copies them by private names that JAX 0.12 changed.
+        with _silent(), jax.disable_jit():
             proto = jax2onnx.to_onnx(
                 lambda x: apply(params, x), inputs=[_Input(shape, dtype)], model_name="dcvit",
                 input_names=[input_name(weights)], output_names=["logits"],
@@ -121,7 +123,7 @@ def write_savedmodel(weights: Weights, folder: Path) -> None:
         rest = tail or (None,)
     signature = tf.TensorSpec((None, *rest), tf.float32 if tail else tf.int32, name=input_name(weights))
     try:
-        with _silent():
+        with _silent(), versions.stablehlo_for_tensorflow():
             module = export.JaxModule(
                 nested(dict(weights.read())), lambda p, x: {"logits": apply(p, x)}, trainable=False,
                 input_polymorphic_shape="b, t" if rest == (None,) else "b, ...",
@@ -159,12 +161,22 @@ def run_onnx(path: Path, x: np.ndarray) -> np.ndarray:
 
 
 def run_savedmodel(path: Path, x: np.ndarray) -> np.ndarray:
-    """Evaluate a SavedModel with TensorFlow."""
+    """Evaluate a SavedModel with TensorFlow.
+
+    Raises:
+      CheckpointError: TensorFlow cannot run the program, as one with newer operations.
+    """
     tf = library("tensorflow")
     with _silent():
         function = tf.saved_model.load(str(path)).signatures["serving_default"]
         (given,) = function.structured_input_signature[1].values()
-        return _with_length(lambda rows: function(tf.constant(rows))["logits"].numpy(), x, given.shape[1])
+        try:
+            return _with_length(lambda rows: function(tf.constant(rows))["logits"].numpy(), x, given.shape[1])
+        except tf.errors.OpError as e:
+            reason = re.search("error: (.+)", str(e))  # of MLIR, below a line without one
+            found = reason[1] if reason else first_line(e)
+            error = f"TensorFlow {tf.__version__} cannot run the program of JAX {jax.__version__}: {found}"
+            raise CheckpointError(error) from None
 
 
 def _with_length(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, length: object) -> np.ndarray:
