@@ -13,6 +13,7 @@ can be folded into queries and outputs, it is PyTorch's `scaled_dot_product_atte
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, TypeAlias
 
@@ -690,12 +691,7 @@ class DCFormerModel(DCFormerBody):
         before, wanted = self._cache(past_key_values, cache, use_cache)
         inputs = input_ids, attention_mask, position_ids, inputs_embeds
         encoded = self.encode(*inputs, before, output_attentions, output_hidden_states)
-        return BaseModelOutputWithPast(
-            last_hidden_state=encoded.last_hidden_state,
-            hidden_states=encoded.hidden_states,
-            attentions=encoded.attentions,
-            **{CACHE: before if wanted else None},
-        )
+        return dataclasses.replace(encoded, **{CACHE: before if wanted else None})
 
 
 class DCFormerForCausalLM(DCFormerBody, GenerationMixin):
