@@ -65,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if args.all == bool(args.config) or bool(args.config) != bool(args.topology):
         raise ConfigError("give --config CONFIG and --topology TOPOLOGY, or --all")
+    from dcvit.config import load as configs
+
     if args.config:
-        cli.check_config(args.config, overrides)
+        configs.check(args.config, overrides)
 
     import jax
 
-    from dcvit.config import load as configs
     from dcvit.training import aot
 
     jax.config.update("jax_platforms", "cpu")

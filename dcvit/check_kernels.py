@@ -116,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse(argv)
     if not args.seconds > 0:
         raise ConfigError(f"--seconds={args.seconds}: expected a number above 0")
-    cli.check_config(args.config, overrides)
+    from dcvit.config import load as configs
+
+    configs.check(args.config, overrides)
 
     import jax
 

@@ -192,34 +192,12 @@ def add_model_options(parser: Parser, *, weights: bool = True) -> None:
 
 
 def check_model(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Check the options of `add_model_options` before JAX is imported, so that an error is shown at once.
-
-    Raises:
-      ConfigError: they name no model, or the config is invalid.
-    """
+    """Raise ConfigError if the options of `add_model_options` name no model or an invalid config; imports no JAX."""
+    from dcvit.config import load as config
     from dcvit.weights import pretrained
 
     pretrained.check_options(args.workdir, args.config, args.checkpoint)
-    check_config(args.config, overrides)
-
-
-def check_config(spec: str | None, overrides: Sequence[str]) -> None:
-    """Check the config that a command will load after it has imported JAX, so that an error is shown at once.
-
-    Raises:
-      ConfigError: the config is invalid, or there are overrides of none.
-    """
-    if spec is None:
-        if overrides:
-            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
-        return
-    from dcvit.config import load as config
-
-    logging.disable(logging.INFO)  # the command will load the config again
-    try:
-        config.load(spec, overrides)
-    finally:
-        logging.disable(logging.NOTSET)
+    config.check(args.config, overrides)
 
 
 def add_image_size(parser: Parser) -> None:

@@ -81,6 +81,23 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config.lock()
 
 
+def check(spec: str | None, overrides: Sequence[str]) -> None:
+    """Check what a command will load after it has imported JAX, so that an error is shown at once; logs nothing.
+
+    Raises:
+      ConfigError: the config is invalid, or there are overrides of none.
+    """
+    if spec is None:
+        if overrides:
+            raise ConfigError("--config.KEY=VALUE needs --config: the config of a workdir cannot be changed")
+        return
+    logging.disable(logging.INFO)
+    try:
+        load(spec, overrides)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def defaults() -> Json:
     """Return the default of every key."""
     return {name: key.default for name, key in KEYS.items()}

@@ -21,6 +21,7 @@ def say(monkeypatch, capsys):
     """Run the command with a model that writes SENTENCE and end; return (exit status, stdout, stderr)."""
     model = chain_model([*SENTENCE.encode(), 256], [256, *b"AB", 256])
     opened = LanguageModel(*model, config={}, open_tokenizer=lambda path: ByteTokenizer())
+    monkeypatch.setattr(cli, "check_model", lambda *options: None)
     monkeypatch.setattr(trained, "open_model", lambda *options: opened)
 
     def run(*words):

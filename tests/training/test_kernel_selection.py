@@ -112,8 +112,10 @@ def test_the_config_takes_precedence_over_the_environment(policy, expected, monk
 @pytest.mark.parametrize("command", ["predict", "train"])
 def test_an_unknown_policy_in_the_environment_ends_a_command_in_one_line(command, monkeypatch, capsys):
     monkeypatch.setenv("DCVIT_KERNELS", "on")
-    words = ["image.png"] if command == "predict" else ["--config", "vit_digits"]
-    assert cli.run(dispatch, [command, *words, "--workdir", "absent"]) == 2
+    words = (
+        ["image.png", "--workdir", "digits"] if command == "predict" else ["--config", "vit_digits", "--workdir", "a"]
+    )
+    assert cli.run(dispatch, [command, *words]) == 2
     assert capsys.readouterr().err == "error: DCVIT_KERNELS='on': expected 'verify', 'trust' or 'off'\n"
 
 

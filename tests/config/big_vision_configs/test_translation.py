@@ -19,6 +19,7 @@ from dcvit.config import load as configs
 from dcvit.config.big_vision import evaluations, part, preprocessing, translation
 from dcvit.errors import ConfigError
 from dcvit.training import optim, setup
+from input_pipeline.preprocess.builder import calls
 
 FOLDER = Path(__file__).parent / "configs"
 PRETRAIN, FINETUNE = FOLDER / "pretrain.py", FOLDER / "finetune.py"
@@ -291,7 +292,7 @@ def test_recipe_in_big_visions_form_equals_the_shipped_config():
     for config in (theirs, ours):
         config["evals"] = {name: config["evals"][name] for name in ("train", "minival", "val", "real")}
         for holder in (config["input"], *config["evals"].values()):
-            holder["pp"] = [str(op) for op in map(preprocessing.ast.unparse, preprocessing.calls(holder["pp"]))]
+            holder["pp"] = [str(op) for op in map(preprocessing.ast.unparse, calls(holder["pp"]))]
             holder.pop("optional", None)
             holder.setdefault("loss", config["loss"])
         config["pp_predict"] = preprocessing.without_labels(config["pp_predict"])
