@@ -11,7 +11,7 @@ import numpy as np
 
 from dcvit.errors import CheckpointError
 from dcvit.weights import hf_config as hf
-from dcvit.weights.config_table import Key, field, only
+from dcvit.weights.config_table import ABSENT, Key, field, only
 from dcvit.weights.family import Description
 from dcvit.weights.links import Arrays, Link
 from dcvit.weights.lm_fields import ConfigTable, LMFields
@@ -40,6 +40,7 @@ CONFIG = ConfigTable(
         field("hidden_size", "width"),
         field("num_hidden_layers", "depth", hf.depth),
         field("num_attention_heads", "num_heads"),
+        Key("head_dim", hf.check_head_dim, lambda _: ABSENT),
         field("intermediate_size", "mlp_dim"),
         field("max_position_embeddings", "context", default=2048),
         field("layer_norm_eps", "norm_epsilon", hf.number, 1e-5),

@@ -107,6 +107,17 @@ def activation_name(ours: str) -> str:
     return "gelu" if ours == "gelu" else "gelu_new"
 
 
+def check_head_dim(config: Json, found: Json) -> Json:
+    """Raise CheckpointError if the heads have another width than that of the model, divided by their number."""
+    width, heads = found["width"], found["num_heads"]
+    if size(config, "head_dim", width // heads) * heads != width:
+        raise CheckpointError(
+            f"config.json: head_dim={config.get('head_dim', width // heads)!r} is not supported, "
+            f"only hidden_size / num_attention_heads, {width}/{heads}"
+        )
+    return {}
+
+
 def rotary(config: Json, context: int, name: str = "rope_theta") -> Json:
     """Return the fields of the frequencies of the rotary embedding.
 

@@ -36,7 +36,7 @@ def _keys(kind: str) -> list[Key]:
         field("num_hidden_layers", "depth", hf.depth),
         field("num_attention_heads", "num_heads"),
         field("num_key_value_heads", "num_key_heads", default=lambda found: found["num_heads"]),
-        Key("head_dim", _check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),
+        Key("head_dim", hf.check_head_dim, lambda fields: fields["width"] // fields["num_heads"]),
         field("intermediate_size", "mlp_dim"),
         field("max_position_embeddings", "context", default=CONTEXTS[kind]),
         Key("rms_norm_eps", epsilon, lambda fields: fields["norm_epsilon"]),
@@ -82,16 +82,6 @@ def _local(fields: Json) -> bool:
 def _layer_types(fields: Json) -> list[str]:
     pattern = WINDOW_PATTERNS[fields["window_pattern"]]
     return [TYPES[pattern[layer % len(pattern)]] for layer in range(fields["depth"])]
-
-
-def _check_head_dim(config: Json, found: Json) -> Json:
-    width, heads = found["width"], found["num_heads"]
-    if hf.size(config, "head_dim", width // heads) * heads != width:
-        raise CheckpointError(
-            f"config.json: head_dim={config.get('head_dim', width // heads)!r} is not supported, "
-            f"only hidden_size / num_attention_heads, {width}/{heads}"
-        )
-    return {}
 
 
 def _rope(config: Json, found: Json) -> Json:

@@ -333,6 +333,7 @@ UNSUITABLE = [
     ("gpt2 tied", keep, dict(add_cross_attention=True), "add_cross_attention=True is not supported"),
     ("gpt2 tied", keep, dict(n_head=7), "7 heads should divide the width 48"),
     ("gpt2 tied", keep, dict(tie_word_embeddings=False), "1 only in the model: lm_head.weight"),
+    ("neox parallel .5", keep, dict(head_dim=16), "head_dim=16 is not supported, only hidden_size"),
     ("neox parallel .5", keep, dict(attention_bias=False), "attention_bias=False is not supported, only True"),
     ("neox parallel .5", keep, dict(rope_parameters="absent", rotary_pct=0.1), "rotary_pct rotates 0 of a head's 8"),
     ("neox parallel .5", without("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"), {}, "1 only in the model: gpt_neox.lay"),
