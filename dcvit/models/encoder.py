@@ -84,6 +84,7 @@ class Encoder(nn.Module):
       depth: L.
       attention, mlp, norm, layer_scale, dropout: see `Encoder1DBlock`.
       stochastic_depth, scan, remat: see `ViT` and `TransformerFields`.
+      last_norm: apply the LayerNorm.
     """
 
     depth: int
@@ -95,10 +96,11 @@ class Encoder(nn.Module):
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
+    last_norm: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"], deterministic: bool = True) -> tuple[Float[Array, "B T M"], Outputs]:
-        """Return the normalized output, and the intermediates by block."""
+        """Return the output, and the intermediates by block."""
         out: Outputs = {}
         block = Encoder1DBlock
         if self.remat in REMAT_POLICIES:
@@ -122,7 +124,7 @@ class Encoder(nn.Module):
                 rate = jnp.asarray(rates[layer]) if rates[layer] else None
                 x, out[f"block{layer:02d}"] = block(**fields, index=layer, name=f"encoderblock_{layer}")(x, rate)
         out["pre_ln"] = x
-        return in_float32(self.norm(name="encoder_norm"), x), out
+        return in_float32(self.norm(name="encoder_norm"), x) if self.last_norm else x, out
 
 
 class MAPHead(nn.Module):

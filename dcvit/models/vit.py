@@ -33,7 +33,7 @@ from dcvit.models.fields import (
     check_transformer,
     values_of,
 )
-from dcvit.models.layers import ACTIVATIONS, MlpBlock
+from dcvit.models.layers import ACTIVATIONS, MlpBlock, in_float32
 from dcvit.models.trees import Tensors, pop_blocks, stack, unstack
 from dcvit.parallel.mesh import BATCH, constrain
 
@@ -76,6 +76,8 @@ class ViT(TransformerFields):
       mlp: activation of the MLPs: "gelu", "gelu_tanh" (big_vision's approximation) or "swiglu".
       qkv_bias: initials of the projections among query, key and value that have a bias: "qkv", "qv" or "" (DINOv3).
       norm_epsilon: epsilon of the LayerNorms.
+      pre_norm: another LayerNorm precedes the first layer, and the embedding of the patches has no bias (CLIP).
+      pool_norm: the last LayerNorm follows the pooling instead of preceding it.
       layer_scale: initial value of LayerScale, a factor for each number of both residual branches (Touvron et al.,
         2021); None omits it.
       head_zeroinit: initialize the head's kernel to zero.
@@ -93,6 +95,8 @@ class ViT(TransformerFields):
     mlp: str = "gelu_tanh"
     qkv_bias: str = "qkv"
     norm_epsilon: float = 1e-6
+    pre_norm: bool = False
+    pool_norm: bool = False
     layer_scale: float | None = None
     head_zeroinit: bool = True
     head_bias_init: float = 0.0
@@ -120,7 +124,7 @@ class ViT(TransformerFields):
         out: Outputs = {}
         patch = tuple(self.patch_size)
         x = out["stem"] = nn.Conv(
-            self.width, patch, strides=patch, padding="VALID", dtype=dtype, name="embedding"
+            self.width, patch, strides=patch, padding="VALID", use_bias=not self.pre_norm, dtype=dtype, name="embedding"
         )(image.astype(dtype))  # fmt: skip
         batch, rows, columns, width = x.shape
         x = x.reshape(batch, rows * columns, width)
@@ -134,9 +138,11 @@ class ViT(TransformerFields):
         attention = self._attention((rows, columns), dtype)
         mlp = functools.partial(MlpBlock, self.mlp_dim, activation=self.mlp, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, epsilon=self.norm_epsilon)
+        x = in_float32(norm(name="pre_norm"), x) if self.pre_norm else x
         x, out["encoder"] = Encoder(
             self.depth, self.in_layers(attention), functools.partial(mlp, dropout=self.dropout), norm,
-            self.layer_scale, self.dropout, self.stochastic_depth, self.scan, self.remat, name="Transformer",
+            self.layer_scale, self.dropout, self.stochastic_depth, self.scan, self.remat,
+            not self.pool_norm, name="Transformer",
         )(x, deterministic=not train)  # fmt: skip
         out["encoded"] = x
         patches = x[:, x.shape[1] - rows * columns :]
@@ -163,7 +169,10 @@ class ViT(TransformerFields):
         return tokens
 
     def _head(self, x: Array, x_2d: Array, out: Outputs) -> tuple[Array, Outputs]:
-        """Apply `pre_logits` and `head` to the pooled vector, and to every patch."""
+        """Apply `pool_norm`, `pre_logits` and `head` to the pooled vector, and to every patch."""
+        if self.pool_norm:
+            norm = nn.LayerNorm(epsilon=self.norm_epsilon, name="pool_norm")
+            x, x_2d = norm(x), norm(x_2d)
         if self.rep_size:
             hidden = nn.Dense(self.width if self.rep_size is True else self.rep_size, name="pre_logits")
             x, x_2d = nn.tanh(hidden(x)), nn.tanh(hidden(x_2d))
@@ -217,6 +226,8 @@ def check_fields(net: ViT, sides: Sequence[int]) -> None:
     check_not_negative(net, "rep_size", "registers", "layer_scale")
     if net.pool_type == "tok+reg" and not net.registers:
         raise ValueError("pool_type='tok+reg' needs a register, found registers=0")
+    if net.pool_norm and "+" in net.pool_type:
+        raise ValueError(f"pool_norm=True needs one pooled vector, found pool_type={net.pool_type!r}")
     if net.norm_epsilon <= 0:
         raise ValueError(f"norm_epsilon={net.norm_epsilon} should be above 0")
     for name in ("dropout", "stochastic_depth"):

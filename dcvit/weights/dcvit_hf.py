@@ -37,7 +37,7 @@ SHARED = (
 FIELDS: dict[str, Json] = {
     "vit": defaults("vit", (
         *SHARED, "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp", "norm_epsilon", "layer_scale",
-        "qkv_bias",
+        "qkv_bias", "pre_norm", "pool_norm",
     )),
     "lm": defaults("lm", (
         *SHARED, "context", "position", "rotary_fraction", "rotary_base", "rotary_scaling", "norm", "norm_epsilon",
@@ -122,7 +122,7 @@ def _text_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
 def _image_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
     found = [
         Link(("patches.weight",), ("embedding/kernel",), _from_convolution, _to_convolution),
-        same("patches.bias", "embedding/bias"),
+        *(_norm("pre_norm", "pre_norm", True) if fields["pre_norm"] else [same("patches.bias", "embedding/bias")]),
     ]
     if fields["posemb"] == "learn":
         found.append(same("position", "pos_embedding"))
@@ -139,7 +139,7 @@ def _image_links(fields: Mapping[str, Any], outputs: int | None) -> list[Link]:
             found += [same(f"{theirs}.layer_scale_{j}", f"{ours}/layer_scale_{j}") for j in range(2)]
         found += _attention(f"{theirs}.attention", f"{ours}/MultiHeadDotProductAttention_0", fields, bias=True)
         found += _mlp(f"{theirs}.mlp", f"{ours}/MlpBlock_0", names, fields, bias=True)
-    found += _norm("norm", "Transformer/encoder_norm", True)
+    found += _norm("norm", "pool_norm" if fields["pool_norm"] else "Transformer/encoder_norm", True)
     if fields["pool_type"] == "map":
         plain = {**fields, "compose": None, "qk_norm": None, "num_key_heads": None, "qkv_bias": "qkv"}
         found.append(same("pool.probe", "MAPHead_0/probe"))

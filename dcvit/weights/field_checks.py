@@ -16,7 +16,7 @@ INTEGERS = ("width", "depth", "num_heads", "mlp_dim", "rank", "groups", "context
             "window", "prefill_window", "registers", "end_of_text")  # fmt: skip
 FROM_ZERO = ("registers", "end_of_text", "mlp_groups")
 NUMBERS = ("rotary_fraction", "rotary_base", "norm_epsilon", "qk_norm_epsilon", "layer_scale")
-FLAGS = ("projection", "gate", "static", "use_bias", "parallel", "tied")
+FLAGS = ("projection", "gate", "static", "use_bias", "parallel", "tied", "pre_norm", "pool_norm")
 NAMES = ("compose", "heads", "branches", "compose_gelu", "qk_norm", "posemb", "pool_type", "mlp", "position", "norm",
          "window_pattern", "qkv_bias")  # fmt: skip
 OPTIONAL = ("mlp_dim", "num_key_heads", "mlp_groups", "prefill_window", "end_of_text", "layer_scale", "compose",

@@ -47,7 +47,7 @@ FIELDS = {  # of both models, with their defaults
 IMAGE_FIELDS = {
     **FIELDS, "image_size": 224, "num_channels": 3, "patch_size": [16, 16], "posemb": "learn", "pool_type": "gap",
     "registers": 0, "rep_size": False, "mlp": "gelu_tanh", "norm_epsilon": 1e-6, "layer_scale": None,
-    "qkv_bias": "qkv",
+    "qkv_bias": "qkv", "pre_norm": False, "pool_norm": False,
 }  # fmt: skip
 TEXT_FIELDS = {
     **FIELDS, "vocab_size": 50257, "context": 2048, "position": "rotary", "rotary_fraction": 1.0,
@@ -411,7 +411,9 @@ class DCViTBody(DCModel):
 
     def __init__(self, config: DCViTConfig):
         super().__init__(config)
-        self.patches = nn.Conv2d(config.num_channels, config.width, config.patch_size, config.patch_size)
+        patch = config.patch_size
+        self.patches = nn.Conv2d(config.num_channels, config.width, patch, patch, bias=not config.pre_norm)
+        self.pre_norm = main_norm(config) if config.pre_norm else nn.Identity()
         size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
         self.grid = [pixels // patch for pixels, patch in zip(size, config.patch_size, strict=True)]
         if config.posemb == "learn":
@@ -441,15 +443,16 @@ class DCViTBody(DCModel):
         if self.config.posemb != "rotary2d":
             x = x + (self.position if self.config.posemb == "learn" else self._sincos(x))
         extra = [getattr(self, name).expand(len(x), -1, -1) for name in ("cls", "registers") if hasattr(self, name)]
-        x = torch.cat([*extra, x], dim=1)
+        x = self.pre_norm(torch.cat([*extra, x], dim=1))
         places = self._places(x) if self.config.posemb == "rotary2d" else None
         states: tuple[Tensor, ...] = (x,)
         weights: tuple[Tensor | None, ...] = ()
         for layer in self.layers:
             x, a = layer(x, positions=places, return_weights=attentions)
             states, weights = (*states, x) if hidden_states else states, (*weights, a)
-        x = self.norm(x)
+        x = x if self.config.pool_norm else self.norm(x)
         features = self._pooled(x)
+        features = self.norm(features) if self.config.pool_norm else features
         return BaseModelOutputWithPooling(
             last_hidden_state=x,
             pooler_output=torch.tanh(self.pre_logits(features)) if self.config.rep_size else features,

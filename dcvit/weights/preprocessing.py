@@ -248,6 +248,8 @@ def fold(params: Tensors, pp: str) -> tuple[dict[str, Tensor], str]:
       The parameters, and the preprocessing string with `value_range(-1, 1)`.
     """
     mean, std = (np.asarray(values, np.float64)[None, None, :, None] for values in mean_and_std(pp))
+    if "embedding/bias" not in params:
+        raise CheckpointError("mean and standard deviation need a bias of the first layer, which pre_norm omits")
     kernel, bias = params["embedding/kernel"], params["embedding/bias"]
 
     def scaled_kernel() -> np.ndarray:

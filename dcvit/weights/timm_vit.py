@@ -20,7 +20,7 @@ SIZES = "tiny|wee|little|small|medium|mediumd|betwixt|base|large|huge|giant|gian
 # timm has many more ViTs, some with the same names and shapes of tensors and another computation.
 KNOWN = re.compile(
     rf"(flexivit_({SIZES})|(vit|deit|deit3)_({SIZES})(_distilled)?_patch\d+(_plus)?(_reg\d+)?"
-    r"(_dinov2|_tipsv2|_gap|_map|_siglip(_gap)?)?(_36x1)?(_\d+)?)(\..*)?"
+    r"(_clip|_dinov2|_tipsv2|_gap|_map|_siglip(_gap)?)?(_36x1)?(_\d+)?)(\..*)?"
 )
 TANH = re.compile(r"vit_(giantopt_patch|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip(_gap)?_512).*")
 HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # by width, where a head is not 64 wide
@@ -34,12 +34,13 @@ ARGUMENTS = {
     "strict_img_size",
 }  # fmt: skip
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+NORMS = {"pre_norm": "norm_pre", "pool_norm": "fc_norm"}
 POOLS = {"token": "tok", "avg": "gap", "map": "map"}
 NAMES = {ours: theirs for theirs, ours in POOLS.items()}
+ROTARY = "blocks.0.gamma_1"
 # Tensors of properties that this project's ViT lacks, by the end of their names.
 FOREIGN = {
-    "norm_pre.weight": "a norm before the first layer (CLIP)",
-    "fc_norm.weight": "a norm after pooling instead of before it",
+    ROTARY: "rotary embeddings, as EVA and timm's DINOv3; of DINOv3, files of transformers are read",
     "blocks.0.attn.q_norm.weight": "a norm of queries and keys with bias",
     "blocks.0.attn.norm.weight": "a norm inside attention",
     "patch_embed.backbone.stem.conv.weight": "a convolutional stem",
@@ -49,7 +50,7 @@ FOREIGN = {
 def matches(tensors: Tensors, config: Json) -> bool:
     """Recognize the names of timm's VisionTransformer, except DINOv2's own files."""
     return (
-        "pos_embed" in tensors
+        ("pos_embed" in tensors or ROTARY in tensors)
         and any(name.startswith("patch_embed.") for name in tensors)
         and any(name.startswith("blocks.0.") for name in tensors)
         and "mask_token" not in tensors
@@ -82,6 +83,9 @@ def describe(tensors: Tensors, config: Json) -> Description:
     if "num_heads" in arguments:
         fields["num_heads"] = hf_config.size(arguments, "num_heads")
     vit_links.check_heads(fields)
+    if "_clip_" in architecture:
+        fields["norm_epsilon"] = 1e-5
+    fields |= {ours: True for ours, theirs in NORMS.items() if f"{theirs}.weight" in tensors}
     if fc1[0] == 2 * fc2[1]:
         fields["mlp"] = "swiglu"
     if "blocks.0.attn.qkv.bias" not in tensors:
@@ -110,7 +114,9 @@ def links(description: Description, tensors: Tensors | None = None) -> list[Link
         ("norm1", "norm2"), ("attn.qkv", "attn.proj"), ("mlp.fc1", "mlp.fc2"), ("ls1.gamma", "ls2.gamma")
     )
     in_front = vit_links.TokenNames("pos_embed", tuple(tokens), embedded)
-    names = vit_links.Names("patch_embed.proj", in_front, "blocks.{}", block, "norm", "head", "head_dist")
+    names = vit_links.Names(
+        "patch_embed.proj", in_front, "blocks.{}", block, "norm", "head", "head_dist", *NORMS.values()
+    )
     found = vit_links.model_links(description, names)
     return found + (_pooling(fields) if fields["pool_type"] == "map" else [])
 
@@ -122,15 +128,17 @@ def unused(name: str) -> bool:
 
 def config(description: Description) -> Json:
     """Return config.json in the layout of timm's models on the Hugging Face hub."""
-    one_register = description.fields.get("registers") == 1 and bool(description.num_outputs)
+    given = description.fields
+    one_register = given.get("registers") == 1 and bool(description.num_outputs)
+    clip, distilled = given.get("norm_epsilon") == 1e-5, given.get("pool_type") == "tok+reg"
     vit_links.check_expressible(
-        description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register), norm_epsilon=(1e-6,),
-        mlp=(*ACTIVATIONS.values(), *["swiglu"] * (description.fields.get("pool_type") != "tok+reg")),
-        qkv_bias=("qkv", ""),
+        description, "timm", pool_type=(*POOLS.values(), *["tok+reg"] * one_register),
+        norm_epsilon=(1e-6, *[1e-5] * (not distilled)), qkv_bias=("qkv", ""), pre_norm=(False, True),
+        mlp=(*ACTIVATIONS.values(), *["swiglu"] * (not distilled and not clip)), pool_norm=(False, True),
     )  # fmt: skip
     fields, pp = vit_links.settings(description), preprocessing.from_pp(description.pp)
     width, mlp_dim, pool = fields["width"], fields["mlp_dim"], fields["pool_type"]
-    gated, distilled = fields["mlp"] == "swiglu", pool == "tok+reg"
+    gated = fields["mlp"] == "swiglu"
     hidden = 2 * mlp_dim if gated else mlp_dim  # timm gives the width of gate and hidden layer together
     ratio = hidden / width
     arguments = {
@@ -139,10 +147,10 @@ def config(description: Description) -> Json:
         "mlp_ratio": ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,  # timm rounds down
         "init_values": fields["layer_scale"], "class_token": pool.startswith("tok"), "no_embed_class": not distilled,
         "reg_tokens": 0 if distilled else fields["registers"], "global_pool": "token" if distilled else NAMES[pool],
-        "fc_norm": False, "qkv_bias": fields["qkv_bias"] == "qkv",
+        "fc_norm": fields["pool_norm"], "pre_norm": fields["pre_norm"], "qkv_bias": fields["qkv_bias"] == "qkv",
     }  # fmt: skip
-    # The classes of MLP and model cannot be arguments; architectures of timm have them.
-    architecture = "deit_base_distilled_patch16_224" if distilled else "vit_base_patch16_224"
+    # The classes of model, MLP and norms cannot be arguments; architectures of timm have them.
+    architecture = "deit_base_distilled_patch16_224" if distilled else f"vit_base_patch16{'_clip' * clip}_224"
     if gated:
         architecture = "vit_giant_patch14_dinov2"
     else:
@@ -188,7 +196,7 @@ def _check_arguments(arguments: Json) -> None:
             raise CheckpointError(f"config.json: model_args.{name}={arguments[name]!r} is not supported")
     supported: dict[str, tuple[object, ...]] = {
         "qk_norm": (False, None), "proj_bias": (True,), "pos_embed": ("learn",),
-        "pre_norm": (False, None), "fc_norm": (None, False), "act_layer": (None, *ACTIVATIONS),
+        "act_layer": (None, *ACTIVATIONS),
     }  # fmt: skip
     for name, values in supported.items():
         if arguments.get(name, values[0]) not in values:

@@ -19,7 +19,7 @@ ATTENTION = "MultiHeadDotProductAttention_0"
 DEFAULTS = defaults("vit", (
     "width", "depth", "num_heads", "mlp_dim", "patch_size", "posemb", "pool_type", "registers", "rep_size", "mlp",
     "norm_epsilon", "layer_scale", "compose", "heads", "qk_norm", "branches", "projection", "gate", "static", "rank",
-    "groups", "qkv_bias",
+    "groups", "qkv_bias", "pre_norm", "pool_norm",
 ))  # fmt: skip
 
 
@@ -58,7 +58,8 @@ class TokenNames(NamedTuple):
 class Names(NamedTuple):
     """Names of the modules of a model; `block` of a layer has "{}" for its number. An empty head is absent.
 
-    `second_head` is that of the first register, with `pool_type="tok+reg"`.
+    `second_head` is that of the first register, with `pool_type="tok+reg"`; `norm_before` and `norm_after` are those of
+    `pre_norm` and `pool_norm`.
     """
 
     patches: str
@@ -68,6 +69,8 @@ class Names(NamedTuple):
     norm: str
     head: str = ""
     second_head: str = ""
+    norm_before: str = ""
+    norm_after: str = ""
 
 
 def settings(description: Description) -> Json:
@@ -138,13 +141,13 @@ def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> lis
     ]  # fmt: skip
 
 
-def patches(theirs: str, width: int, patch: Sequence[int]) -> list[Link]:
+def patches(theirs: str, width: int, patch: Sequence[int], bias: bool = True) -> list[Link]:
     """Link the convolution of the patches, "M channels P P"."""
     kernel = Link(
         (f"{theirs}.weight",), ("embedding/kernel",),
         lambda x: (x.transpose(2, 3, 1, 0),), lambda x: (x.transpose(3, 2, 0, 1),), ((width, None, *patch),),
     )  # fmt: skip
-    return [kernel, tensor(f"{theirs}.bias", "embedding/bias", (width,))]
+    return [kernel] + ([tensor(f"{theirs}.bias", "embedding/bias", (width,))] if bias else [])
 
 
 def tokens(names: TokenNames, width: int, has_cls: bool) -> Link:
@@ -220,7 +223,9 @@ def model_links(description: Description, names: Names) -> list[Link]:
     fields = settings(description)
     width, mlp_dim, gated = fields["width"], fields["mlp_dim"], fields["mlp"] == "swiglu"
     has_cls = fields["pool_type"].startswith("tok")
-    links = patches(names.patches, width, fields["patch_size"])
+    links = patches(names.patches, width, fields["patch_size"], not fields["pre_norm"])
+    if fields["pre_norm"]:
+        links += norm(names.norm_before, "pre_norm", width)
     if names.tokens.positions:
         links.append(tokens(names.tokens, width, has_cls))
     else:
@@ -235,7 +240,8 @@ def model_links(description: Description, names: Names) -> list[Link]:
         in_attention = [f"{theirs}.{name}" for name in names.in_block.attention]
         links += attention(in_attention, f"{ours}/{ATTENTION}", fields)
         links += mlp([f"{theirs}.{name}" for name in names.in_block.mlp], f"{ours}/MlpBlock_0", width, mlp_dim, gated)
-    links += norm(names.norm, "Transformer/encoder_norm", width)
+    last = (names.norm_after, "pool_norm") if fields["pool_norm"] else (names.norm, "Transformer/encoder_norm")
+    links += norm(*last, width)
     if names.head and description.num_outputs:
         pooled = width * (2 if "+" in fields["pool_type"] else 1)
         if fields["pool_type"] == "tok+reg":
@@ -304,7 +310,7 @@ def check_expressible(description: Description, what: str, **values: tuple[objec
     fields = settings(description)
     possible: dict[str, tuple[object, ...]] = {
         "compose": (None,), "heads": (None,), "qk_norm": (None,), "posemb": ("learn",), "qkv_bias": ("qkv",),
-        "rep_size": (False, 0), **values,
+        "rep_size": (False, 0), "pre_norm": (False,), "pool_norm": (False,), **values,
     }  # fmt: skip
     for name, known in possible.items():
         if fields[name] not in known:

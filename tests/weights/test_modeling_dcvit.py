@@ -45,6 +45,7 @@ IMAGES = {
     "plain": dict(pool_type="tok+gap", registers=3, layer_scale=0.1, mlp="swiglu", rep_size=24, compose=None),
     "folded": dict(pool_type="map", num_key_heads=2, groups=4, branches="q", static=True),
     "rotary": dict(posemb="rotary2d", pool_type="tok", registers=2, qkv_bias="qv", num_key_heads=2),
+    "norms": dict(pool_type="tok", pre_norm=True, pool_norm=True, rep_size=24),
     "distilled": dict(pool_type="tok+reg", registers=2, rep_size=24),
     "first": dict(pool_type="0", mlp="gelu", branches="k", compose="post"),
 }

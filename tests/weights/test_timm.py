@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "vit_small_patch16_224": {},
     "deit_small_patch16_224": {"mlp_ratio": 2.5, "img_size": (32, 48)},
     "deit_small_distilled_patch16_224": {},
+    "vit_base_patch16_clip_224": {"patch_size": 8},
+    "vit_wee_patch16_reg1_gap_256": {"patch_size": 8, "fc_norm": None, "pre_norm": True},
     "deit3_small_patch16_224": {"qkv_bias": False},
     "vit_base_patch16_siglip_224": {"act_layer": "gelu_tanh"},
     "vit_small_patch14_reg4_dinov2": {"patch_size": 8},
@@ -153,15 +155,16 @@ def check_described(name):
     except CheckpointError:
         return False
     block, fields = model.blocks[0], found.fields
-    assert (type(model).__name__, type(block).__name__) == ("VisionTransformer", "Block")
+    distilled = fields["pool_type"] == "tok+reg"
+    assert (type(model).__name__, type(block).__name__) == ("VisionTransformer" + "Distilled" * distilled, "Block")
     assert fields["num_heads"] == block.attn.num_heads
     activation = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "SiLU": "swiglu"}[type(block.mlp.act).__name__]
     assert (fields["mlp"], type(block.mlp).__name__) == (activation, "GluMlp" if activation == "swiglu" else "Mlp")
-    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-6}
-    assert type(model.fc_norm).__name__ == "Identity"
+    epsilon = fields.get("norm_epsilon", 1e-6)
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {epsilon}
     assert type(block.attn).__name__ == "Attention"
     assert not model.pool_include_prefix
-    assert {"token": "tok", "avg": "gap", "map": "map"}[model.global_pool] == fields["pool_type"]
+    assert {"token": "tok", "avg": "gap", "map": "map"}[model.global_pool] == fields["pool_type"].removesuffix("+reg")
     return True
 
 
