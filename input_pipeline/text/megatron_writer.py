@@ -131,9 +131,15 @@ class MegatronWriter:
         with named_errors(self.prefix + ".idx", "write"), self._temporary(".idx").open("wb") as file:
             self._write_index(file)
             _flush_to_disk(file)
-        for suffix in SUFFIXES:
-            with named_errors(self.prefix + suffix, "write"):
-                self._temporary(suffix).replace(self.prefix + suffix)
+        renamed: list[Path] = []
+        try:
+            for suffix in SUFFIXES:
+                with named_errors(self.prefix + suffix, "write"):
+                    renamed.append(self._temporary(suffix).replace(self.prefix + suffix))
+        except BaseException:
+            for file in renamed:
+                file.unlink(missing_ok=True)
+            raise
 
     def _write_index(self, file: BinaryIO) -> None:
         """Write the index: header, lengths, offsets, and a document index in which each sequence is a document."""

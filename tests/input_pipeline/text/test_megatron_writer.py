@@ -75,6 +75,18 @@ def test_failed_writer_leaves_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("suffix", [".json", ".idx"])
+def test_rename_that_fails_leaves_no_files(tmp_path, suffix):
+    def write():
+        with MegatronWriter(str(tmp_path / "a"), {"vocab_size": 10}) as writer:
+            writer.add([1, 2])
+            (tmp_path / f"a{suffix}").mkdir()
+
+    with pytest.raises(ip.InputError, match=rf"^cannot write .*a\{suffix}: Is a directory$"):
+        write()
+    assert list(tmp_path.iterdir()) == [tmp_path / f"a{suffix}"]
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 def test_existing_files_are_not_overwritten(tmp_path, suffix):
     (tmp_path / f"a{suffix}").write_text("mine")
