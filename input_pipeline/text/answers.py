@@ -73,8 +73,9 @@ class Source:
 
         Raises:
           MissingDataError: the files or the tokenizer do not exist.
-          InputError: a row has no answers or is longer than the context, the rows do not fit in memory, the tokenizer
-            joins an answer with the text around it, or a file is invalid (see `input_pipeline.text.documents`).
+          InputError: a row has no answers, two of them without text between them, or more tokens than the context, the
+            rows do not fit in memory, the tokenizer joins an answer with the text around it, or a file is invalid (see
+            `input_pipeline.text.documents`).
         """
         self.context = packing.check_context(context)
         opened = open_tokenizer(tokenizer, end_of_text)
@@ -159,6 +160,8 @@ def _encode(text: str, tokenizer: Tokenizer, location: str, context: int) -> Row
             places.append(len(prefix))
     if not places[0]:
         raise InputError(f"{location}: no text precedes the first answer")
+    if any(end == start for end, start in zip(places[1::2], places[2::2], strict=False)):
+        raise InputError(f"{location}: two answers without text between them would count as one; mark them as one")
     shots = [found[2] for found in marked.answers]
     answers = np.array(list(zip(places[::2], places[1::2], shots, strict=True)), np.int32)
     return Row(tokens.astype(token_dtype(tokenizer)), answers, location)

@@ -75,6 +75,8 @@ def test_answers_of_a_tokenizer_are_its_tokens_of_the_words(tmp_path, tokenizer_
         ({"task_id": "a", "texts": "no mark"}, r"a\.jsonl:2: no answer between"),
         ({"task_id": "a", "texts": "[ b ] c"}, r"a\.jsonl:2: no text precedes the first answer"),
         ({"task_id": "a", "texts": "a [ 23456789 ]"}, r"a\.jsonl:2: 10 tokens are more than the 9 of a row"),
+        ({"task_id": "a", "texts": "a [ b ] [ c ]"}, r"a\.jsonl:2: two answers without text between them would count"),
+        ({"task_id": "a", "texts": "a [ b ][ c ]"}, r"a\.jsonl:2: two answers without text between them would count"),
         ({"task_id": 3, "texts": "a [ b ]"}, r"a\.jsonl:2: 'task_id' is int, expected a string"),
         ({"task_id": "a"}, r"a\.jsonl:2: no key 'texts'"),
     ],
