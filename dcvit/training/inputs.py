@@ -187,7 +187,7 @@ def stored_tokenizer(workdir: Folder) -> str:
       ConfigError: the file is missing or damaged.
     """
     try:
-        return (workdir / TOKENIZER).read_text(encoding="utf-8")
+        return (workdir / TOKENIZER).read_bytes().decode()
     except (OSError, ValueError) as e:
         raise ConfigError(f"cannot read {workdir / TOKENIZER}, the run's tokenizer: {first_line(e)}") from None
 

@@ -139,7 +139,7 @@ def _check_features(folder: str) -> None:
     file = require("etils.epath").Path(folder) / "features.json"
     if not _is_regular(file):
         raise FileNotFoundError(f"no regular file {file.name}")
-    inside = [json.loads(file.read_text())]
+    inside = [json.loads(file.read_bytes())]
     while inside:
         part = inside.pop()
         if isinstance(part, dict):

@@ -4,6 +4,8 @@ import locale
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +118,18 @@ def test_accepted_difference_that_the_checkpoint_does_not_fit_is_refused(folder,
     assert "checkpoints/60 does not fit the model; " in capsys.readouterr().err
     assert run(folder, "--accept", "sead") == 2
     assert "--accept sead; did you mean 'seed'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tokenizer_of_a_run_is_utf8_in_every_locale(tmp_path):
+    code = (
+        "import sys, pathlib; from dcvit.runs.files import replace; from dcvit.training import inputs;"
+        "folder = pathlib.Path(sys.argv[1]); text = chr(0x2581) + chr(0xe9);"
+        "replace(folder / inputs.TOKENIZER, text); assert inputs.stored_tokenizer(folder) == text"
+    )
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
+    assert (tmp_path / "tokenizer.json").read_bytes() == "\u2581\u00e9".encode()
 
 
 class Examples(list):
