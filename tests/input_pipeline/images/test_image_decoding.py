@@ -163,3 +163,14 @@ def test_error_without_tensorflow_names_the_extra_to_install(monkeypatch):
         assert decode(ODD["gray.jpg"], "decode(precise=True)|resize_pillow(8)").shape == (8, 8, 3)
     finally:
         optional.tensorflow.cache_clear()
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_decoded_crop_differs_from_the_crop_of_a_decoded_image_only_at_the_sides(subsampling):
+    data = image_datasets.jpeg(3, 200, 300, subsampling=subsampling)
+    top, left, height, width = window = 32, 48, 96, 112
+    whole = decoding.decode(data)[top : top + height, left : left + width].astype(int)
+    difference = np.abs(decoding.decode_crop(data, window) - whole)
+    assert not difference[:, 1:-1].any()
+    assert bool(difference.any()) == (subsampling != "4:4:4")
+    assert difference.max() <= 16
