@@ -283,8 +283,8 @@ def image_example(
 def check_predict(pp: str, source: Source, shape: tuple[int, ...], corrupt: CorruptPolicy) -> None:
     """Raise ConfigError if `config.pp_predict` does not turn an encoded training image into a model input."""
     preprocess = input_pipeline.Preprocess(pp)
-    if not pp or corrupt.action == "skip" or not isinstance(image := source[0]["image"], bytes):
-        return
+    if not pp or corrupt.action == "skip" or not isinstance(image := source[0].get("image"), bytes):
+        return  # the images are not encoded, or have another name
     found = preprocess({"image": image}, np.random.default_rng(0))["image"]
     if found.shape != shape or found.dtype != np.float32:
         expected = f"config.input.pp float32 of {shape}"

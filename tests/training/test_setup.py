@@ -12,7 +12,8 @@ from dcvit import cli, tokenize, train
 from dcvit.config import load as configs
 from dcvit.dcmha import dispatch
 from dcvit.errors import CheckpointError, ConfigError, InputError
-from dcvit.training import plan, setup
+from dcvit.training import inputs, plan, setup
+from input_pipeline import CorruptPolicy
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -232,3 +233,11 @@ def test_activations_are_bfloat16_on_tpus_where_the_config_leaves_it_open():
     assert setup.make_model(config, "tpu").dtype_mm == "bfloat16"
     chosen = configs.load("vit_i1k", ["model.dtype_mm=float32"])
     assert setup.make_model(chosen, "tpu").dtype_mm == "float32"
+
+
+def test_images_of_another_name_are_not_a_traceback_with_pp_predict():
+    class Pictures(list):
+        class_names = None
+        describe = nbytes = lambda *_: ""
+
+    inputs.check_predict("decode", Pictures([{"picture": b"encoded"}]), (8, 8, 3), CorruptPolicy())
