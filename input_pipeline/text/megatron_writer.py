@@ -137,8 +137,8 @@ class MegatronWriter:
                 with named_errors(self.prefix + suffix, "write"):
                     renamed.append(self._temporary(suffix).replace(self.prefix + suffix))
         except BaseException:
-            for file in renamed:
-                file.unlink(missing_ok=True)
+            for final in renamed:
+                final.unlink(missing_ok=True)
             raise
 
     def _write_index(self, file: BinaryIO) -> None:
