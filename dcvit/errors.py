@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
 import signal
 import threading
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from input_pipeline.errors import (
     InputError,
@@ -21,9 +25,11 @@ from input_pipeline.errors import (
 
 __all__ = [
     "CheckpointError", "ConfigError", "InputError", "MetricsError", "check_call", "check_regex", "check_values",
-    "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name", "unknown_key",
+    "checked", "escaped", "first_line", "first_line_with_type", "has_type", "matches", "nearest", "type_name",
+    "unknown_key",
 ]  # fmt: skip
 
+P, Result = ParamSpec("P"), TypeVar("Result")
 REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.
@@ -146,3 +152,39 @@ def check_call(
         check_arguments(function, args, kwargs, what, also)
     except InputError as e:
         raise ConfigError(str(e)) from None
+
+
+def checked(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a function for users, so that an argument that its annotation does not allow is a ConfigError.
+
+    Numbers and arrays of numpy and JAX count as those of Python. Items of a sequence are checked by sample.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        signature, hints = inspect.signature(function), typing.get_type_hints(function)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                _check_argument(name, value, hints[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_argument(name: str, value: object, hint: object) -> None:
+    from beartype import BeartypeConf, door  # late: importing it takes long
+
+    conf = BeartypeConf(is_pep484_tower=True)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+    def fits(found: object) -> bool:
+        if isinstance(found, str) and str not in options:  # it would be the sequence of its characters
+            return False
+        return bool(door.is_bearable(found, hint, conf=conf))  # type: ignore[arg-type]
+
+    if not fits(value) and not (hasattr(value, "tolist") and fits(value.tolist())):
+        shown = " ".join(f"{value!r:.100}".split())
+        raise ConfigError(f"{name}={shown} should be of type {type_name(hint)}, not {type(value).__name__}")
+    if hasattr(value, "_fields"):  # a NamedTuple
+        for field, inner in typing.get_type_hints(type(value)).items():
+            _check_argument(f"{name}.{field}", getattr(value, field), inner)

@@ -21,12 +21,12 @@ from jaxtyping import Float32
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
-from dcvit.errors import CheckpointError, ConfigError, InputError, escaped, type_name
+from dcvit.errors import CheckpointError, ConfigError, InputError, checked, escaped, type_name
 from dcvit.inference.model import BATCH, NOT_FINITE, Images, LoadedModel, Tokens, apply
 from dcvit.models.vit import ViT
 from dcvit.runs.files import Folder
 from input_pipeline import Preprocess
-from input_pipeline.files import read_regular
+from input_pipeline.files import expand, read_regular
 from input_pipeline.images.folder import SUFFIXES, describe_skipped, image_files
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Prediction(NamedTuple):
     probability: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ImageModel(LoadedModel):
     """A model of images, with what turns files into its inputs.
 
@@ -66,6 +66,7 @@ class ImageModel(LoadedModel):
 
     kind = "a model of images, not a language model: use `dcvit predict`"
 
+    @checked
     def predict(self, images: Images, topk: int = 5) -> list[list[Prediction]]:
         """Return the `topk` most probable classes of each image, the most probable first.
 
@@ -293,7 +294,7 @@ def _image_batches(images: Images | Tokens, pp: str) -> Iterable[tuple[list[str]
 def _encoded(number: int, image: object) -> tuple[str, Callable[[], bytes]]:
     """Return the name of an image and a function that returns its encoded bytes; a picture becomes a PNG."""
     if isinstance(image, str | Path):
-        return str(image), functools.partial(read_regular, image)
+        return str(image), functools.partial(read_regular, expand(image))
     if isinstance(image, bytes):
         return str(number), io.BytesIO(image).getvalue
     if isinstance(image, np.ndarray):

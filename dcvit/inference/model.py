@@ -22,7 +22,7 @@ from jaxtyping import Array
 from PIL import Image
 
 from dcvit.dcmha.reference import AttentionMatrices
-from dcvit.errors import CheckpointError, ConfigError, InputError, nearest
+from dcvit.errors import CheckpointError, ConfigError, InputError, checked, nearest
 from dcvit.interpret.activations import Activations, Hook, run_with_cache
 from dcvit.interpret.attention_maps import attention_maps
 from dcvit.models import Outputs, Params
@@ -34,13 +34,13 @@ from dcvit.models.vit import ViT
 ImageInput: TypeAlias = str | Path | bytes | Image.Image | np.ndarray
 # One or several images, or one or several preprocessed ones: float32 numbers "[B] height width channels".
 Images: TypeAlias = ImageInput | Sequence[ImageInput]
-Tokens: TypeAlias = str | Sequence[int] | np.ndarray  # a text, or tokens "[B] T"
+Tokens: TypeAlias = str | Sequence[int | np.integer] | np.ndarray | Array  # a text, or tokens "[B] T"
 BATCH = 64  # images that are processed at once; a power of two
 NOT_FINITE = "not finite; the parameters are damaged, or too large for their dtype"
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model with its parameters.
 
@@ -62,6 +62,12 @@ class LoadedModel:
 
     kind: ClassVar[str]  # what the model is, and the command for it, for messages
 
+    def __repr__(self) -> str:
+        """Return one line; the parameters alone would be a hundred thousand characters."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return f"{type(self).__name__}({self.source!r}, {type(self.module).__name__} with {count:,} parameters)"
+
+    @checked
     def features(self, inputs: Images | Tokens, name: str = "pre_logits") -> np.ndarray:
         """Return a named intermediate of the model, such as "logits" or "encoder/block00/sa", as B ….
 
@@ -81,7 +87,10 @@ class LoadedModel:
             raise CheckpointError(f"{self.source}: numbers of {name!r} are {NOT_FINITE}")
         return np.concatenate(arrays)
 
-    def attention(self, inputs: Images | Tokens, layers: Sequence[int] | None = None) -> dict[int, AttentionMatrices]:
+    @checked
+    def attention(
+        self, inputs: Images | Tokens, layers: Sequence[int | np.integer] | None = None
+    ) -> dict[int, AttentionMatrices]:
         """Return the attention matrices B H T S of the given layers, by default of all, by their numbers from 0.
 
         Raises:
@@ -90,6 +99,7 @@ class LoadedModel:
         """
         return jax.device_get(self._on_one_batch(inputs, functools.partial(attention_maps, layers=layers)))
 
+    @checked
     def run_with_cache(
         self, inputs: Images | Tokens, hooks: Mapping[str, Hook] | None = None, names: Sequence[str] = ("*",)
     ) -> Activations:

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from dcvit.errors import ConfigError, InputError
+from dcvit.errors import ConfigError, InputError, checked
 from dcvit.inference import generation
 from dcvit.inference.model import Images, LoadedModel, Tokens
 from dcvit.inference.sampling import Sampling
@@ -131,7 +131,7 @@ def tokenizer_beside(path: str | None, default: str | None = None, outputs: int 
     return tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel(LoadedModel):
     """A language model, with what turns text into its inputs.
 
@@ -146,6 +146,7 @@ class LanguageModel(LoadedModel):
 
     kind = "a language model: use `dcvit generate`"
 
+    @checked
     def generate(
         self,
         prompt: str,
@@ -166,6 +167,7 @@ class LanguageModel(LoadedModel):
         options = TextOptions(tokens, Sampling(temperature, top_k, top_p), seed, ends)
         return self.continue_texts([prompt], options).texts[0].text
 
+    @checked
     def stream(self, prompt: str, options: TextOptions = DEFAULT_OPTIONS) -> Iterator[str]:
         """Return an iterator over the pieces of a text's continuation, each as soon as its tokens are generated.
 
@@ -187,6 +189,7 @@ class LanguageModel(LoadedModel):
         if rest := started.streams[0].rest():
             yield rest
 
+    @checked
     def continue_texts(
         self,
         prompts: Sequence[str],
@@ -219,7 +222,15 @@ class LanguageModel(LoadedModel):
         return self.open_tokenizer(None)
 
     def _batches(self, inputs: Images | Tokens) -> Iterable[np.ndarray]:
-        return [_rows(self.module, self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs)]
+        return [_rows(self.module, _encoded(self.tokenizer, inputs) if isinstance(inputs, str) else inputs)]
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text. Raise InputError if it is not valid Unicode."""
+    try:
+        return list(tokenizer.encode(text))
+    except UnicodeEncodeError as e:
+        raise InputError(f"the text is not valid Unicode: {e.reason} at character {e.start}") from None
 
 
 def _rows(module: LM, given: Images | Tokens) -> np.ndarray:
@@ -246,7 +257,7 @@ class _Started(NamedTuple):
 def _start(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], options: TextOptions) -> _Started:
     """Begin to generate. Raise ConfigError if the prompts or the options do not fit the model."""
     module = model.module
-    encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
+    encoded = [_encoded(tokenizer, prompt) for prompt in prompts]
     ends = [token for token in (end_of_text(module, tokenizer), *model.end_tokens) if token is not None]
     lengths = [max(1, len(tokens)) for tokens in encoded]
     max_tokens = _default_tokens(module, lengths) if options.max_tokens is None else options.max_tokens

@@ -22,8 +22,10 @@ def folder(text: str) -> Folder:
     """Parse a path, in which ~ is expanded, or a URL of Google Cloud Storage.
 
     Raises:
-      ValueError: the URL is of another store, or gcsfs is not installed.
+      ValueError: the path is empty, the URL is of another store, or gcsfs is not installed.
     """
+    if not text:
+        raise ValueError("the path of the folder is empty")
     if "://" not in text:
         return expand(text)
     if not text.startswith("gs://"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dcvit.config import load as configs
-from dcvit.errors import ConfigError
+from dcvit.errors import ConfigError, check_values, checked
 from dcvit.inference.images import ImageModel
 from dcvit.inference.texts import LanguageModel
 from dcvit.runs import metrics, steps
@@ -42,6 +42,7 @@ class TrainingRun:
         return trained.load(str(self.workdir))
 
 
+@checked
 def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **overrides: object) -> TrainingRun:
     """Train a model as `dcvit train` does, in this process; the same call resumes an interrupted run.
 
@@ -63,6 +64,7 @@ def train(config: str, workdir: str | Path, *, accept: Sequence[str] = (), **ove
         path = folder(str(workdir))
     except ValueError as e:
         raise ConfigError(str(e)) from None
+    check_values(overrides, "config")
     check_no_seeds(path)
     setup = make_setup(configs.load(config, list(_words(overrides))), workdir=path)
     trainer.train(setup, path, accept)

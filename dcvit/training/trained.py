@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 import input_pipeline
 from dcvit.config import load as configs
-from dcvit.errors import CheckpointError, ConfigError, nearest
+from dcvit.errors import CheckpointError, ConfigError, checked, nearest
 from dcvit.inference.images import ImageModel, read_class_names
 from dcvit.inference.model import Kind, LoadedModel, of_kind
 from dcvit.inference.texts import LanguageModel, check_tokenizer, tokenizer_beside
@@ -238,7 +238,7 @@ def open_trained(
         raise ConfigError(f"{workdir} is not the folder of a training run; give --config CONFIG --checkpoint {workdir}")
     else:
         run = configs.read_json(workdir / "config.json") if workdir else ConfigDict()
-    found = configs.load(config, overrides) if config else run
+    found = configs.load(config, overrides) if config is not None else run
     folder = checkpoint or workdir
     assert folder is not None
     check_checkpoint(folder)
@@ -260,6 +260,7 @@ def _text_options(config: ConfigDict) -> Mapping[str, Any]:
     return {**stated, **options}
 
 
+@checked
 def load(
     source: str | Path,
     *,
@@ -306,7 +307,7 @@ def _height_and_width(image_size: object) -> tuple[int, int]:
     numbers = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
     with contextlib.suppress(TypeError, ValueError):
         height, width = map(operator.index, numbers)
-        if min(height, width) > 0:
+        if min(height, width) > 0 and max(height, width) < 100_000:
             return height, width
     raise ConfigError(f"image_size={image_size!r}: expected the number of pixels, or height and width")
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import numpy as np
 
-from dcvit.errors import CheckpointError
+from dcvit.errors import CheckpointError, checked
 from dcvit.weights import (
     big_vision,
     dcformer,
@@ -129,6 +129,7 @@ def is_weights(path: Path) -> bool:
     return found in ("own", "dcmha_vit")
 
 
+@checked
 def open_weights(path: str | Path) -> Weights:
     """Open a file or a folder of another library. The weights of a folder of PEFT are those of its base, adapted.
 

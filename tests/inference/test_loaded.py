@@ -1,6 +1,7 @@
 """`dcvit.load`: a run as a Python object gives what the commands print."""
 
 import json
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 import flax.traverse_util
@@ -15,13 +16,14 @@ from trained_workdirs import load_params
 import dcvit
 from dcvit import cli, generate, predict
 from dcvit.dcmha.partition import splits_arrays
-from dcvit.errors import CheckpointError, ConfigError, InputError
+from dcvit.errors import CheckpointError, ConfigError, InputError, checked
 from dcvit.inference import images as image_models
 from dcvit.inference.images import ImageModel
 from dcvit.inference.sampling import Sampling
 from dcvit.inference.texts import LanguageModel, TextOptions
 from dcvit.models import lm, vit
 from dcvit.training import trained
+from dcvit.weights import families
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 IMAGES = ["tests/data/four.png", "tests/data/seven.png"]
@@ -279,3 +281,72 @@ class TestErrors:
         monkeypatch.setattr(trained.workdirs, "find", lambda _: None)
         with pytest.raises(CheckpointError, match="gs://bucket/gpt2 is no run; copy weights"):
             dcvit.load("gs://bucket/gpt2")
+
+
+LOOP = {}
+LOOP["a"] = LOOP
+WRONG = {"None": None, "5": 5, "float": 2.5, "list": [], "object": object(), "bytes": b"x", "loop": LOOP, "NUL": "a\0"}
+CALLS = {
+    "load": (lambda model, words, x: dcvit.load(x), ""),
+    "load config": (lambda model, words, x: trained.load("digits", config=x), "None"),
+    "load sharding": (lambda model, words, x: trained.load("digits", sharding=x), "None"),
+    "train": (lambda model, words, x: dcvit.train(x, "run", total_steps=0), ""),
+    "train workdir": (lambda model, words, x: dcvit.train("vit_digits", x, total_steps=0), ""),
+    "train accept": (lambda model, words, x: dcvit.train("vit_digits", "run", accept=x, total_steps=0), ""),
+    "train model": (lambda model, words, x: dcvit.train("vit_digits", "run", model=x, total_steps=0), ""),
+    "predict": (lambda model, words, x: model.predict(x), "list"),
+    "predict topk": (lambda model, words, x: model.predict(IMAGES, topk=x), "5"),
+    "features name": (lambda model, words, x: model.features(IMAGES, x), ""),
+    "attention layers": (lambda model, words, x: model.attention(IMAGES, layers=x), "None list bytes"),
+    "cache hooks": (lambda model, words, x: model.run_with_cache(np.zeros((1, 8, 8, 3), np.float32), hooks=x), "None"),
+    "cache names": (lambda model, words, x: model.run_with_cache(np.zeros((1, 8, 8, 3), np.float32), names=x), "list"),
+    "features": (lambda model, words, x: words.features(x), "NUL"),
+    "generate": (lambda model, words, x: words.generate(x, tokens=1), "NUL"),
+    "generate seed": (lambda model, words, x: words.generate("a", tokens=1, seed=x), "5"),
+    "stream options": (lambda model, words, x: words.stream("a", x), ""),
+    "stream tokens": (lambda model, words, x: words.stream("a", TextOptions(x)), "None 5"),
+    "weights": (lambda model, words, x: families.open_weights(x), ""),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_arguments_of_wrong_types_are_errors_of_one_line(call, model, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function, valid = CALLS[call]
+    for name, value in WRONG.items():
+        if name not in valid.split():
+            with pytest.raises((ConfigError, InputError, CheckpointError)) as error:
+                function(model, words, value)
+            assert "\n" not in str(error.value), name
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_and_arrays_of_numpy_and_jax_are_those_of_python(words):
+    @checked
+    def function(number: int, fraction: float | None = None, numbers: Sequence[int] = ()):
+        return number, fraction, numbers
+
+    assert function(np.int64(2), np.float32(0.5), range(3)) == (2, 0.5, range(3))
+    assert function(jnp.int32(2), 1, np.arange(0))[:2] == (2, 1)
+    with pytest.raises(ConfigError, match="numbers='12' should be of type"):
+        function(1, numbers="12")
+    for tokens in (jnp.arange(3), list(np.arange(3)), np.arange(3)[None]):
+        assert words.features(tokens, "logits").shape == (1, 3, 257)
+
+
+def test_empty_workdir_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="the path of the folder is empty"):
+        dcvit.train("vit_digits", "", total_steps=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lone_surrogate_of_a_text_is_named(words):
+    with pytest.raises(InputError, match="not valid Unicode: surrogates not allowed at character 1"):
+        words.features("a\udcff")
+
+
+def test_a_loaded_model_is_shown_in_one_line(model, words):
+    count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    assert repr(model) == f"ImageModel('', ViT with {count:,} parameters)"
+    assert repr(words).startswith("LanguageModel('', LM with ")
