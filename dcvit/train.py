@@ -16,13 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcvit import cli, process
 from dcvit.errors import ConfigError, escaped
 from dcvit.parallel import multihost
 from dcvit.training.seeds import check_no_seeds, final_metrics, parse_seeds, rounded, summarize, workdir_of, write
+
+__all__ = ["train"]  # noqa: F822 - a property of `_Module`
 
 if TYPE_CHECKING:
     from dcvit.runs.preemption import Preemption
@@ -129,6 +131,17 @@ class _Module(types.ModuleType):
         from dcvit.training import run
 
         return run.train(*args, **kwargs)
+
+    @property
+    def train(self) -> Callable[..., object]:
+        """The function `dcvit.training.run.train`, which `help(dcvit.train)` shows."""
+        from dcvit.training import run
+
+        return run.train
+
+    def __dir__(self) -> list[str]:
+        """Return the names in the module, with the property."""
+        return [*super().__dir__(), "train"]
 
 
 sys.modules[__name__].__class__ = _Module

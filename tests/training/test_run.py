@@ -1,5 +1,8 @@
 """Training as a call in Python: the rows, checkpoints and model of the command, and its errors as exceptions."""
 
+import pydoc
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -44,3 +47,9 @@ def test_invalid_input_is_a_config_error_and_makes_no_workdir(config, overrides,
     with pytest.raises(ConfigError, match=message):
         dcvit.train(config, tmp_path / "run", **overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_help_of_the_call_shows_its_arguments_and_not_the_command():
+    shown = pydoc.plain(pydoc.render_doc(dcvit.train))
+    assert re.search(r"train\(config\b.*workdir\b.*accept\b", shown)
+    assert "main(" not in shown
