@@ -90,16 +90,18 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             name = word.partition("=")[0]
-            if word.startswith("--") and name not in valid:
+            if re.match("--|-[A-Za-z]", word) and name not in valid:
                 raise ConfigError(f"unknown option {name}; {self._hint(name, valid)}")
         # argparse does not accept "--" in intermixed words.
         args, unknown = (self.parse_known_args if "--" in words else self.parse_known_intermixed_args)(words)
         if unknown:
-            raise ConfigError(f"unknown option {unknown[0]}; {nearest(unknown[0].partition('=')[0], valid)}")
+            self.error(f"unexpected argument {unknown[0]!r}")
         return args, overrides
 
     def _hint(self, name: str, valid: Sequence[str]) -> str:
         """Return the end of the message about an unknown option: the valid one, or the key that it may stand for."""
+        if len(name) == 2 and (full := [option for option in valid if option.startswith(f"-{name}")]):
+            return f"did you mean {full[0]!r}?"
         if "." in name:
             return "did you mean '--config.KEY=VALUE'?"
         if "--config" in valid:

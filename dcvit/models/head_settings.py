@@ -37,6 +37,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from dcvit.errors import nearest
+
 LOG = logging.getLogger(__name__)
 VARIANTS = ("moh", "moh_topk", "diff", "diff2", "xsa", "knocking", "gated_elementwise", "paired")
 STATIC = {"projection": False, "gate": False, "static": True}
@@ -75,7 +77,7 @@ def resolve(preset: Mapping[str, object], fields: Mapping[str, object], num_head
     if name is None:
         return merged
     if name not in NAMES:
-        raise ValueError(f"heads={name!r}; known: {', '.join(map(repr, NAMES))}")
+        raise ValueError(f"heads={name!r}; {nearest(str(name), NAMES)}")
     meant = SETTINGS.get(name, {"compose": None})
     if name == "folded":
         heads = merged.get("num_heads", num_heads)

@@ -113,8 +113,8 @@ def make_mesh(axes: Sequence[object], devices: Sequence[jax.Device] | None = Non
     if open_axes and count % product == 0:
         sizes[open_axes[0]] = count // product
     elif open_axes or product != count:
-        problem = f"not a multiple of {product}" if open_axes else f"not {product}"
-        raise DeviceCountError(f"config.mesh: {shown} on {count} devices, which is {problem}")
+        needed = f"a multiple of {product}" if open_axes else f"{product}"
+        raise DeviceCountError(f"config.mesh: {shown} needs {needed} devices, found {count}")
     sizes = {**{name: 1 for name in AXES if name not in sizes}, **sizes}
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 

@@ -59,7 +59,7 @@ def make_model(config: ConfigDict, platform: str | None = None) -> nn.Module:
     try:
         model: nn.Module = module.Model(outputs, **{task.variant_key: variant}, **fields)
     except (ValueError, AttributeError) as e:
-        raise ConfigError(f"config.model.{task.variant_key}: {e}") from None
+        raise ConfigError(f"config.model: {e}") from None
     return model
 
 

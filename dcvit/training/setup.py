@@ -156,8 +156,8 @@ def open_data(parsed: Parsed, source: input_pipeline.Source | None = None) -> Ta
       InputError: the data is missing or unusable.
     """
     source = open_source(parsed.config.input.data, "config.input.data") if source is None else source
+    task, config = task_class(parsed.config).create(parsed.config, source, parsed.corrupt)  # names missing libraries
     check_batch(source, parsed.batch_size)
-    task, config = task_class(parsed.config).create(parsed.config, source, parsed.corrupt)
     return TaskData(config, task, TrainingData(source, task.pp, parsed.batch_size, config.seed, parsed.corrupt))
 
 

@@ -166,8 +166,8 @@ def test_a_small_step_fits_a_small_slice(library_promotion, tmp_path, capsys):
 BAD = {
     "topology": (["--topology", "v5e:3x5"], "is not a TPU slice"),
     "family": (["--topology", "v9:4x4"], "is not a TPU slice; nearest: v4:2x2x1"),
-    "mesh": (["--config.mesh=[('data',3)]"], "data 3 on 16 devices, which is not 3"),
-    "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "on 16 devices, which is not a multiple of 3"),
+    "mesh": (["--config.mesh=[('data',3)]"], "data 3 needs 3 devices, found 16"),
+    "left": (["--config.mesh=[('data',-1),('tensor',3)]"], "needs a multiple of 3 devices, found 16"),
     "strategy": (["--config.sharding_strategy=fspd"], "expected ddp, fsdp"),
     "no axis": (["--config.mesh=[('data',-1)]"], "config.mesh has no axis 'fsdp'"),
     "batch": (["--config.input.batch_size=24"], "is not a multiple of grad_accum 1 × fsdp 16"),

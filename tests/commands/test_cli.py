@@ -201,7 +201,8 @@ def test_characters_that_an_encoding_lacks_are_escaped(encoding, monkeypatch):
         (["--model.depth=3"], r"unknown option --model.depth; did you mean '--config.KEY=VALUE'\?"),
         (["--number", "three"], r"invalid int value: 'three' \(see dcvit test --help\)"),
         (["--number"], r"expected one argument"),
-        (["word"], r"unknown option word"),
+        (["word"], r"unexpected argument 'word'"),
+        (["-n", "3"], r"unknown option -n; did you mean '--number'\?"),
     ],
 )
 def test_invalid_options_are_errors(words, message):

@@ -383,7 +383,7 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"heads": "talkng"}, "heads='talkng'; known: 'mha', 'talking'"),
+        ({"heads": "talkng"}, r"heads='talkng'; did you mean 'talking'\?"),
         ({"heads": "lightweight", "rank": 2}, "heads='lightweight' means rank=1, found 2"),
         ({"heads": "folded", "num_heads": 4, "num_key_heads": 4}, "set num_key_heads below num_heads"),
         ({"heads": "folded", "num_heads": 3}, "num_heads=3: set num_key_heads to a divisor below num_heads"),
@@ -392,7 +392,7 @@ def test_a_name_replaces_the_composition_of_a_preset_and_of_the_field_compose():
         ({"heads": "diff", "num_key_heads": 1}, "an even number of key heads, found 1"),
         ({"heads": "paired", "num_key_heads": 3}, "an even number of key heads, found 3"),
         ({"heads": "diff", "scan": True}, "set scan=False"),
-        ({"heads": "xsaa"}, "heads='xsaa'; known: "),
+        ({"heads": "fold"}, r"heads='fold'; did you mean 'folded'\?"),
     ],
     ids=str,
 )

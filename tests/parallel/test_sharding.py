@@ -229,14 +229,14 @@ BAD = {
     "zero": ({"mesh": [("data", 0)]}, "data of size 0; expected 1 or more"),
     "no name": ({"mesh": [(["data"], 8)]}, "config.mesh has no axis ['data']"),
     "two open": ({"mesh": [("data", -1), ("fsdp", -1)]}, "data -1 × fsdp -1; only one size may be -1"),
-    "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 on 8 devices, which is not 4"),
-    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 on 8 devices, which is not a multiple of 3"),
-    "empty": ({"mesh": []}, "no axis on 8 devices, which is not 1"),
+    "too few": ({"mesh": [("data", 4)]}, "config.mesh: data 4 needs 4 devices, found 8"),
+    "odd": ({"mesh": [("data", -1), ("fsdp", 3)]}, "data -1 × fsdp 3 needs a multiple of 3 devices, found 8"),
+    "empty": ({"mesh": []}, "no axis needs 1 devices, found 8"),
     "strategy": ({"sharding_strategy": "zero3"}, "config.sharding_strategy='zero3'; expected ddp, fsdp"),
     "no such axis": ({"sharding_strategy": "fsdp"}, "config.mesh has no axis 'fsdp'"),
     "idle tensor": ({"mesh": [("data", 4), ("tensor", 2)]}, "has tensor 2: set config.sharding_strategy to"),
     "images": ({"mesh": [("data", 2), ("context", 4)]}, "context 4, which splits the tokens of language models only"),
-    "context": ({"mesh": [("data", 2), ("context", 8)]}, "data 2 × context 8 on 8 devices, which is not 16"),
+    "context": ({"mesh": [("data", 2), ("context", 8)]}, "data 2 × context 8 needs 16 devices, found 8"),
     "near axis": ({"mesh": [("data", 2), ("contxt", 4)]}, "has no axis 'contxt'; did you mean 'context'?"),
     "heads": (
         {"mesh": [("tensor", 8)], "sharding_strategy": "tensor", "model.num_heads": 4, "model.width": 16},
@@ -359,7 +359,7 @@ def test_evaluation_on_another_number_of_devices_logs_a_warning(caplog):
     config = configured("vit", mesh=[("data", 16)])
     mesh, strategy = setup.evaluation_mesh(config, setup.make_model(config))
     assert (mesh.shape["fsdp"], strategy) == (8, "fsdp")
-    assert "data 16 on 8 devices, which is not 16: evaluating with fsdp 8 instead" in caplog.text
+    assert "data 16 needs 16 devices, found 8: evaluating with fsdp 8 instead" in caplog.text
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ WRITERS: dict[str, Callable[[Weights, Path], None]] = {
 }
 
 
+LIBRARIES = {"huggingface": "hf", "transformers": "hf", "big_vision": "bv", "tensorflow": "savedmodel"}
 Opener = Callable[[Path], Weights]
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def convert(source: Path, target: Path, to: str, open_saved: Opener) -> Report:
       OSError: a file cannot be written; nothing is left at the target.
     """
     if to not in WRITERS:
-        raise ConfigError(f"--to {to}; {nearest(to, WRITERS)}")
+        raise ConfigError(f"--to {to}; {nearest(LIBRARIES.get(to.lower(), to), WRITERS)}")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; give a new path")
     if target.resolve().is_relative_to(source.resolve()):
