@@ -5,27 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import flax.linen as nn
 import jax
+from jax.sharding import Mesh
 
 from dcvit.errors import ConfigError
-from dcvit.training.setup import Setup
-from dcvit.training.step import TrainState
+from dcvit.models.trees import param_shapes
 from input_pipeline import memory
 
-
-def check_state(setup: Setup, shapes: TrainState) -> None:
-    """Raise ConfigError if the state of a run and its gradients need more memory than there is."""
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
-    needed = shard_bytes(shapes) + shard_bytes(shapes.params)
-    _check(setup, needed, f"{parameters:,} parameters with gradients and optimizer state need")
+MANY_LAYERS = 24  # whose tracing takes seconds
 
 
-def check_step(setup: Setup, compiled: jax.stages.Compiled) -> None:
+def check_layers(mesh: Mesh, model: nn.Module, example: jax.ShapeDtypeStruct) -> None:
+    """Raise ConfigError if the parameters of many layers and their gradients need more memory than there is.
+
+    The size is extrapolated from models of one and two layers, which are traced at once, and the parameters may be
+    split over all devices.
+    """
+    depth = getattr(model, "depth", 0)
+    if depth > MANY_LAYERS:
+        one, two = (_size(param_shapes(model.clone(depth=layers), example)) for layers in (1, 2))
+        size = one + (depth - 1) * (two - one)
+        _check(mesh, 2 * 4 * size // mesh.size, f"about {size:,} parameters with gradients")
+
+
+def check_state(mesh: Mesh, state: object, trained: object) -> None:
+    """Raise ConfigError if a training state and the gradients of what is trained in it need more memory than there is.
+
+    Both are given by their shapes, with shardings.
+    """
+    needed = shard_bytes(state) + shard_bytes(trained)
+    _check(mesh, needed, f"{_size(trained):,} trained parameters with gradients and optimizer state")
+
+
+def check_step(mesh: Mesh, compiled: jax.stages.Compiled) -> None:
     """Raise ConfigError if a compiled training step needs more memory than there is beside its arguments."""
     sizes = compiled.memory_analysis()
     if sizes is not None:  # some platforms report none
         needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        _check(setup, needed, "activations and other temporary arrays of a training step need")
+        _check(mesh, needed, "activations and other temporary arrays of a training step")
 
 
 def shard_bytes(tree: object) -> int:
@@ -33,18 +51,24 @@ def shard_bytes(tree: object) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _check(setup: Setup, needed: int, what: str) -> None:
-    devices = setup.model.mesh.local_devices
+def _size(tree: object) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _check(mesh: Mesh, needed: int, what: str) -> None:
+    devices = mesh.local_devices
     free = _free(devices)
-    if setup.options.check_memory and free is not None and needed > free:
+    if free is not None and needed > free:
         raise ConfigError(
-            f"{what} {needed / 1e9:.2f} GB of memory on each of {len(devices)} {devices[0].platform} device(s), "
+            f"{what} need {needed / 1e9:.2f} GB of memory on each of {len(devices)} {devices[0].platform} device(s), "
             f"which has {free / 1e9:.2f} GB free; --config.check_memory=False trains all the same"
         )
 
 
 def _free(devices: Sequence[jax.Device]) -> int | None:
-    """Return the bytes that each of some devices of this process has free; None if unknown. CPU devices share them."""
+    """Return the bytes that each of some devices has free; None if unknown. CPU devices share the host's."""
+    if not {*devices} & {*jax.local_devices()}:  # of a slice that is not here
+        return None
     sizes = [device.memory_stats() for device in devices]
     if all(sizes):
         return min(size["bytes_limit"] - size["bytes_in_use"] for size in sizes)

@@ -169,7 +169,8 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     sizes = {"data": data, "steps": setup.plan.total_steps, "evaluations": list(setup.evaluators)}
     multihost.agree({**setup.record, **sizes, "saved steps": saved})
     shapes = state_shapes(setup)
-    memory.check_state(setup, shapes)
+    if setup.options.check_memory:
+        memory.check_state(setup.model.mesh, shapes, shapes.params)
     whole = shapes.params if shapes.base is None else shapes.base
     loaded = jax.tree.map(lambda _: None, whole)
     if setup.model.load_initial and (shapes.base is not None or not saved):

@@ -43,6 +43,7 @@ from dcvit.training.inputs import (
     with_hints,
     with_tokenizer,
 )
+from dcvit.training.memory import check_layers
 from dcvit.training.model import make_adaptation, make_loader, make_model, upcycles
 from dcvit.training.plan import Plan, RunOptions, make_options, make_plan
 from dcvit.training.tasks import Task, check_loss, task_class
@@ -174,6 +175,8 @@ def build_model(parsed: Parsed, found: TaskData) -> ModelSetup:
     fused = dispatch.fused_only() if config.require_fused else contextlib.nullcontext()
     # The devices of the mesh determine the implementations of attention. Verdicts on kernels come later, in training.
     with jax.set_mesh(parsed.mesh), fused:
+        if config.check_memory:
+            check_layers(parsed.mesh, module, example)
         shapes = param_shapes(module, found.task.example, "trust" if config.require_fused else "off")
     load_initial = make_loader(config, module, shapes)
     lora, trained = make_adaptation(config, shapes)

@@ -208,7 +208,8 @@ class Trainer:
         self.run.watchdog("compiling the training step")
         with stage("compiling the training step", self.run.display.line):
             update = jit_update(self.setup, self.run.start.shapes).lower(state, batch).compile()
-        memory.check_step(self.setup, update)
+        if self.setup.options.check_memory:
+            memory.check_step(self.setup.model.mesh, update)
         self.progress.clock.start()
         compiled: Update = update
         return compiled
