@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,13 @@ from dcvit.errors import ConfigError, check_call, first_line, nearest
 from dcvit.parallel.mesh import BATCH
 from dcvit.parallel.sharding import batch_shards
 from dcvit.runs.files import Folder
+from dcvit.runs.progress import stage
 from dcvit.runs.steps import saved_steps
 from input_pipeline import CorruptPolicy, InputError, MissingDataError, Source, TokenSource
 from input_pipeline.files import expand
 from input_pipeline.text.train_tokenizer import train_tokenizer
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 TOKENIZER = "tokenizer.json"  # file in the workdir of a run that trained its tokenizer
 
@@ -177,7 +180,8 @@ def own_tokenizer(config: ConfigDict, workdir: Folder | None) -> str | None:
         raise ConfigError("config.input.data.tokenizer: a tokenizer to train needs kind='text' and config.vocab_size")
     if workdir and saved_steps(workdir) and (workdir / TOKENIZER).is_file():
         return stored_tokenizer(workdir)
-    return train_tokenizer(str(data.get("path")), config.vocab_size, data.get("key", "text"))
+    with stage(f"training a tokenizer of {config.vocab_size} tokens", LOG.info):
+        return train_tokenizer(str(data.get("path")), config.vocab_size, data.get("key", "text"))
 
 
 def stored_tokenizer(workdir: Folder) -> str:
