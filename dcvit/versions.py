@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest import mock
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs as Unraisable
@@ -157,22 +158,28 @@ def store_any(ref: Value, x: Array) -> None:
 
 @contextlib.contextmanager
 def stablehlo_for_tensorflow() -> Iterator[None]:
-    """Let JAX serialize programs in a version of StableHLO that the installed TensorFlow reads.
+    """Let JAX serialize programs in a version of StableHLO, and with operations, that the installed TensorFlow reads.
 
     JAX chooses the version of a month before its own release, which an older TensorFlow cannot read, and has no option
-    for it. Delete when `jax2tf` asks TensorFlow.
+    for it. From JAX 0.12, exact GELU calls an erfc whose shape TensorFlow 2.21 cannot infer from a symbolic one, except
+    with the highest accuracy. Delete when `jax2tf` asks TensorFlow, and TensorFlow infers these shapes.
     """
+    from jax._src.nn import functions
+    from jax.lax import erfc
     from jaxlib.mlir.dialects import stablehlo as written  # JAX has no public name for it
     from tensorflow.compiler.mlir.stablehlo import stablehlo as read
 
-    choose = written.get_version_from_compatibility_requirement
-    written.get_version_from_compatibility_requirement = lambda requirement: read.get_smaller_version(
-        choose(requirement), read.get_current_version()
-    )
-    try:
+    name = "get_version_from_compatibility_requirement"
+    choose = getattr(written, name)
+    if "accuracy" in inspect.signature(erfc).parameters:
+        from jax.lax import AccuracyMode
+
+        erfc = functools.partial(erfc, accuracy=AccuracyMode.HIGHEST)
+    with (
+        mock.patch.object(written, name, lambda age: read.get_smaller_version(choose(age), read.get_current_version())),
+        mock.patch.object(functions.lax, "erfc", erfc),
+    ):
         yield
-    finally:
-        written.get_version_from_compatibility_requirement = choose
 
 
 @functools.cache
