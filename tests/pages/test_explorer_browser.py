@@ -55,6 +55,22 @@ def test_all_stages_are_those_of_the_library(browser, file, name):
         assert_equal(browser, arrays, layer, query)
 
 
+def test_color_bars_have_the_range_of_a_stage_and_axes_the_tokens(browser, file):
+    opened(browser, file)
+    bars = "[...document.querySelectorAll('#heads .bar')].map(bar => bar.textContent)"
+    largest = np.abs(table(browser)[2]).max(0)
+    signed = [f"-{limit:.2f}{limit:.2f}" for limit in largest]
+    assert browser.value(bars) == [*signed[:2], f"0{largest[2]:.2f}", signed[3]]
+    assert "Composed weights are no probabilities" in browser.value("document.getElementById('input-note').textContent")
+    assert browser.value("document.querySelectorAll('#heads .axis').length") == 0
+    change(browser, sample=[*MODELS].index("text"), scale="head")
+    assert browser.value(bars) == ["minmax", "minmax", "0max", "minmax"]
+    tokens = browser.value("facts.samples[state.sample].text")
+    axes = browser.value("[...document.querySelectorAll('.axis.keys, .axis.queries')].map(a => a.textContent)")
+    assert len(axes) > 4
+    assert {*axes} == {"".join(tokens)}
+
+
 def test_the_page_opens_on_the_largest_loan_of_weights_between_two_tokens(browser, file):
     browser.open(file)
     browser.value("explorer.ready.then(() => 1)")
