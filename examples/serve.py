@@ -21,13 +21,11 @@ import dcvit
 from dcvit.errors import ConfigError, InputError
 from dcvit.inference.texts import TextOptions
 
-TOKENS = 100
-
 dcvit.quiet()
 app = fastapi.FastAPI()
 images, text = dcvit.load(os.environ["IMAGES"]), dcvit.load(os.environ["TEXT"])
 images.predict(np.zeros((64, 64, 3), np.uint8))  # compile before the first request; other lengths of text are compiled
-list(text.stream("a", TextOptions(TOKENS)))  # when they are first asked for
+list(text.stream("a"))  # when they are first asked for
 
 
 @app.exception_handler(ConfigError)
@@ -49,5 +47,5 @@ async def predict(request: fastapi.Request, topk: int = 5) -> dict[str, float]:
 
 
 @app.get("/generate")
-def generate(prompt: str, tokens: Annotated[int, fastapi.Query(ge=1)] = TOKENS, seed: int = 0) -> Response:
+def generate(prompt: str, tokens: Annotated[int | None, fastapi.Query(ge=1)] = None, seed: int = 0) -> Response:
     return StreamingResponse(text.stream(prompt, TextOptions(tokens, seed=seed)), media_type="text/plain")
