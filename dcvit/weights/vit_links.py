@@ -135,7 +135,7 @@ def averaged(theirs: Sequence[str], ours: str, inputs: int, outputs: int) -> lis
             lambda x: [part.T * np.array(2, x.dtype) for part in np.split(x, 2)], ((outputs, inputs),) * 2,
         ),
         Link(
-            biases, (f"{ours}/bias",), lambda *arrays: (np.mean(arrays, axis=0, dtype=np.float32),),
+            biases, (f"{ours}/bias",), lambda *arrays: (np.asarray(np.mean(arrays, axis=0, dtype=np.float32)),),
             lambda x: (x, x), ((outputs,),) * 2,
         ),
     ]  # fmt: skip
