@@ -64,7 +64,7 @@ def problems(
       only: verify only the files of these subfolders and those at the top; None verifies all.
       share: (i, n) reads only every n-th file, starting with the i-th, so that n processes share the work.
       ignored: top-level files that may exist without a checksum.
-      name: the file of the checksums. Any file may exist without a checksum in `WEIGHTS`.
+      name: the file of the checksums. `WEIGHTS` may lack some files.
     """
 
     def is_selected(name: str) -> bool:

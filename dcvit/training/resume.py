@@ -178,7 +178,7 @@ def _fresh_start(setup: Setup, folder: Folder, data: identity.Record) -> Start:
     return Start(0, {}, shapes, loaded)
 
 
-def _base_of_adapters(setup: Setup, folder: Folder) -> dict[str, Any]:
+def _base_of_adapters(setup: Setup, folder: Folder) -> identity.Record:
     """Return the checksums of the parameters that a run adapts and their path, of `about`; {} without adapters."""
     if setup.model.lora is None:
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dcvit.runs.files import Folder, absolute
 from dcvit.weights import adapters, big_vision_files, pretrained
 from dcvit.weights.families import Weights, is_weights, open_weights
 from dcvit.weights.placement import check_finite, in_layout, place_params
-from dcvit.weights.tensors import open_file
+from dcvit.weights.tensors import Json, open_file
 from input_pipeline.files import expand
 
 BASE_PATH = "base_path"  # in the description of a checkpoint of adapters
@@ -77,7 +77,7 @@ def open_parameters(source: Folder | Weights, adapted_by: Sequence[Folder] = ())
     return adapters.merged(base, tensors, about, str(source))
 
 
-def adapted_model(checkpoint: Folder, about: Mapping[str, Any], init: str) -> Path:
+def adapted_model(checkpoint: Folder, about: Json, init: str) -> Path:
     """Return the path of the `model_init` that a checkpoint of adapters adapts.
 
     The description has a relative one as the path from the workdir; that of an older version has none.
