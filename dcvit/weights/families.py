@@ -39,7 +39,17 @@ from dcvit.weights import links as linking
 from dcvit.weights.big_vision_files import locate
 from dcvit.weights.family import Description, Family
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import Json, Tensor, Tensors, adapted_base, has_files, is_npz, open_file, tokenizer_of
+from dcvit.weights.tensors import (
+    Json,
+    Tensor,
+    Tensors,
+    adapted_base,
+    has_files,
+    is_npz,
+    of_floats,
+    open_file,
+    tokenizer_of,
+)
 
 FAMILIES: dict[str, Family] = {
     "own": own,
@@ -140,7 +150,8 @@ def open_weights(path: str | Path) -> Weights:
     path = Path(path)
     base = adapted_base(path)
     file = open_file(base or path)
-    file = file._replace(tensors=peft.merged(file.tensors, path)) if base else file
+    tensors = of_floats(file.tensors, base or path)
+    file = file._replace(tensors=peft.merged(tensors, path) if base else tensors)
     for name, family in FAMILIES.items():
         if family.matches(file.tensors, file.config):
             try:

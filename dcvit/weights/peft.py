@@ -19,7 +19,7 @@ from dcvit.errors import CheckpointError, has_type
 from dcvit.models.lora import A, Adaptation, B
 from dcvit.models.trees import Shapes, matrix_axes
 from dcvit.weights.links import Link
-from dcvit.weights.tensors import ADAPTER, Json, Tensor, Tensors, open_file, read_json
+from dcvit.weights.tensors import ADAPTER, Json, Tensor, Tensors, of_floats, open_file, read_json
 
 FILE = "adapter_model.safetensors"
 PREFIX, LOW, HIGH = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -43,7 +43,8 @@ def merged(base: Tensors, folder: Path) -> Tensors:
     Raises:
       CheckpointError: the adapter is damaged, is more than LoRA of weights, or adapts a module that `base` lacks.
     """
-    config, factors = read_json(folder / ADAPTER), open_file(folder / FILE).tensors
+    config = read_json(folder / ADAPTER)
+    factors = of_floats(open_file(folder / FILE).tensors, folder / FILE)
     more = [key for key, value in config.items() if value and key not in KNOWN]
     more += ["peft_type"] if config.get("peft_type") != "LORA" else []
     more += ["init_lora_weights"] if config.get("init_lora_weights", True) not in (True, False, "gaussian") else []

@@ -49,8 +49,7 @@ Json: TypeAlias = dict[str, Any]  # the content of a config.json or an index
 class WeightsFile(NamedTuple):
     """The tensors of a file or a folder, and the content of the config.json beside them, if there is one.
 
-    Reading a tensor raises CheckpointError if its numbers are of none of `DTYPES`. The contents of a
-    preprocessor_config.json and a generation_config.json are in `config` by these names.
+    The contents of a preprocessor_config.json and a generation_config.json are in `config` by these names.
     """
 
     path: Path
@@ -69,7 +68,7 @@ def open_file(path: Path) -> WeightsFile:
     if located and (located.subtree or located.path.is_dir()):
         config = located.path / "config.json"  # describes a whole folder, not a subtree
         description = read_json(config) if config.is_file() and not located.subtree else {}
-        return WeightsFile(path, _checked(big_vision_files.open_arrays(located), path), description)
+        return WeightsFile(path, big_vision_files.open_arrays(located), description)
     if not path.exists():
         big_vision_files.check_named(str(path))
     config = path / "config.json" if path.is_dir() else path.with_name("config.json")
@@ -78,10 +77,10 @@ def open_file(path: Path) -> WeightsFile:
         if description and (beside := config.with_name(name)).is_file():
             description[name] = read_json(beside)
     tensors, first = _open_folder(path) if path.is_dir() else (_open_one(path), path)
-    return WeightsFile(path, _checked(tensors, path), {**_own_header(first), **description})
+    return WeightsFile(path, tensors, {**_own_header(first), **description})
 
 
-def _checked(tensors: Tensors, path: Path) -> Tensors:
+def of_floats(tensors: Tensors, path: Path) -> Tensors:
     """Return tensors whose reading raises CheckpointError, with the path, if their numbers are of none of `DTYPES`."""
 
     def read(name: str, tensor: Tensor) -> np.ndarray:
