@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -280,7 +280,7 @@ def _spelling(pre_tokenizer: object, decoder: object) -> Literal["bytes", "text"
     return "text" if "ByteFallback" in types else None
 
 
-def _parts(part: object) -> Iterator[dict[str, Any]]:
+def _parts(part: object) -> Iterator[dict[str, object]]:
     """Yield a part of a tokenizer.json and the parts nested in it, as the tokenizers library has accepted them."""
     if isinstance(part, dict):
         yield part

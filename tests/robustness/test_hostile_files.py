@@ -114,8 +114,8 @@ class TestImages:
 
     def test_loader_skips_an_image_that_exceeds_a_limit(self, tmp_path):
         image_datasets.image_folder(tmp_path, train=4, val=1)
+        Path(ip.open_source("folder", data_dir=str(tmp_path)).describe(1)).write_bytes(BOMBS["png of one row"])
         source = ip.open_source("folder", data_dir=str(tmp_path))
-        Path(source.describe(1)).write_bytes(BOMBS["png of one row"])
         batches = ip.train_batches(
             source, "decode(precise=True)|resize_pillow(8)", len(source), 0, corrupt=ip.CorruptPolicy("skip"), threads=0
         )
@@ -130,6 +130,7 @@ class TestImages:
         image_datasets.image_folder(tmp_path, train=2, val=1)
         source = ip.open_source("folder", data_dir=str(tmp_path))
         os.truncate(source.describe(0), folder.MAX_FILE_BYTES + 1)  # a sparse file: it takes no space on the disk
+        source = ip.open_source("folder", data_dir=str(tmp_path))
         with refused("1,073,741,825 bytes", most_bytes=1 << 20):
             source[0]
 
