@@ -116,7 +116,8 @@ def check_segments(segments: Segments, *shapes: tuple[int, int]) -> None:
             raise ValueError(f"segments of {name} have dtype {ids.dtype}, expected int32")
         if ids.shape != shape:
             raise ValueError(f"segments of {name} have shape {ids.shape}, expected {shape}")
-        if not isinstance(ids, jax.core.Tracer) and jnp.any(ids == NO_ID):
+        is_known = not isinstance(ids, jax.core.Tracer) and getattr(ids, "is_fully_addressable", True)
+        if is_known and (np.asarray(ids) == NO_ID).any():  # jnp would be traced in a jitted function
             raise ValueError(f"segments of {name} have the id {NO_ID}, which is reserved: expected a larger one")
 
 
