@@ -166,7 +166,7 @@ def test_invalid_config_stops_the_command_before_anything_is_written(digits_run,
         ([], "required: --config, --workdir"),
         (["--workdir", "w"], "required: --config"),
         (["--config", "vit_digits", "--workdir", "w", "--confg.seed=1"], "unknown option --confg.seed; did you mean"),
-        (["--config", "vit_digits", "--workdir", "w", "more"], "unknown option more"),
+        (["--config", "vit_digits", "--workdir", "w", "more"], "unexpected argument 'more'"),
     ],
 )
 def test_invalid_command_line_is_one_line(capsys, argv, message):
