@@ -29,7 +29,8 @@ __all__ = [
     "unknown_key",
 ]  # fmt: skip
 
-P, Result = ParamSpec("P"), TypeVar("Result")
+P = ParamSpec("P")
+Result = TypeVar("Result")
 REGEX_SECONDS = 2.0  # of the processor, for a regular expression on all names: backtracking can take forever
 MAX_LEVELS = 32  # of dicts and lists inside each other in a config
 # Names of other packages, whose spelling is closer to another key than to that of the same meaning.

@@ -164,17 +164,16 @@ def stablehlo_for_tensorflow() -> Iterator[None]:
     for it. From JAX 0.12, exact GELU calls an erfc whose shape TensorFlow 2.21 cannot infer from a symbolic one, except
     with the highest accuracy. Delete when `jax2tf` asks TensorFlow, and TensorFlow infers these shapes.
     """
+    import jax
     from jax._src.nn import functions
-    from jax.lax import erfc
     from jaxlib.mlir.dialects import stablehlo as written  # JAX has no public name for it
     from tensorflow.compiler.mlir.stablehlo import stablehlo as read
 
     name = "get_version_from_compatibility_requirement"
     choose = getattr(written, name)
+    erfc: Callable[..., jax.Array] = jax.lax.erfc
     if "accuracy" in inspect.signature(erfc).parameters:
-        from jax.lax import AccuracyMode
-
-        erfc = functools.partial(erfc, accuracy=AccuracyMode.HIGHEST)
+        erfc = functools.partial(erfc, accuracy=jax.lax.AccuracyMode.HIGHEST)
     with (
         mock.patch.object(written, name, lambda age: read.get_smaller_version(choose(age), read.get_current_version())),
         mock.patch.object(functions.lax, "erfc", erfc),

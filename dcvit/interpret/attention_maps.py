@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dcvit.dcmha.reference import AttentionMatrices
 from dcvit.dcmha.shapes import Array, Float, Int
 from dcvit.interpret.activations import run_with_cache
@@ -16,7 +18,7 @@ def attention_maps(
     model: ViT | LM,
     params: Params,
     inputs: Float[Array, "B height width channels"] | Int[Array, "B T"],
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int | np.integer] | None = None,
 ) -> dict[int, AttentionMatrices]:
     """Return the attention matrices of the given layers, by default of all, in float32.
 
@@ -38,7 +40,7 @@ def attention_maps(
     return {n: AttentionMatrices(*(found[name] for name in some)) for n, some in names.items()}
 
 
-def layer_numbers(model: ViT | LM, layers: Sequence[int] | None) -> list[int]:
+def layer_numbers(model: ViT | LM, layers: Sequence[int | np.integer] | None) -> list[int]:
     """Return numbers of layers, sorted and without negative ones; None means all.
 
     Raises:
@@ -48,4 +50,4 @@ def layer_numbers(model: ViT | LM, layers: Sequence[int] | None) -> list[int]:
     wrong = [layer for layer in chosen if not -model.depth <= layer < model.depth]
     if wrong:
         raise ValueError(f"there is no layer {wrong[0]}: the model has {model.depth} layers")
-    return sorted({layer % model.depth for layer in chosen})
+    return sorted({int(layer) % model.depth for layer in chosen})

@@ -98,9 +98,9 @@ def _alpha(config: Json, module: str) -> float:
         if f".{module}".endswith(f".{pattern}"):
             found = value
             break
-    if not has_type(found, int | float) or not abs(found) <= MAX_ALPHA:
+    if found is None or not has_type(found, int | float) or not abs(found) <= MAX_ALPHA:
         raise CheckpointError(f"lora_alpha={found!r:.100} of {module}; expected a number")
-    return found
+    return float(found)
 
 
 def tensors(links: Sequence[Link], factors: Tensors, model: Shapes, in_out: bool) -> dict[str, np.ndarray]:
