@@ -127,7 +127,7 @@ def test_the_server_sends_the_classes_and_text_of_its_models(digits_workdir, lm_
         form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n%s\r\n--x--\r\n'
         assert json.load(ask("predict?topk=3", form % image, "multipart/form-data; boundary=x")) == classes
         with ask("generate?prompt=&tokens=3") as answer:
-            assert answer.read()
+            assert (answer.status, type(answer.read())) == (200, bytes)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:  # requests at the same time have the same answers
             texts = list(pool.map(lambda _: ask("generate?prompt=def%20&tokens=8&seed=1").read().decode(), range(4)))
         model = dcvit.load(lm_workdir)
